@@ -1,0 +1,53 @@
+"""Lockstep: train any PyTorch model on one process or many, and get the same model.
+
+Importing this package does nothing else: names are found when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig as RunConfig
+    from lockstep.doors import RunResult as RunResult
+    from lockstep.doors import fit as fit
+    from lockstep.doors import start as start
+    from lockstep.errors import ConfigError as ConfigError
+    from lockstep.errors import UserError as UserError
+    from lockstep.precision import DynamicScaler as DynamicScaler
+    from lockstep.task import BatchSource as BatchSource
+    from lockstep.task import Loss as Loss
+    from lockstep.task import MicroBatch as MicroBatch
+    from lockstep.task import Share as Share
+    from lockstep.task import StepResult as StepResult
+    from lockstep.task import Task as Task
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "RunConfig": "config",
+    "RunResult": "doors",
+    "fit": "doors",
+    "start": "doors",
+    "ConfigError": "errors",
+    "UserError": "errors",
+    "DynamicScaler": "precision",
+    "BatchSource": "task",
+    "Loss": "task",
+    "MicroBatch": "task",
+    "Share": "task",
+    "StepResult": "task",
+    "Task": "task",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,107 @@
+"""The command `lockstep`: verb -> function. No logic here, and no torch until a verb needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    overrides = [item for item in rest if "=" in item and not item.startswith("-")]
+    unknown = [item for item in rest if item not in overrides]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
+    if overrides and not hasattr(options, "overrides"):
+        parser.error(f"{options.verb} takes no settings such as {overrides[0]}")
+    try:
+        return options.run(options, [*getattr(options, "overrides", []), *overrides])
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    train = verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop")
+    _add_target(train)
+    train.add_argument(
+        "--nproc", default=None, metavar="N|auto", help="processes on this machine (default 1)"
+    )
+    train.set_defaults(run=_train)
+
+    config = verbs.add_parser("config", help="show the resolved configuration and where each value came from")
+    config.add_argument("action", choices=["show"])
+    _add_target(config)
+    config.set_defaults(run=_config)
+
+    report = verbs.add_parser("report", help="write report.html for a run folder")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(run=_report)
+
+    recipes = verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
+    recipes.set_defaults(run=_recipes)
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+
+
+def _layers(options: argparse.Namespace, overrides: Sequence[str]) -> list:
+    from lockstep.config import parse_overrides, read_file
+
+    files = [(f"file {path}", read_file(path)) for path in options.config]
+    return [*files, ("command line", parse_overrides(overrides))]
+
+
+def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep import doors
+
+    return doors.train(options.target, _layers(options, overrides), options.nproc)
+
+
+def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep import targets
+    from lockstep.config import describe, resolve_for
+
+    kind = targets.load_class(options.target)
+    resolved = resolve_for(kind.defaults, kind.presets, _layers(options, overrides))
+    for key, value, source in describe(resolved.config, resolved.sources):
+        print(f"{key:32} {value!s:24} {source}")
+    return 0
+
+
+def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.observe.report import write_report
+
+    print(write_report(options.run_dir))
+    return 0
+
+
+def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep import targets
+
+    for name, text in targets.recipes().items():
+        print(f"{name:16} {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

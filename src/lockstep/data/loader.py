@@ -1,0 +1,108 @@
+"""Reading samples: in this process, or in worker processes. Randomness is keyed by sample, so it is the same
+whichever rank or worker reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lockstep.runtime.seeds import derive, seed_everything
+
+Request = tuple[int, Sequence[int]]  # (epoch, sample ids) of one micro-batch
+
+
+@dataclass
+class Reader:
+    """Turns a request into a collated batch."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    seed: int
+    seed_samples: bool = True
+
+    def __call__(self, request: Request) -> Any:
+        epoch, ids = request
+        if type(self.dataset) is TensorDataset:
+            # The one dataset known to be nothing but indexing: one gather per tensor, no collation.
+            rows = torch.as_tensor(ids)
+            return [tensor[rows] for tensor in self.dataset.tensors]
+        if _reads_in_batches(self.dataset):
+            if self.seed_samples:  # one key for all: the samples of a micro-batch are drawn together
+                seed_everything(derive(self.seed, "sample", epoch, int(ids[0])))
+            return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
+        return self.collate([self._sample(epoch, int(i)) for i in ids])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        if self.seed_samples:
+            seed_everything(derive(self.seed, "sample", epoch, index))
+        return self.dataset[index]
+
+
+def _reads_in_batches(dataset: Any) -> bool:
+    """Subset always offers `__getitems__`; only what lies below it tells whether batches are meant."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+class _OneRequestPerItem(torch.utils.data.Dataset):
+    """Lets torch's DataLoader carry whole requests to its workers."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+
+    def __getitem__(self, request: Request) -> Any:
+        return self.reader(request)
+
+
+def _only(items: list[Any]) -> Any:
+    return items[0]
+
+
+def _one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+def read_all(
+    reader: Reader, requests: Iterator[Request], *, workers: int, prefetch: int, pin_memory: bool
+) -> Iterator[Any]:
+    """Batches for `requests`, in their order. With workers, `prefetch` requests per worker are read ahead."""
+    if workers == 0:
+        for request in requests:
+            batch = reader(request)
+            yield _pin(batch) if pin_memory else batch
+        return
+    yield from DataLoader(
+        _OneRequestPerItem(reader),
+        batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
+        collate_fn=_only,
+        num_workers=workers,
+        prefetch_factor=prefetch,
+        pin_memory=pin_memory,
+        worker_init_fn=_one_thread,
+    )
+
+
+def _pin(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor inside `batch`; asynchronous from pinned memory."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return type(batch)((key, to_device(value, device)) for key, value in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch

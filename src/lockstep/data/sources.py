@@ -1,0 +1,243 @@
+"""Batch sources over datasets. The whole state of a map-style source is one integer: samples consumed so far."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lockstep.config import DataConfig
+from lockstep.data.loader import Reader, Request, read_all, to_device
+from lockstep.data.order import SampleOrder
+from lockstep.data.shard import Window, deal, micro_slice, next_window
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
+from lockstep.task import BatchSource, MicroBatch, Share, StepResult
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How many samples an optimizer step takes, and in what pieces."""
+
+    global_batch: int
+    micro_batch: int
+    tail: str
+
+
+def open_source(
+    data: Any,
+    collate: Callable[[list[Any]], Any],
+    shape: BatchShape,
+    config: DataConfig,
+    seed: int,
+    world: World,
+    device: torch.device,
+) -> BatchSource:
+    """The source for whatever `Task.data()` returned."""
+    if isinstance(data, BatchSource):
+        return data
+    if isinstance(data, DataLoader):
+        raise UserError(
+            "the training data must be a dataset",
+            "a torch DataLoader, which has already decided batch size, order and sharding",
+            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
+        )
+    pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        return StreamSource(data, collate, shape, config, world, device, pin)
+    return MapSource(
+        Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin
+    )
+
+
+class MapSource:
+    """A map-style dataset. Each epoch visits each sample once, in an order no rank and no world size enters."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        shape: BatchShape,
+        config: DataConfig,
+        seed: int,
+        world: World,
+        device: torch.device,
+        pin_memory: bool,
+    ):
+        self.reader, self.shape, self.config, self.world = reader, shape, config, world
+        self.device, self.pin_memory = device, pin_memory
+        self.length = len(reader.dataset)
+        self.order = SampleOrder(self.length, seed, config.shuffle)
+        self.position = 0
+        self._batches: Iterator[Any] | None = None
+        self._batches_at = 0  # the position the running reader will deliver next
+
+    def take(self) -> Share:
+        window = self._window(self.position)
+        if self._batches is None or self._batches_at != self.position:
+            self._batches = self._read_from(self.position)
+        self._batches_at = self._after(window)
+        plan = self._pieces(window)
+        return Share(len(plan), self._deliver(plan, self._batches), window.size)
+
+    def commit(self, share: Share, result: StepResult | None) -> None:
+        self.position = self._after(self._window(self.position))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "length": self.length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["length"] != self.length:
+            raise UserError(
+                "continuing at the next sample of the same dataset",
+                f"{self.length} samples now, {state['length']} when the position was saved",
+                "give the run its old dataset back, or start a new run",
+            )
+        self.position = int(state["position"])
+
+    def _window(self, position: int) -> Window:
+        return next_window(position, self.length, self.shape.global_batch, self.shape.tail)
+
+    def _after(self, window: Window) -> int:
+        return window.epoch * self.length + window.stop
+
+    def _pieces(self, window: Window) -> list[MicroBatch]:
+        """This rank's micro-batches, still without data. With nothing to do it repeats the first, as padding."""
+        count = -(-window.size // self.shape.micro_batch)
+        mine = deal(count, self.world.rank, self.world.size)
+        return [self._piece(window, index, padding=not mine) for index in mine or range(1)]
+
+    def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        start, stop = micro_slice(window, self.shape.micro_batch, index)
+        ids = self.order.ids(window.epoch, start, stop)
+        return MicroBatch(None, index, stop - start, window.epoch, ids, padding)
+
+    def _read_from(self, position: int) -> Iterator[Any]:
+        return read_all(
+            self.reader,
+            self._requests(position),
+            workers=self.config.workers,
+            prefetch=self.config.prefetch,
+            pin_memory=self.pin_memory,
+        )
+
+    def _requests(self, position: int) -> Iterator[Request]:
+        while True:
+            window = self._window(position)
+            for piece in self._pieces(window):
+                yield window.epoch, piece.ids
+            position = self._after(window)
+
+    def _deliver(self, plan: list[MicroBatch], batches: Iterator[Any]) -> Iterator[MicroBatch]:
+        for piece in plan:
+            piece.data = to_device(next(batches), self.device)
+            yield piece
+
+
+class StreamSource:
+    """An iterable dataset: every rank and worker reads its own part. Resuming it is approximate, and said so."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        shape: BatchShape,
+        config: DataConfig,
+        world: World,
+        device: torch.device,
+        pin_memory: bool,
+    ):
+        self.dataset, self.collate, self.shape, self.config = dataset, collate, shape, config
+        self.world, self.device, self.pin_memory = world, device, pin_memory
+        self.samples, rest = divmod(shape.global_batch, world.size)  # this rank's, per global step
+        if rest or self.samples % shape.micro_batch:
+            raise UserError(
+                f"global_batch={shape.global_batch} in micro-batches of {shape.micro_batch} on {world.size} ranks",
+                "a stream, whose samples cannot be dealt again for a window that does not divide evenly",
+                f"choose a global_batch that is a multiple of {world.size} ranks x {shape.micro_batch}",
+            )
+        self.epoch = 0
+        self._batches: Iterator[Any] | None = None
+        self._ended = False
+        self._last: MicroBatch | None = None
+
+    def take(self) -> Share:
+        pieces = [] if self._ended else self._pull()
+        if pieces:
+            self._last = pieces[-1]
+        elif self._last is None:
+            raise UserError(
+                "a stream of training samples for every rank",
+                f"rank {self.world.rank} of {self.world.size} got none at all",
+                "use fewer ranks or data.workers, or give the dataset at least one sample for each of them",
+            )
+        else:
+            last = self._last
+            pieces = [MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)]
+        samples = sum(piece.samples for piece in pieces if not piece.padding)
+        return Share(len(pieces), pieces, samples * self.world.size, exhausted=self._ended)
+
+    def commit(self, share: Share, result: StepResult | None) -> None:
+        if result is not None and result.exhausted and self._ended:
+            self.epoch, self._ended, self._batches = self.epoch + 1, False, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "approximate": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = int(state["epoch"])
+
+    def _pull(self) -> list[MicroBatch]:
+        if self._batches is None:
+            self._batches = iter(self._open())
+        count = self.samples // self.shape.micro_batch
+        found = list(itertools.islice(self._batches, count))
+        self._ended = len(found) < count
+        first = self.world.rank * count
+        return [
+            MicroBatch(to_device(batch, self.device), first + i, samples, self.epoch)
+            for i, (samples, batch) in enumerate(found)
+        ]
+
+    def _open(self) -> DataLoader:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        workers = self.config.workers
+        return DataLoader(
+            _Shard(
+                self.dataset, self.world.rank, self.world.size, self.config.sharding, self.shape.micro_batch
+            ),
+            batch_size=None,  # the shard already cuts micro-batches
+            collate_fn=_Collate(self.collate),
+            num_workers=workers,
+            prefetch_factor=self.config.prefetch if workers else None,
+            pin_memory=self.pin_memory,
+        )
+
+
+class _Shard(IterableDataset):
+    """The samples of one (rank, worker) of a stream, in micro-batches: every k-th one, unless the dataset
+    shards itself. Reading and dropping the others is slow but right for any stream."""
+
+    def __init__(self, dataset: Any, rank: int, size: int, sharding: str, micro: int):
+        self.dataset, self.rank, self.size, self.sharding, self.micro = dataset, rank, size, sharding, micro
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        samples = iter(self.dataset)
+        if self.sharding == "stride":
+            info = get_worker_info()
+            workers, worker = (info.num_workers, info.id) if info else (1, 0)
+            samples = itertools.islice(samples, self.rank * workers + worker, None, self.size * workers)
+        while chunk := list(itertools.islice(samples, self.micro)):
+            yield chunk
+
+
+@dataclass
+class _Collate:
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, chunk: list[Any]) -> tuple[int, Any]:
+        return len(chunk), self.collate(chunk)

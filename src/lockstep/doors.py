@@ -1,0 +1,166 @@
+"""The ways in: `lockstep train TARGET`, `lockstep.fit(task, config)`, and `lockstep.start(config)` for your own loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import targets
+from lockstep.config import Layer, from_object, resolve, resolve_for
+from lockstep.errors import UserError
+from lockstep.launch import local
+from lockstep.runtime.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.engine.own_loop import OwnRun
+    from lockstep.task import Task
+
+LAYERS = "LOCKSTEP_LAYERS"  # configuration from the command line, for a script that calls `lockstep.start`
+
+
+@dataclass
+class RunResult:
+    """What a finished run leaves behind."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+    task: Task
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(str(self.run_dir / "model.safetensors"))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU."""
+        from safetensors.torch import load_model
+
+        model = self.task.model()
+        load_model(model, str(self.run_dir / "model.safetensors"))
+        return model
+
+
+def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
+    """`lockstep train`: start the workers, or be the only one. Returns an exit code."""
+    targets.check(target)
+    asked = resolve(layers).config  # misspelt keys are reported before torch is imported
+    count = local.choose_nproc(nproc)
+    if count == 1 or World.launched():
+        run_target(target, layers)
+        return 0
+    run_dir = asked.run_dir or str(local.new_run_dir(targets.name_of(target)))
+    layers = [*layers, ("launcher", {"run_dir": run_dir})]
+    return _launch({"target": target, "layers": layers}, count, Path(run_dir))
+
+
+def run_target(target: str, layers: list[Layer]) -> None:
+    """In this process: a task's run, or a script's own loop."""
+    if targets.is_script(target):
+        import runpy
+
+        os.environ[LAYERS] = json.dumps(layers)
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+        return
+    kind = targets.load_class(target)
+    resolved = resolve_for(kind.defaults, kind.presets, layers)
+    _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
+
+
+def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **values: Any) -> RunResult:
+    """Train `task`. `config` is a mapping, a RunConfig or a file; `values` override it (`fit(task, steps=100)`).
+
+    With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
+    (ours or torchrun's) it trains right here.
+    """
+    layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
+    count = 1 if World.launched() else local.choose_nproc(nproc)
+    name = type(task).__name__.lower()
+    resolved = resolve_for(task.defaults, task.presets, layers)
+    if count == 1:
+        return _fit_here(task, resolved, name)
+    run_dir = Path(resolved.config.run_dir or local.new_run_dir(name))
+    layers.append(("launcher", {"run_dir": str(run_dir)}))
+    with _shipped(task) as path:
+        code = _launch({"task": path, "layers": layers}, count, run_dir)
+    if code:
+        raise UserError(
+            f"lockstep.fit on {count} processes",
+            "a worker failed; its error is printed above",
+            f"read {run_dir / 'logs'} for everything the ranks said",
+        )
+    return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
+
+
+@contextmanager
+def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
+    """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
+    from lockstep.engine.own_loop import OwnRun
+    from lockstep.engine.run import Run
+    from lockstep.runtime import context
+
+    layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
+    layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
+    resolved = resolve(layers)
+    script = Path(sys.argv[0]).stem or "run"
+    with context.start(World.from_env(), resolved.config) as runtime:
+        run = Run(resolved, runtime, script)
+        own = OwnRun(run)
+        try:
+            yield own
+        except BaseException as error:
+            run.fail(error)
+            raise
+        own.close()
+
+
+def fit_shipped(path: str, layers: list[Layer]) -> None:
+    """In a worker of `fit`: the task that its parent sent."""
+    import cloudpickle
+
+    with open(path, "rb") as file:
+        task = cloudpickle.load(file)
+    _fit_here(task, resolve_for(task.defaults, task.presets, layers), type(task).__name__.lower())
+
+
+def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
+    from lockstep.engine import loop
+    from lockstep.engine.run import Run
+    from lockstep.runtime import context
+
+    with context.start(World.from_env(), resolved.config) as runtime:
+        run = Run(resolved, runtime, name, task.unit)
+        try:
+            summary = loop.fit(task, run)
+        except BaseException as error:
+            run.fail(error)
+            raise
+    return RunResult(run.run_dir, summary, task)
+
+
+@contextmanager
+def _shipped(task: Task) -> Iterator[str]:
+    """The task in a private file. By value, so that classes of a script or notebook travel too."""
+    import cloudpickle
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
+        path = Path(folder) / "task"
+        path.write_bytes(cloudpickle.dumps(task))
+        yield str(path)
+
+
+def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> int:
+    command = [sys.executable, "-m", "lockstep.worker", json.dumps(spec)]
+    return local.run(command, count, run_dir / "logs")

@@ -1,0 +1,65 @@
+"""The facts of a run, told before its first step: what was asked, what was derived, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.engine.optim import LearningRate
+from lockstep.plan.plan import Plan
+from lockstep.precision import Precision
+from lockstep.runtime.context import Runtime
+
+
+def facts(
+    model: nn.Module,
+    config: RunConfig,
+    plan: Plan,
+    rate: LearningRate,
+    precision: Precision,
+    runtime: Runtime,
+) -> dict[str, str]:
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
+    return {
+        "world": _world(runtime),
+        "parameters": f"{trainable:,} trainable"
+        + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
+        "precision": f"{precision.name}: {precision.contract()}",
+        "batch": _batch(plan),
+        "data": _data(plan, config),
+        "learning rate": landmarks + _scaling(config, plan),
+    }
+
+
+def _world(runtime: Runtime) -> str:
+    size = runtime.world.size
+    if runtime.world.alone:
+        return f"1 process on {runtime.device}, {runtime.threads} CPU threads"
+    return f"{size} processes over {runtime.backend}, this one on {runtime.device}, {runtime.threads} CPU threads each"
+
+
+def _batch(plan: Plan) -> str:
+    return (
+        f"global {plan.global_batch} ({plan.reasons['global_batch']}) = {plan.micro_batches} micro-batches of "
+        f"{plan.micro_batch} ({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
+    )
+
+
+def _data(plan: Plan, config: RunConfig) -> str:
+    if plan.steps_per_epoch is None:
+        return f"a stream, {plan.steps} steps; resuming it is approximate"
+    tail = (
+        "" if plan.samples is None or plan.samples % plan.global_batch == 0 else f", last one {config.tail}"
+    )
+    if tail.endswith("drop"):
+        tail = f", the last {(plan.samples or 0) % plan.global_batch} samples of an epoch dropped"
+    epochs = plan.steps / plan.steps_per_epoch
+    return f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; {plan.steps} steps = {epochs:.2f} epochs"
+
+
+def _scaling(config: RunConfig, plan: Plan) -> str:
+    if config.lr.scaling == "none":
+        return ""
+    return f" ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"

@@ -1,0 +1,44 @@
+"""The run folder: where a run leaves everything it knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.config import Resolved, to_yaml
+from lockstep.errors import UserError
+from lockstep.launch.local import new_run_dir
+from lockstep.runtime.context import Runtime
+
+
+def open_run_dir(asked: str | None, name: str, runtime: Runtime) -> Path:
+    """The folder, made by rank 0 and agreed by all: the default name holds a time, which differs between ranks."""
+    mine = str(asked or new_run_dir(name)) if runtime.is_main else None
+    path = Path(runtime.collectives.gather_json(mine)[0])
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run_dir={path}",
+            f"{error.strerror}: {error.filename}",
+            "type run_dir=FOLDER, one that you may write to",
+        ) from error
+    return path
+
+
+def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
+    """What is known before the first step."""
+    (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
+    (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
+    (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
+
+
+def write_tail(run_dir: Path, summary: dict[str, Any], model: nn.Module) -> None:
+    """What is known after the last: the summary, and the weights under the model's own names."""
+    from safetensors.torch import save_model
+
+    save_model(model, str(run_dir / "model.safetensors"))  # tied weights are stored once
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))

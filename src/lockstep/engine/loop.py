@@ -1,0 +1,38 @@
+"""The training loop of `lockstep train` and `lockstep.fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.engine.run import Run
+from lockstep.task import Task
+
+
+def fit(task: Task, run: Run) -> dict[str, Any]:
+    """
+    for every global step:  take -> forward, backward, exchange, apply -> commit
+    now and then:           log, evaluate
+    at the end:             evaluate, show, save
+    """
+    run.adopt(task.model(), task.optimizer)
+    run.open(task.data(), task.collate)
+    held_out = task.eval_data()
+    every = run.config.evaluate.every if held_out is not None else None
+
+    for share in run.shares():
+        result = run.stepper.step(share, task.loss)
+        run.finish(share, result)
+        if every and run.stepper.counters.step % every == 0:
+            run.evaluate(task, held_out)
+
+    already = every and run.stepper.counters.step % every == 0
+    if held_out is not None and run.config.evaluate.at_end and not already:
+        run.evaluate(task, held_out)
+    return run.close(_show(task, run))
+
+
+def _show(task: Task, run: Run) -> str | None:
+    if not run.runtime.is_main:
+        return None
+    run.driver.model.eval()
+    return task.show(run.driver.model)

@@ -1,0 +1,159 @@
+"""The user's own loop, on the same step:
+
+with lockstep.start(global_batch=64, steps=1000) as run:
+    model, optimizer = run.setup(model, optimizer)
+    for step in run.steps(dataset):
+        for x, y in step:
+            step.backward(loss_sum, weight=len(x))
+        step.apply()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from lockstep.engine.run import Run
+from lockstep.errors import UserError
+from lockstep.precision import full_precision
+from lockstep.task import Loss, Metric, Share, StepResult, Task, Weight
+
+
+class OwnRun:
+    """What `lockstep.start` gives."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._opened = False
+
+    @property
+    def rank(self) -> int:
+        return self._run.runtime.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._run.runtime.world.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._run.runtime.device
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run.run_dir
+
+    def setup(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+        """The model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
+
+        A model with nothing to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
+        """
+        if not optimizers:
+            if any(p.requires_grad for p in model.parameters()):
+                raise UserError(
+                    "run.setup(model) without an optimizer",
+                    f"{type(model).__name__} has trainable parameters that nothing would update",
+                    "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
+                )
+            return model.to(self.device)
+        driver = self._run.adopt(model, lambda _: list(optimizers))
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._refuse_direct_step)
+        return driver.call, *optimizers
+
+    def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
+        if not hasattr(self._run, "driver"):
+            raise UserError(
+                "run.steps(dataset)",
+                "no model yet",
+                "model, optimizer = run.setup(model, optimizer), before the loop",
+            )
+        self._run.open(dataset, collate)
+        self._opened = True
+        for share in self._run.shares():
+            step = OwnStep(self._run, share)
+            yield step
+            if not step.ended:
+                raise UserError(
+                    "one step.apply() at the end of every step",
+                    f"step {step.index} ended without it",
+                    "call step.apply() after the loop over its batches",
+                )
+            self._run.finish(share, step.result)
+
+    def evaluate(
+        self,
+        dataset: Any,
+        loss: Callable[[nn.Module, Any], Loss],
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> dict[str, float]:
+        """Mean loss and metrics over `dataset`, every sample once, the same at any world size."""
+        task = Task()
+        task.eval_loss, task.collate = loss, collate
+        found = self._run.evaluate(task, dataset)
+        return {"loss": found.loss, **found.metrics}
+
+    def agree(self, value: bool) -> bool:
+        """True on every rank if it is true on any. For decisions of your own: every rank must call it."""
+        return self._run.runtime.collectives.any(value)
+
+    def stop(self) -> None:
+        """End the run after the current step, on all ranks, even if only this one asks."""
+        self._run.stepper.stop_requested = True
+
+    def close(self) -> None:
+        if self._opened:
+            self._run.close()
+
+    def _refuse_direct_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._run.stepper.updating:
+            raise UserError(
+                "optimizer.step() in a Lockstep loop",
+                "a direct call: the gradients are sums over the batch, not yet divided, checked or clipped",
+                "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+            )
+
+
+class OwnStep:
+    """One optimizer step: iterate over its batches, `backward` each, then `apply`."""
+
+    def __init__(self, run: Run, share: Share):
+        self._run, self._share = run, share
+        self.index = run.stepper.counters.step
+        self.ended = False
+        self.result: StepResult | None = None
+        run.stepper.begin(share)
+
+    def __iter__(self) -> Iterator[Any]:
+        stepper = self._run.stepper
+        for number, micro in enumerate(self._share):
+            stepper.prepare(micro)
+            with self._run.precision.autocast():  # on while the loop's body runs
+                yield micro.data
+            if stepper.backwards_done != number + 1:
+                raise UserError(
+                    "one step.backward(loss_sum, weight) for every batch",
+                    f"{stepper.backwards_done - number} for batch {number} of step {self.index}",
+                    "call step.backward exactly once per batch; pass weight=0 to let a batch count nothing",
+                )
+
+    def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
+        """Backpropagate the SUM of the loss over this batch; `weight` is how many terms it has."""
+        with full_precision(self._run.precision):
+            self._run.stepper.backward(Loss(loss_sum, weight, metrics))
+
+    def apply(self) -> StepResult | None:
+        """Divide by the global weight, clip, step. Returns the newest outcome known (on a GPU, the previous one)."""
+        if self._run.stepper.backwards_done != self._share.count:
+            raise UserError(
+                "step.apply() after the last batch of the step",
+                f"{self._run.stepper.backwards_done} of {self._share.count} batches went backward",
+                "iterate over the whole step first: for batch in step: ... step.backward(loss_sum, weight)",
+            )
+        self.ended = True
+        self.result = self._run.stepper.apply()
+        return self.result

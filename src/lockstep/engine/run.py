@@ -1,0 +1,209 @@
+"""One run in this process: what `fit` and the user's own loop have in common.
+
+A Run owns the pieces (driver, source, stepper, recorder). `shares()` is the skeleton of the loop, `finish()` the end
+of every transaction. It decides nothing about gradients: that is the Stepper's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import Resolved
+from lockstep.data.loader import Reader
+from lockstep.data.sources import BatchShape, open_source
+from lockstep.engine.announce import facts
+from lockstep.engine.evaluate import Evaluation, evaluate
+from lockstep.engine.folder import open_run_dir, write_head, write_tail
+from lockstep.engine.optim import LearningRate
+from lockstep.engine.selfcheck import TrainableGuard, check_first_batches, check_replicas, check_same_config
+from lockstep.engine.step import Stepper
+from lockstep.observe.recorder import Recorder
+from lockstep.observe.report import write_report
+from lockstep.parallel.apply import apply
+from lockstep.parallel.drivers import Driver
+from lockstep.plan.plan import make_plan
+from lockstep.precision import check_storage, choose
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.seeds import derive, seed_everything, seed_torch
+from lockstep.task import BatchSource, MicroBatch, Share, StepResult, Task
+
+
+class Run:
+    def __init__(self, resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample"):
+        self.resolved, self.config, self.runtime = resolved, resolved.config, runtime
+        self.name, self.unit = name, unit
+        check_same_config(self.config, runtime)
+        self.precision = choose(self.config, runtime.device)
+        self.run_dir = open_run_dir(self.config.run_dir, name, runtime)
+        self.recorder = Recorder(self.run_dir, runtime)
+        self.started = time.time()
+        self.evaluation: Evaluation | None = None
+        self._interval_samples = self._interval_steps = 0
+        self._stopped = False
+        # What draws random numbers before the first step (building the model, say) draws the same on every rank.
+        seed_everything(derive(self.config.seed, "init"))
+        seed_torch(derive(self.config.seed, "init"), runtime.device)
+
+    def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any]) -> Driver:
+        """Put the model on its device and under its driver, and get its optimizers."""
+        check_storage(model)
+        self.driver = apply(model, self.config, self.runtime)
+        made = optimizers(self.driver.model)
+        self.optimizers: list[torch.optim.Optimizer] = (
+            list(made) if isinstance(made, list | tuple) else [made]
+        )
+        self.guard = TrainableGuard(model)
+        return self.driver
+
+    def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        """With the data known, everything that depends on its size is decided, written down and told."""
+        config, runtime = self.config, self.runtime
+        self.plan = plan = make_plan(
+            config, runtime.world.size, len(data) if hasattr(data, "__len__") else None
+        )
+        shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail)
+        self.source: BatchSource = open_source(
+            data, collate, shape, config.data, config.seed, runtime.world, runtime.device
+        )
+        rate = LearningRate(config.lr, self.optimizers, plan.steps, plan.global_batch)
+        self.stepper = Stepper(
+            self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch
+        )
+        self.stepper.on_skip = self._on_skip
+        told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
+        if runtime.is_main:
+            write_head(self.run_dir, self.resolved, plan.as_dict())
+        self.recorder.open(config.log.progress, plan.steps, self.unit, self._start_record() | {"facts": told})
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global step, until the plan ends or some rank stops all of them."""
+        self.driver.model.train()
+        self.recorder.start_clock()
+        while self.stepper.counters.step < self.plan.steps and not self._stopped:
+            self.guard.check()
+            share = self.source.take()
+            if (
+                self.stepper.counters.step == 0
+                and self.config.checks.first_batch
+                and not self.runtime.world.alone
+            ):
+                share.batches = batches = list(share)
+                check_first_batches(batches[0], self.runtime)
+            share.batches = self._timed(share.batches)
+            yield share
+
+    def finish(self, share: Share, result: StepResult | None) -> None:
+        """The transaction ends here: the source moves on, and what is due is written down."""
+        self.source.commit(share, result)
+        self._stopped = result is not None and result.stop
+        self._interval_samples += share.samples
+        self._interval_steps += 1
+        step = self.stepper.counters.step
+        if step % self.config.log.every == 0 or step == self.plan.steps:
+            self._log(result)
+        else:
+            self.recorder.poll()
+        if step % self.config.checks.every == 0:
+            self.guard.check_structure()
+            check_replicas(self.driver, self.runtime)
+
+    def evaluate(self, task: Task, data: Any) -> Evaluation:
+        began = time.perf_counter()
+        reader = Reader(data, task.collate, self.config.seed, self.config.data.seed_samples)
+        batch = self.config.evaluate.batch or self.plan.micro_batch
+        found = evaluate(
+            task, self.driver, reader, batch, self.config.data.workers, self.precision, self.runtime
+        )
+        self.evaluation = found
+        self.recorder.event(
+            "eval",
+            step=self.stepper.counters.step,
+            loss=found.loss,
+            metrics=found.metrics,
+            samples=found.samples,
+            weight=found.weight,
+            seconds=time.perf_counter() - began,
+        )
+        self.recorder.start_clock()  # the time of an evaluation is not the time of a step
+        return found
+
+    def close(self, text: str | None = None) -> dict[str, Any]:
+        """Wait for the last outcome, save the weights, and write the summary and the report."""
+        self.stepper.settle()
+        self.recorder.poll(wait=True)
+        self.driver.sync_buffers()
+        summary = self._summary()
+        if text:
+            self.recorder.event("sample", text=text)
+        self.recorder.event("end", **summary)
+        self.recorder.close()
+        if self.runtime.is_main:
+            write_tail(self.run_dir, summary, self.driver.model)
+            write_report(self.run_dir)
+        self.runtime.collectives.barrier()  # nobody leaves before the folder is complete
+        return summary
+
+    def fail(self, error: BaseException) -> None:
+        """Leave what is known on disk; the error itself goes on its way."""
+        self.recorder.event("error", type=type(error).__name__, message=str(error))
+        self.recorder.close()
+
+    def _timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            micro = next(iterator, None)
+            self.recorder.data_wait_s += time.perf_counter() - began
+            if micro is None:
+                return
+            yield micro
+
+    def _log(self, result: StepResult | None) -> None:
+        counters, stepper = self.stepper.counters, self.stepper
+        samples, steps = self._interval_samples, self._interval_steps
+        self._interval_samples = self._interval_steps = 0
+        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": counters.skipped}
+        if result is not None:
+            facts["grad_norm"] = result.grad_norm
+        if self.plan.steps_per_epoch:
+            facts["epoch"] = counters.step / self.plan.steps_per_epoch
+        if stepper.scaler:
+            facts["scale"] = stepper.scaler.value
+        self.recorder.interval(stepper.sums, steps, samples, facts)
+
+    def _on_skip(self, result: StepResult, reason: str) -> None:
+        scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
+        self.recorder.event("skip", step=result.step, reason=reason, **scale)
+
+    def _start_record(self) -> dict[str, Any]:
+        model = self.driver.model
+        return {
+            "task": self.name,
+            "world": self.runtime.world.size,
+            "device": str(self.runtime.device),
+            "precision": self.precision.name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable": sum(p.numel() for p in self.driver.parameters),
+            "unit": self.unit,
+            "steps": self.plan.steps,
+            "run_dir": str(self.run_dir),
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        counters = self.stepper.counters
+        return {
+            "task": self.name,
+            "step": counters.step,
+            "applied": counters.applied,
+            "skipped": counters.skipped,
+            "seconds": time.time() - self.started,
+            "loss": self.recorder.last.get("loss"),
+            "eval_loss": self.evaluation.loss if self.evaluation else None,
+            "eval_metrics": self.evaluation.metrics if self.evaluation else {},
+            "world": self.runtime.world.size,
+        }

@@ -1,0 +1,123 @@
+"""What is checked at the start of a run and while it runs, so that silent mistakes stop loudly."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig, flatten
+from lockstep.errors import UserError
+from lockstep.parallel.drivers import Driver
+from lockstep.runtime.context import Runtime
+from lockstep.task import MicroBatch
+
+
+def check_same_config(config: RunConfig, runtime: Runtime) -> None:
+    """Ranks with different settings train different models, or wait for each other for ever."""
+    mine = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
+    everybody = runtime.collectives.gather_json(mine)
+    for rank, theirs in enumerate(everybody):
+        different = sorted(
+            key for key in mine.keys() | theirs.keys() if everybody[0].get(key) != theirs.get(key)
+        )
+        if different:
+            key = different[0]
+            raise UserError(
+                "the same configuration on every rank",
+                f"{key} is {everybody[0].get(key)} on rank 0 and {theirs.get(key)} on rank {rank}"
+                + (f" ({len(different)} keys differ)" if len(different) > 1 else ""),
+                "pass every rank the same file and the same key=value arguments",
+            )
+
+
+def check_first_batches(micro: MicroBatch, runtime: Runtime) -> None:
+    """Two ranks that read the same samples double their weight, and nothing else would ever show it."""
+    digests = runtime.collectives.gather_json(None if micro.padding else digest(micro.data))
+    seen: dict[str, int] = {}
+    for rank, value in enumerate(digests):
+        if value is not None and value in seen:
+            raise UserError(
+                "different samples on every rank",
+                f"ranks {seen[value]} and {rank} read the same first batch",
+                "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
+                "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+            )
+        if value is not None:
+            seen[value] = rank
+
+
+def digest(data: Any) -> str:
+    """Of all tensors in a batch, whatever holds them."""
+    sha = hashlib.sha256()
+    _feed(sha, data)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, data: Any) -> None:
+    if isinstance(data, torch.Tensor):
+        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+        sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(data, dict):
+        for key in sorted(data, key=str):
+            sha.update(str(key).encode())
+            _feed(sha, data[key])
+    elif isinstance(data, list | tuple):
+        for value in data:
+            _feed(sha, value)
+    else:
+        sha.update(repr(data).encode())
+
+
+class TrainableGuard:
+    """What is trainable was fixed when the model was wrapped: a layer unfrozen later would never be exchanged."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.names = [name for name, _ in model.named_parameters()]
+        self.parameters = [p for _, p in model.named_parameters()]
+        self.trainable = [p.requires_grad for p in self.parameters]
+
+    def check(self) -> None:
+        if [p.requires_grad for p in self.parameters] != self.trainable:
+            pairs = zip(self.names, self.parameters, self.trainable, strict=True)
+            name, p = next((name, p) for name, p, before in pairs if p.requires_grad != before)
+            raise self._changed(
+                f"{name!r} was {'unfrozen' if p.requires_grad else 'frozen'} after the model was wrapped"
+            )
+
+    def check_structure(self) -> None:
+        """Slower, so only now and then: parameters added, removed or replaced."""
+        now = dict(self.model.named_parameters())
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if now.pop(name, None) is not p:
+                raise self._changed(f"parameter {name!r} was replaced or removed after the model was wrapped")
+        if now:
+            raise self._changed(f"parameter {next(iter(now))!r} was added after the model was wrapped")
+
+    def _changed(self, found: str) -> UserError:
+        return UserError(
+            "the same trainable parameters during the whole run",
+            found,
+            "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
+            "start a second run from the saved weights",
+        )
+
+
+def check_replicas(driver: Driver, runtime: Runtime) -> None:
+    """Replicas must hold the same bits. Compares a length per parameter; names the first that has drifted."""
+    if runtime.world.alone:
+        return
+    lengths = torch.stack([n.double() for n in torch._foreach_norm([p.detach() for p in driver.parameters])])
+    everybody = runtime.collectives.gather_json([length.hex() for length in lengths.tolist()])
+    for rank, theirs in enumerate(everybody):
+        for name, mine, other in zip(driver.names, everybody[0], theirs, strict=True):
+            if mine != other:
+                raise UserError(
+                    "the same weights on every rank",
+                    f"{name!r} differs between rank 0 and rank {rank}: the replicas have drifted apart",
+                    "look for code that changes parameters on one rank only (`if rank == 0`), or for random numbers "
+                    "outside model(), loss() and the dataset",
+                )

@@ -1,0 +1,269 @@
+"""One optimizer step, as a transaction: all ranks apply it, or none does.
+
+    begin      no gradients yet
+    prepare    per micro-batch: seed its random stream, tell the driver whether it is the last
+    backward   per micro-batch: the SUM's gradient; with the last one the exchange, and the control word in it
+    apply      one factor = 1 / global weight x 1 / loss scale x clipping; finite -> optimizer, else skip
+
+No strategy, no device and no recipe is named here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import RunConfig
+from lockstep.engine.optim import Clipping, LearningRate, takes_scale
+from lockstep.errors import UserError
+from lockstep.observe.metrics import Sums
+from lockstep.parallel.drivers import Driver, Word
+from lockstep.precision import DynamicScaler, Precision
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.seeds import derive, seed_torch
+from lockstep.task import Loss, MicroBatch, Share, StepResult
+
+STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries them exactly
+
+
+@dataclass
+class Counters:
+    step: int = 0  # transactions begun and ended, applied or not
+    applied: int = 0  # optimizer steps: what the schedule runs on
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose outcome still lies on the GPU."""
+
+    step: int
+    row: Tensor  # (gradient norm, packed word), on its way to pinned host memory
+    arrived: torch.cuda.Event
+    norms: Tensor
+
+
+class Stepper:
+    def __init__(
+        self,
+        driver: Driver,
+        optimizers: list[torch.optim.Optimizer],
+        learning_rate: LearningRate,
+        precision: Precision,
+        config: RunConfig,
+        runtime: Runtime,
+        global_batch: int,
+    ):
+        self.driver, self.optimizers, self.learning_rate = driver, optimizers, learning_rate
+        self.precision, self.config, self.runtime, self.global_batch = (
+            precision,
+            config,
+            runtime,
+            global_batch,
+        )
+        self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
+        self.clipping = Clipping(config.clip)
+        self.folds = not self.clipping.changes_elements and all(map(takes_scale, optimizers))
+        self.counters = Counters()
+        self.sums = Sums()
+        self.lr = learning_rate.at(0)
+        self.stop_requested = False
+        self.updating = False  # true while the optimizers step
+        self.on_skip: Callable[[StepResult, str], None] = lambda result, reason: None
+        # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
+        # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
+        self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds
+        self._pending: _Pending | None = None
+        self._unit_weight: float | None = None  # fp16: see `_seed_gradient`
+        self._zero = torch.zeros((), device=runtime.device)
+
+    def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
+        """The whole transaction; returns the newest settled result (on a GPU the previous step's)."""
+        self.begin(share)
+        for micro in share:
+            self.prepare(micro)
+            with self.precision.autocast():
+                loss = loss_of(self.driver.call, micro.data)
+            self.backward(loss)
+        return self.apply()
+
+    def begin(self, share: Share) -> None:
+        self.driver.begin()
+        self._share, self.backwards_done, self._weight = share, 0, 0.0
+        self._step_sums = Sums()
+
+    def prepare(self, micro: MicroBatch) -> None:
+        self._micro = micro
+        seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index), self.runtime.device)
+        self.driver.arm(last=self.backwards_done + 1 == self._share.count)
+
+    def backward(self, loss: Loss) -> None:
+        _check(loss)
+        seed = self._seed_gradient(loss.weight)
+        if self._micro.padding:
+            seed = self._zero.to(loss.total.dtype)
+        else:
+            self._weight = self._weight + self._as_number(loss.weight)
+            self._step_sums.add(loss)
+        self.backwards_done += 1
+        last = self.backwards_done == self._share.count
+        self.driver.backward(loss.total, seed, self._word() if last else None)
+
+    def apply(self) -> StepResult | None:
+        """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
+        assert self.backwards_done == self._share.count, "apply() before the last micro-batch"
+        driver, packed = self.driver, self.driver.word()
+        parameters = [p for p in driver.parameters if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+        norms = torch.stack(torch._foreach_norm(grads))
+        norm = torch.linalg.vector_norm(norms)  # of the gradients as exchanged: same bits on every rank
+        self.lr = self.learning_rate.set(self.counters.applied)
+        step, self.counters.step = self.counters.step, self.counters.step + 1
+        if self.late:
+            return self._apply_late(step, norm, norms, packed)
+        word = driver.codec.unpack(packed.tolist())  # on a GPU: the one host synchronisation of this path
+        weight = float(word.weight)
+        to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
+        length = float(norm) * to_mean
+        if applied := math.isfinite(length):
+            self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
+            self.counters.applied += 1
+            self.sums.merge(self._step_sums)
+        return self._settle(step, word, length, applied, norms)
+
+    def settle(self) -> StepResult | None:
+        """The outcome of the last step, if it is still on its way."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.arrived.synchronize()  # host waits for the device: one step late, or at the very end
+        length, *values = pending.row.tolist()
+        applied = math.isfinite(length)
+        if not applied:
+            self.counters.applied -= 1  # it was counted on trust
+        return self._settle(pending.step, self.driver.codec.unpack(values), length, applied, pending.norms)
+
+    def _update(self, parameters: list, grads: list[Tensor], coefficient: float) -> None:
+        if self.folds:
+            self._step_optimizers(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
+            return
+        torch._foreach_mul_(grads, coefficient)
+        if self.clipping.changes_elements:
+            self.clipping.clip_elements_(parameters, grads)
+        self._step_optimizers()
+
+    def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor) -> StepResult | None:
+        """The same arithmetic as in `apply`, left to the device; the optimizer skips by itself."""
+        to_mean = self.driver.gradient_factor / (packed[0].double() + packed[1])
+        length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
+        coefficient = to_mean * self.clipping.coefficient_on_device(length)
+        self._step_optimizers((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
+        self.counters.applied += 1
+        self.sums.merge(self._step_sums)
+        previous = self.settle()
+        row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending = _Pending(step, row, arrived, norms)
+        return previous
+
+    def _step_optimizers(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them."""
+        self.updating = True
+        for optimizer in self.optimizers:
+            optimizer.grad_scale, optimizer.found_inf = divisor, skip  # pyrefly: ignore[missing-attribute]
+            optimizer.step()
+        self.updating = False
+
+    def _word(self) -> Word:
+        return Word(
+            weight=self._weight,
+            stop=float(self.stop_requested),
+            exhausted=float(self._share.exhausted),
+            step=self.counters.step % STEP_MODULUS,
+            scale=math.log2(self.scaler.value) if self.scaler else 0.0,
+        )
+
+    def _settle(self, step: int, word: Word, length: float, applied: bool, norms: Tensor) -> StepResult:
+        ranks, weight = self.runtime.world.size, float(word.weight)
+        if word.step != ranks * (step % STEP_MODULUS):
+            raise RuntimeError(
+                f"the ranks have fallen out of step: their step numbers add up to {word.step:.0f}"
+            )
+        if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-4:
+            raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
+        result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
+        overflowed = not applied and weight != 0
+        if self.scaler and weight != 0:
+            self.scaler.update(overflowed)
+        if applied:
+            self.counters.skipped_in_a_row = 0
+        elif overflowed:
+            self._skipped(result, norms)
+        return result
+
+    def _skipped(self, result: StepResult, norms: Tensor) -> None:
+        counters, policy = self.counters, self.config.nonfinite
+        counters.skipped += 1
+        counters.skipped_in_a_row += 1
+        reason = self._name_bad(norms)
+        self.on_skip(result, reason)
+        if policy.policy == "stop" or counters.skipped_in_a_row >= policy.max_in_a_row:
+            raise UserError(
+                f"finite gradients (nonfinite.policy={policy.policy}, max_in_a_row={policy.max_in_a_row})",
+                f"step {result.step}: {reason}; {counters.skipped_in_a_row} such steps in a row",
+                "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step"
+                + ("; or precision=bf16, which cannot overflow" if self.scaler else ""),
+            )
+
+    def _name_bad(self, norms: Tensor) -> str:
+        bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+        if not bad:
+            return "the gradient norm overflowed, though every parameter's own gradient is finite"
+        used = [
+            name
+            for name, p in zip(self.driver.names, self.driver.parameters, strict=True)
+            if p.grad is not None
+        ]
+        return f"no finite gradient for {len(bad)} of {len(norms)} parameters, first {used[bad[0]]!r}"
+
+    def _scale(self) -> float:
+        return self.scaler.value / (self._unit_weight or 1.0) if self.scaler else 1.0
+
+    def _seed_gradient(self, weight: Any) -> Tensor | None:
+        """What backward starts with: 1, or for fp16 the loss scale.
+
+        We backpropagate sums, users think of scales for means. So the scale is divided by the weight that a step
+        usually has, as a power of two (exact), found once at the first micro-batch and equal on all ranks.
+        """
+        if self.scaler is None:
+            return None
+        if self._unit_weight is None:
+            mine = torch.tensor(
+                [float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device
+            )
+            total, samples = self.runtime.collectives.sum_(mine).tolist()
+            self._unit_weight = 2.0 ** round(
+                math.log2(max(1.0, total / max(1.0, samples) * self.global_batch))
+            )
+        return torch.tensor(self._scale(), device=self.runtime.device)
+
+    def _as_number(self, weight: Any) -> float | Tensor:
+        if isinstance(weight, Tensor) and weight.device.type == "cuda":
+            return weight.detach()
+        return float(weight)
+
+
+def _check(loss: Loss) -> None:
+    if loss.total.dim() != 0 or not loss.total.requires_grad:
+        raise UserError(
+            "a loss: one number, the SUM over the micro-batch, that depends on the parameters",
+            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
+            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )

@@ -1,0 +1,36 @@
+"""Errors for people: what was asked, what was found, and the exact thing to type."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can mend. Shown without a traceback.
+
+    Our own mistakes are `assert`s and ordinary exceptions; they keep their traceback.
+    """
+
+    def __init__(self, asked: str, found: str, fix: str):
+        super().__init__(asked, found, fix)
+        self.asked, self.found, self.fix = asked, found, fix
+
+    def __str__(self) -> str:
+        return f"{self.asked}\n  found: {self.found}\n  do:    {self.fix}"
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration at once, so that nobody fixes them one run at a time."""
+
+    def __init__(self, problems: list[UserError]):
+        noun = "problem" if len(problems) == 1 else "problems"
+        super().__init__(
+            f"the configuration has {len(problems)} {noun}",
+            "; ".join(problem.found for problem in problems),
+            "; ".join(problem.fix for problem in problems),
+        )
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join([self.asked + ":", *(f"- {problem}" for problem in self.problems)])
+
+    def __reduce__(self) -> tuple:
+        return ConfigError, (self.problems,)

@@ -1,0 +1,1 @@
+"""Start processes. Nothing here imports torch."""

@@ -1,0 +1,69 @@
+"""Failure records: the first process to fail says so in plain JSON, so that its error is shown first and whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    host: str
+    time: float
+    kind: str  # the exception's type, or the signal's name
+    message: str
+    traceback: str = ""
+    for_user: bool = False  # the message says what to do: no traceback needed
+
+    def text(self, log: Path | None = None) -> str:
+        if self.for_user:
+            return f"lockstep: {self.message}"
+        when = time.strftime("%H:%M:%S", time.localtime(self.time))
+        head = (
+            f"lockstep: rank {self.rank} on {self.host} failed first, at {when}: {self.kind}: {self.message}"
+        )
+        return "\n".join([head, self.traceback.rstrip(), f"its log: {log}" if log else ""]).strip()
+
+
+def record(folder: Path, rank: int, error: BaseException) -> None:
+    """Called in the failing process, whatever state it is in."""
+    failure = Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        time=time.time(),
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        for_user=isinstance(error, UserError),
+    )
+    staged = folder / f"rank-{rank}.json.tmp"
+    staged.write_text(json.dumps(asdict(failure)))
+    os.replace(staged, folder / f"rank-{rank}.json")  # a reader never sees half a record
+
+
+def first(folder: Path, codes: dict[int, int]) -> Failure | None:
+    """The culprit among ranks that ended by themselves, with their exit codes.
+
+    A process killed by a signal leaves no record; the others then fail because it is gone, so it comes first.
+    """
+    for rank, code in sorted(codes.items()):
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (often: out of host memory)" if name == "SIGKILL" else ""
+            return Failure(rank, socket.gethostname(), time.time(), name, f"killed by signal {-code}{hint}")
+    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
+    if found:
+        return min(found, key=lambda failure: failure.time)
+    for rank, code in sorted(codes.items()):
+        if code > 0:
+            return Failure(rank, socket.gethostname(), time.time(), "exit", f"ended with code {code}")
+    return None

@@ -1,0 +1,156 @@
+"""JSON lines on disk: `metrics.jsonl` and `events.jsonl`.
+
+One record is one `write` to a file opened for appending. A reader therefore sees whole lines, and a process
+that dies loses nothing it wrote (a machine that loses power may: an fsync would cost milliseconds a record).
+
+JSON has no NaN and no infinity. The rule here: such a number is written as `null`, and the record gains a key
+`_nonfinite` that says what each one was, by dotted path: `{"loss": null, "_nonfinite": {"loss": "nan"}}`.
+Any JSON reader can read that; `read_jsonl` puts the numbers back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import Any, Self
+
+from lockstep.errors import UserError
+
+NONFINITE = "_nonfinite"
+
+
+class JsonlSink:
+    """Appends records to `path`, which is created if it is not there; its folder must be."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _mend_tail(self._fd)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record. Objects with `.item()` (numpy scalars) become numbers, other strangers `str`."""
+        if self._fd is None:
+            raise ValueError(f"{self.path} is closed")
+        line = (_encode(record) + "\n").encode()
+        try:
+            written = os.write(self._fd, line)
+            while written < len(line):  # a signal or a disk that fills up may split a write
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            _mend_tail(
+                self._fd
+            )  # leave whole lines behind, so that a later write is not glued to half of this one
+            raise
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All whole records of a file, non-finite numbers put back. A last line cut short is left out."""
+    *lines, tail = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if (record := _parse(line)) is None:
+            raise UserError(
+                f"read {path}",
+                f"line {number} is not a JSON object: {line[:60].decode(errors='replace')!r}",
+                f"look at it, and remove it: sed -i {number}d {shlex.quote(os.fspath(path))}",
+            )
+        records.append(record)
+    if (record := _parse(tail)) is not None:  # whole, only its newline is missing
+        records.append(record)
+    return records
+
+
+# ---- writing ----
+
+
+def _plain(value: object) -> object:
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+_strict = json.JSONEncoder(allow_nan=False, separators=(", ", ": "), default=_plain)
+
+
+def _encode(record: dict[str, Any]) -> str:
+    try:
+        return _strict.encode(record)  # the usual case pays nothing for the rare one
+    except ValueError:
+        found: dict[str, str] = {}
+        cleaned = _without_nonfinite(record, "", found)
+        return _strict.encode({**cleaned, NONFINITE: found})
+
+
+def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
+    """A copy with None for every number JSON cannot say; `found` collects path -> "nan", "inf" or "-inf"."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item, _join(path, key), found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item, _join(path, index), found) for index, item in enumerate(value)]
+    if value is not None and not isinstance(value, str | int | float):
+        return _without_nonfinite(_plain(value), path, found)
+    if isinstance(value, float) and not math.isfinite(value):
+        found[path] = repr(float(value))
+        return None
+    return value
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _mend_tail(fd: int) -> None:
+    """End the file with a whole line, so that the next record starts a new one.
+
+    What an earlier process left half written was never a record (readers pass over it) and is cut off.
+    """
+    size = os.fstat(fd).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        start, length = max(0, start - 65536), min(start, 65536)
+        tail = os.pread(fd, length, start) + tail
+    torn = tail.rpartition(b"\n")[2]
+    if _parse(torn) is not None:
+        os.write(fd, b"\n")  # only the newline was missing
+    elif torn:
+        os.ftruncate(fd, size - len(torn))
+
+
+# ---- reading ----
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record a line holds, or None where it holds none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    marks = record.pop(NONFINITE, None)
+    return _with_nonfinite(record, "", marks) if isinstance(marks, dict) else record
+
+
+def _with_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
+    if value is None and path in marks:
+        return float(marks[path])
+    if isinstance(value, dict):
+        return {key: _with_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
+    return value

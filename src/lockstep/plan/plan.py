@@ -1,0 +1,104 @@
+"""How a run will run: every derived value, with its reason, before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.config import RunConfig
+from lockstep.data.shard import windows_per_epoch
+from lockstep.errors import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    world: int
+    global_batch: int
+    micro_batch: int
+    micro_batches: int  # of one full global step
+    accumulation: int  # most micro-batches any rank runs in a step
+    steps: int
+    steps_per_epoch: int | None  # None: a stream, whose length nobody knows
+    samples: int | None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
+    """`samples` is the length of the dataset, None for a stream."""
+    reasons: dict[str, str] = {}
+    global_batch = _global_batch(config, world, reasons)
+    micro_batch = _micro_batch(config, global_batch, world, reasons)
+    micro_batches = math.ceil(global_batch / micro_batch)
+    accumulation = math.ceil(micro_batches / world)
+    reasons["accumulation"] = f"{micro_batches} micro-batches on {world} rank{'s' * (world > 1)}"
+    per_epoch = None if samples is None else windows_per_epoch(samples, global_batch, config.tail)
+    if per_epoch == 0:
+        raise UserError(
+            f"global_batch={global_batch} with tail=drop",
+            f"a dataset of {samples} samples, which fills no step",
+            "type tail=short, or a smaller global_batch",
+        )
+    steps = _steps(config, per_epoch, reasons)
+    return Plan(
+        world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons
+    )
+
+
+def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int:
+    if config.local_batch is not None:
+        reasons["global_batch"] = f"local_batch {config.local_batch} x {world} rank{'s' * (world > 1)}"
+        return config.local_batch * world
+    if config.global_batch is None:
+        raise UserError(
+            "how many samples an optimizer step takes",
+            "neither global_batch nor local_batch",
+            "type global_batch=32 (all ranks together: the same model on any number of them)",
+        )
+    reasons["global_batch"] = "as asked"
+    return config.global_batch
+
+
+def _micro_batch(config: RunConfig, global_batch: int, world: int, reasons: dict[str, str]) -> int:
+    if global_batch < world:
+        raise UserError(
+            f"global_batch={global_batch} on {world} ranks",
+            f"a batch that cannot be split: {world - global_batch} ranks would have nothing to do in every step",
+            f"type global_batch={world} or more, or --nproc {global_batch}",
+        )
+    if config.micro_batch is None:
+        even = math.ceil(global_batch / world)
+        # 9 samples on 4 ranks: pieces of 3 would leave a rank idle in every step, pieces of 2 do not.
+        micro = even if math.ceil(global_batch / even) >= world else global_batch // world
+        reasons["micro_batch"] = (
+            f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
+        )
+        return micro
+    count = math.ceil(global_batch / config.micro_batch)
+    if count < world:
+        raise UserError(
+            f"global_batch={global_batch} in micro-batches of {config.micro_batch} on {world} ranks",
+            f"a batch that cannot be split: {count} micro-batch{'es' * (count > 1)} for {world} ranks",
+            f"type micro_batch={global_batch // world} or less",
+        )
+    reasons["micro_batch"] = "as asked"
+    return config.micro_batch
+
+
+def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) -> int:
+    if config.steps is not None:
+        reasons["steps"] = "as asked"
+        return config.steps
+    if config.epochs is not None and per_epoch is None:
+        raise UserError(
+            f"epochs={config.epochs} of a stream",
+            "a dataset without a length, so the schedule would not know where it ends",
+            "type steps=1000",
+        )
+    if config.epochs is not None and per_epoch is not None:
+        reasons["steps"] = f"{config.epochs:g} epochs of {per_epoch} steps"
+        return max(1, round(config.epochs * per_epoch))
+    raise UserError("how long to train", "neither steps nor epochs", "type steps=1000, or epochs=3")

@@ -1,0 +1,110 @@
+"""Text of Python's own standard library as windows of character ids.
+
+Every machine that runs Lockstep has this text, so the demo needs no download. The text differs a little from one
+Python version to the next, and with it the last digits of a loss; on one machine it is always the same.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.errors import UserError
+
+# Newline and the printable ASCII characters. 96 of them: a multiple of 32 keeps the output matrix a friendly shape.
+SYMBOLS = b"\n" + bytes(range(32, 127))
+OTHER = SYMBOLS.index(b"?")  # stands for all the rest, as in str.encode("ascii", "replace")
+_TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
+
+# Packages that every supported Python has, beside the modules at the top level.
+PACKAGES = (
+    "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http", "idlelib", "importlib",
+    "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo", "unittest", "urllib",
+    "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
+)  # fmt: skip
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+
+CHUNK = 4096  # characters; the unit of the split
+VALIDATION_SHARE = 20  # one chunk in 20 is validation text
+
+
+def encode(text: str) -> Tensor:
+    """Characters to ids, uint8: a batch then crosses to a GPU in an eighth of the bytes that int64 would take."""
+    return torch.frombuffer(bytearray(text.encode("ascii", "replace").translate(_TO_ID)), dtype=torch.uint8)
+
+
+def decode(ids: Tensor) -> str:
+    return bytes(SYMBOLS[i] for i in ids.tolist()).decode("ascii")
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """Modules at the top level, then each package, in an order that depends on names only."""
+    # _sysconfigdata_* is generated when Python is built: machine facts, no code.
+    yield from sorted(path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata"))
+    for package in PACKAGES:
+        paths = sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts)
+        yield from (path for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts))
+
+
+def library_text(max_bytes: int, root: Path | None = None) -> str:
+    """The first `max_bytes` characters of the standard library's source."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    texts, room = [], max_bytes
+    for path in source_files(root):
+        if room <= 0:
+            break
+        texts.append(path.read_text(encoding="utf-8", errors="replace")[:room])
+        room -= len(texts[-1])
+    if not texts:
+        raise UserError(
+            "char_lm trains on the source text of Python's standard library",
+            f"no .py file in {root}",
+            "run with a Python that ships its library as .py files (python.org, pyenv, uv, conda or a distribution)",
+        )
+    return "".join(texts)
+
+
+def split(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Training and validation ids: every 20th chunk is validation.
+
+    Both sides see every file's style, and because the two are separate tensors no window can hold text of both.
+    """
+    chunks = ids.split(CHUNK)
+    validation = chunks[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
+    if not validation:
+        raise UserError(
+            f"validation takes one chunk of {CHUNK} characters in {VALIDATION_SHARE}",
+            f"{len(ids)} characters of text, fewer than {CHUNK * VALIDATION_SHARE}",
+            f"task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
+        )
+    training = [chunk for i, chunk in enumerate(chunks) if (i + 1) % VALIDATION_SHARE]
+    return torch.cat(training), torch.cat(validation)
+
+
+class Windows(Dataset[Tensor]):
+    """Window i is the `context + 1` ids that start at `i * context`.
+
+    Neighbours share one id, the last target of one and the first input of the next: an epoch predicts each
+    character once.
+    """
+
+    def __init__(self, ids: Tensor, context: int, limit: int | None = None):
+        windows = ids.unfold(0, context + 1, context)  # (windows, context + 1), a view: nothing is copied
+        if limit is not None and limit < len(windows):
+            # Evenly spaced, so that a small evaluation still samples the whole text.
+            windows = windows[torch.arange(limit) * len(windows) // limit]
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.windows[i]  # (context + 1,) uint8
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Tensor]:
+        return list(self.windows[torch.as_tensor(ids)])  # one gather for the whole batch

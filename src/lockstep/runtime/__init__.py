@@ -1,0 +1,1 @@
+"""Who am I, which device, how do we talk."""

@@ -1,0 +1,53 @@
+"""What ranks say to each other outside the gradient exchange. A no-op only in a world of one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.runtime.world import World
+
+
+class Collectives:
+    """Small agreements between all ranks. Every method must be called by every rank, in the same order."""
+
+    def __init__(self, world: World, device: torch.device):
+        self.world, self.device = world, device
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Everybody's `value`, by rank. Plain JSON: nothing that arrives can run code."""
+        if self.world.alone:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in range(self.world.size)]
+        dist.all_gather(parts, padded)
+        return [
+            json.loads(bytes(part[: int(length)].cpu().tolist()))
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Add `values` over all ranks, in place and on its device: no host synchronisation."""
+        if not self.world.alone:
+            dist.all_reduce(values)
+        return values
+
+    def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
+        if self.world.alone:
+            return
+        for tensor in tensors:
+            dist.broadcast(tensor, source)
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather_json(bool(flag)))
+
+    def barrier(self) -> None:
+        self.gather_json(None)

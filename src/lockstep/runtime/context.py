@@ -1,0 +1,105 @@
+"""The running process: its device, its process group, its voice. Passed along, never global."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config import RunConfig
+from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.world import World
+
+START_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    world: World
+    device: torch.device
+    backend: str  # "none" in a world of one
+    collectives: Collectives
+    threads: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.rank == 0
+
+
+@contextmanager
+def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
+    """Choose the device, join the process group, and leave it again. `store` replaces the usual meeting point."""
+    device = choose_device(config.device, world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
+    _set_numerics(config, device)
+    threads = _set_threads(config.threads, world, device)
+    backend = _join(world, device, store)
+    try:
+        yield Runtime(world, device, backend, Collectives(world, device), threads)
+    finally:
+        if backend != "none":
+            dist.destroy_process_group()
+
+
+def choose_device(asked: str, world: World) -> torch.device:
+    """LOCAL_RANK modulo the visible GPUs: several ranks may share one (then over gloo)."""
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise UserError("device=cuda", "torch sees no CUDA device here", "type device=cpu, or device=auto")
+    if asked == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def _join(world: World, device: torch.device, store: dist.Store | None) -> str:
+    if world.alone:
+        return "none"
+    shared = device.type == "cuda" and world.local_size > torch.cuda.device_count()
+    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
+    backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+    if store is None:
+        assert world.master_addr is not None and world.master_port is not None
+        store = dist.TCPStore(
+            world.master_addr,
+            world.master_port,
+            world.size,
+            is_master=world.rank == 0 and not _agent_hosts_store(),
+            timeout=START_TIMEOUT,
+            master_listen_fd=world.listen_fd,
+        )
+        store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
+    options = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, **options)
+    return backend
+
+
+def _agent_hosts_store() -> bool:
+    """torchrun's agent already listens on MASTER_PORT and serves the store itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
+    """Ranks on one CPU divide its cores, unless the user decided."""
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    return torch.get_num_threads()
+
+
+def _set_numerics(config: RunConfig, device: torch.device) -> None:
+    if device.type == "cuda":
+        # fp32 stays fp32 when asked for by name; the faster modes also let stray fp32 matmuls use TF32.
+        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        torch.backends.cudnn.benchmark = not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,137 @@
+"""What a TARGET names: a recipe, `file.py:Class`, or a script with a loop of its own."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, UserError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def recipes() -> dict[str, str]:
+    """Name -> first line of its description, without importing anything."""
+    found = {}
+    for package in sorted(RECIPES.glob("*/__init__.py")):
+        text = ast.get_docstring(ast.parse(package.read_text())) or ""
+        found[package.parent.name] = text.partition("\n")[0]
+    return found
+
+
+def is_script(target: str) -> bool:
+    return target.endswith(".py")
+
+
+def name_of(target: str) -> str:
+    """For the run folder: `char_lm`, or the class or file name in lower case."""
+    return Path(target.rpartition(":")[2]).stem.lower()
+
+
+def check(target: str) -> None:
+    """Everything about a target that can be known without importing it."""
+    path, colon, class_name = target.rpartition(":")
+    if is_script(target) or colon:
+        file = Path(target if is_script(target) else path)
+        if not file.is_file():
+            raise UserError(
+                f"the target {target!r}", f"no file {file}", "type FILE.py:CLASS, with a path that exists"
+            )
+        if colon and not class_name.isidentifier():
+            raise UserError(
+                f"the target {target!r}", f"{class_name!r} is no class name", f"type {path}:MyTask"
+            )
+        return
+    names = recipes()
+    if target not in names:
+        near = difflib.get_close_matches(target, names, n=1)
+        raise UserError(
+            f"the target {target!r}",
+            f"no recipe of that name; there are: {', '.join(names)}",
+            f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+        )
+
+
+def load_class(target: str) -> type[Any]:
+    check(target)
+    path, colon, class_name = target.rpartition(":")
+    if not colon:
+        return importlib.import_module(f"lockstep.recipes.{target}").TASK
+    module = _load_file(Path(path))
+    if not isinstance(getattr(module, class_name, None), type):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(class_name, classes, n=1)
+        raise UserError(
+            f"the class {class_name} in {path}",
+            f"the classes {', '.join(classes) or 'none'}",
+            f"type {path}:{near[0] if near else 'MyTask'}",
+        )
+    return getattr(module, class_name)
+
+
+def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
+    """The task, with `task.*` as its constructor's keyword arguments; all wrong ones are named at once."""
+    signature = inspect.signature(kind)
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return kind(**options)
+    problems = [_unknown_option(kind, key, signature) for key in options if key not in signature.parameters]
+    problems += [p for key, value in options.items() if (p := _wrong_type(kind, key, value, signature))]
+    missing = [
+        name
+        for name, p in signature.parameters.items()
+        if p.default is p.empty
+        and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and name not in options
+    ]
+    problems += [UserError(f"task.{name}", "no value", f"type task.{name}=...") for name in missing]
+    if problems:
+        raise ConfigError(problems)
+    return kind(**options)
+
+
+def _unknown_option(kind: type[Any], key: str, signature: inspect.Signature) -> UserError:
+    near = difflib.get_close_matches(key, signature.parameters, n=1)
+    known = ", ".join(f"task.{name}" for name in signature.parameters) or "none"
+    return UserError(
+        f"task.{key}",
+        f"{kind.__name__} takes no such argument; it takes {known}",
+        f"type task.{near[0]}=..." if near else f"leave task.{key} out",
+    )
+
+
+def _wrong_type(kind: type[Any], key: str, value: Any, signature: inspect.Signature) -> UserError | None:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    if key not in signature.parameters:
+        return None
+    try:
+        wanted = inspect.get_annotations(kind.__init__, eval_str=True).get(key, Any)
+        strict = (
+            None if isinstance(wanted, type) and hasattr(wanted, "model_fields") else ConfigDict(strict=True)
+        )
+        TypeAdapter(wanted, config=strict).validate_python(value)
+    except ValidationError:
+        return UserError(f"task.{key}={value!r}", f"{type(value).__name__}", f"give it a {wanted}")
+    except Exception:  # annotations that only a type checker understands are not ours to judge
+        return None
+    return None
+
+
+def _load_file(path: Path) -> Any:
+    """Import a file by its path, so that its own folder's modules can be imported too."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look their module up by name
+    spec.loader.exec_module(module)
+    return module

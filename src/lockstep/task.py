@@ -1,0 +1,130 @@
+"""The contract between the user and the engine: a Task says what, Lockstep works out how.
+
+A loss is a **sum with a weight**. Nothing here knows about ranks, devices or precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+Weight = int | float | Tensor
+Metric = Tensor | float | tuple[Tensor | float, Weight]
+
+
+@dataclass(slots=True)
+class Loss:
+    """What one micro-batch cost.
+
+    `total` is the SUM over the micro-batch's terms, `weight` says how many terms those are (tokens, samples, ...).
+    Lockstep adds both over micro-batches and ranks, and divides once.
+    `metrics` are sums too; one without a weight of its own, `(sum, weight)`, is divided by the loss's weight.
+    """
+
+    total: Tensor
+    weight: Weight
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One forward/backward. `index` counts the micro-batches of the whole global step, not of this rank."""
+
+    data: Any
+    index: int
+    samples: int
+    epoch: int = 0
+    ids: Sequence[int] = ()  # which samples; empty when the source cannot tell
+    padding: bool = False  # only keeps this rank in step with the others: it must weigh nothing
+
+
+@dataclass(slots=True)
+class Share:
+    """What one rank does in one global step: `count` micro-batches, read as they are asked for."""
+
+    count: int
+    batches: Iterable[MicroBatch]
+    samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
+    exhausted: bool = False  # this rank's stream has ended
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one transaction, the same on every rank."""
+
+    step: int  # counts transactions, from 0
+    applied: bool  # False: the optimizer did not move, and neither did the schedule
+    weight: float  # of all ranks together
+    grad_norm: float  # of the weighted mean's gradient, before clipping
+    stop: bool = False  # some rank asked to stop
+    exhausted: bool = False  # every rank's stream has ended
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size."""
+
+    def take(self) -> Share: ...
+
+    def commit(self, share: Share, result: StepResult | None) -> None:
+        """The share was used. `result` is the newest one known (on a GPU, the previous step's)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Task:
+    """Subclass it, or write a class with the same methods. The constructor's keyword arguments are its options:
+    `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`."""
+
+    unit: str = "sample"
+    """What a loss weight of 1 is: shown in rates."""
+    defaults: dict[str, Any] = {}
+    """Values of the run's configuration that suit this task; files and the command line override them."""
+    presets: dict[str, dict[str, Any]] = {}
+    """Named sets of values: `preset=tiny`."""
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError(f"{type(self).__name__}.model() must return an nn.Module")
+
+    def data(self) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.data() must return a dataset")
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """The SUM of the loss over `batch`, and its weight. Call `model(...)` itself, not a part of it."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)"
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+        """AdamW, without weight decay on vectors (biases, norms); fused: one pass over all parameters."""
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, fused=True)
+
+    def eval_data(self) -> Any:
+        """A map-style dataset, or None: nothing to evaluate."""
+        return None
+
+    def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
+        return self.loss(model, batch)
+
+    def collate(self, samples: list[Any]) -> Any:
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
+    def show(self, model: nn.Module) -> str | None:
+        """Text for the end of a run, from rank 0: a generated sample, a table, ..."""
+        return None
