@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -28,7 +29,7 @@ class Reader:
         epoch, ids = request
         if type(self.dataset) is TensorDataset:
             # The one dataset known to be nothing but indexing: one gather per tensor, no collation.
-            rows = torch.as_tensor(ids)
+            rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
         if _reads_in_batches(self.dataset):
             if self.seed_samples:  # one key for all: the samples of a micro-batch are drawn together
@@ -67,16 +68,11 @@ def _one_thread(_worker: int) -> None:
     torch.set_num_threads(1)
 
 
-def read_all(
-    reader: Reader, requests: Iterator[Request], *, workers: int, prefetch: int, pin_memory: bool
+def read_ahead(
+    reader: Reader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
 ) -> Iterator[Any]:
-    """Batches for `requests`, in their order. With workers, `prefetch` requests per worker are read ahead."""
-    if workers == 0:
-        for request in requests:
-            batch = reader(request)
-            yield _pin(batch) if pin_memory else batch
-        return
-    yield from DataLoader(
+    """Batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
+    loader = DataLoader(
         _OneRequestPerItem(reader),
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=_only,
@@ -85,9 +81,16 @@ def read_all(
         pin_memory=pin_memory,
         worker_init_fn=_one_thread,
     )
+    return iter(loader)
 
 
-def _pin(batch: Any) -> Any:
+def read_all(reader: Reader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
+    """Batches for `requests`, in their order."""
+    return read_ahead(reader, requests, workers, prefetch, False) if workers else map(reader, requests)
+
+
+def pin(batch: Any) -> Any:
+    """In page-locked memory, from where a copy to the GPU does not hold up the host."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)

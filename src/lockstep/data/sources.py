@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Reader, Request, read_all, to_device
+from lockstep.data.loader import Reader, Request, pin, read_ahead, to_device
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
@@ -72,16 +72,13 @@ class MapSource:
         self.length = len(reader.dataset)
         self.order = SampleOrder(self.length, seed, config.shuffle)
         self.position = 0
-        self._batches: Iterator[Any] | None = None
-        self._batches_at = 0  # the position the running reader will deliver next
+        self._ahead: Iterator[Any] | None = None  # what the worker processes deliver
+        self._ahead_at = 0  # the position they deliver next
 
     def take(self) -> Share:
         window = self._window(self.position)
-        if self._batches is None or self._batches_at != self.position:
-            self._batches = self._read_from(self.position)
-        self._batches_at = self._after(window)
-        plan = self._pieces(window)
-        return Share(len(plan), self._deliver(plan, self._batches), window.size)
+        pieces = self._pieces(window)
+        return Share(len(pieces), self._deliver(window, pieces), window.size)
 
     def commit(self, share: Share, result: StepResult | None) -> None:
         self.position = self._after(self._window(self.position))
@@ -115,14 +112,20 @@ class MapSource:
         ids = self.order.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding)
 
-    def _read_from(self, position: int) -> Iterator[Any]:
-        return read_all(
-            self.reader,
-            self._requests(position),
-            workers=self.config.workers,
-            prefetch=self.config.prefetch,
-            pin_memory=self.pin_memory,
-        )
+    def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
+        ahead = self._read_ahead(window) if self.config.workers else None
+        for piece in pieces:
+            data = next(ahead) if ahead else self.reader((window.epoch, piece.ids))
+            piece.data = to_device(pin(data) if self.pin_memory and not ahead else data, self.device)
+            yield piece
+
+    def _read_ahead(self, window: Window) -> Iterator[Any]:
+        """The running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
+        if self._ahead is None or self._ahead_at != self.position:
+            requests = self._requests(self.position)
+            self._ahead = read_ahead(self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory)
+        self._ahead_at = self._after(window)
+        return self._ahead
 
     def _requests(self, position: int) -> Iterator[Request]:
         while True:
@@ -130,11 +133,6 @@ class MapSource:
             for piece in self._pieces(window):
                 yield window.epoch, piece.ids
             position = self._after(window)
-
-    def _deliver(self, plan: list[MicroBatch], batches: Iterator[Any]) -> Iterator[MicroBatch]:
-        for piece in plan:
-            piece.data = to_device(next(batches), self.device)
-            yield piece
 
 
 class StreamSource:

@@ -67,7 +67,7 @@ def _run_my_batches(
     ranges = [range(index * batch, min((index + 1) * batch, length)) for index in mine]
     results: list[dict[str, tuple[Any, Any]]] = []
     requests = ((0, ids) for ids in ranges)
-    for data in read_all(reader, requests, workers=workers, prefetch=2, pin_memory=False):
+    for data in read_all(reader, requests, workers, prefetch=2):
         with precision.autocast():
             # The unwrapped model: ranks run different numbers of batches, so no forward may wait for another rank.
             loss = task.eval_loss(driver.model, to_device(data, runtime.device))

@@ -81,7 +81,7 @@ class Stepper:
         self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds
         self._pending: _Pending | None = None
         self._unit_weight: float | None = None  # fp16: see `_seed_gradient`
-        self._zero = torch.zeros((), device=runtime.device)
+        self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
         """The whole transaction; returns the newest settled result (on a GPU the previous step's)."""
@@ -105,15 +105,13 @@ class Stepper:
 
     def backward(self, loss: Loss) -> None:
         _check(loss)
-        seed = self._seed_gradient(loss.weight)
-        if self._micro.padding:
-            seed = self._zero.to(loss.total.dtype)
-        else:
+        start = 0.0 if self._micro.padding else self._loss_scale(loss.weight)
+        if not self._micro.padding:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
-        self.driver.backward(loss.total, seed, self._word() if last else None)
+        self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
@@ -129,7 +127,7 @@ class Stepper:
             return self._apply_late(step, norm, norms, packed)
         word = driver.codec.unpack(packed.tolist())  # on a GPU: the one host synchronisation of this path
         weight = float(word.weight)
-        to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
+        to_mean = driver.gradient_factor / (weight * self._loss_scale(weight)) if weight else math.nan
         length = float(norm) * to_mean
         if applied := math.isfinite(length):
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
@@ -233,26 +231,26 @@ class Stepper:
         ]
         return f"no finite gradient for {len(bad)} of {len(norms)} parameters, first {used[bad[0]]!r}"
 
-    def _scale(self) -> float:
-        return self.scaler.value / (self._unit_weight or 1.0) if self.scaler else 1.0
-
-    def _seed_gradient(self, weight: Any) -> Tensor | None:
+    def _loss_scale(self, weight: Any) -> float:
         """What backward starts with: 1, or for fp16 the loss scale.
 
-        We backpropagate sums, users think of scales for means. So the scale is divided by the weight that a step
-        usually has, as a power of two (exact), found once at the first micro-batch and equal on all ranks.
+        We backpropagate sums, while scales are thought of for means. So the scale is divided by the weight that a
+        step usually has, as a power of two (exact), found once at the first micro-batch and equal on all ranks.
         """
         if self.scaler is None:
-            return None
+            return 1.0
         if self._unit_weight is None:
-            mine = torch.tensor(
-                [float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device
-            )
+            mine = torch.tensor([float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device)
             total, samples = self.runtime.collectives.sum_(mine).tolist()
-            self._unit_weight = 2.0 ** round(
-                math.log2(max(1.0, total / max(1.0, samples) * self.global_batch))
-            )
-        return torch.tensor(self._scale(), device=self.runtime.device)
+            self._unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
+        return self.scaler.value / self._unit_weight
+
+    def _number(self, value: float, dtype: torch.dtype) -> Tensor:
+        """A constant on the device, made once."""
+        key = value, dtype
+        if key not in self._numbers:
+            self._numbers[key] = torch.tensor(value, dtype=dtype, device=self.runtime.device)
+        return self._numbers[key]
 
     def _as_number(self, weight: Any) -> float | Tensor:
         if isinstance(weight, Tensor) and weight.device.type == "cuda":

@@ -245,7 +245,7 @@ class LiveProgress:
         try:
             with self._lock:
                 return Group(*self._lines())
-        except Exception as error:  # noqa: BLE001 - in rich's thread, where raising ends the display
+        except Exception as error:  # in rich's thread, where raising ends the display
             return Text(f"(display: {error})", style="dim")
 
     def _lines(self) -> Iterable[RenderableType]:
@@ -325,7 +325,7 @@ class Shielded:
     def _try(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # noqa: BLE001 - the point of this class
+        except Exception as error:
             self.failure = self.failure or error
 
     def start(self, facts: Record) -> None:
@@ -581,7 +581,7 @@ def megabytes(value: Any) -> str:
     found = number(value)
     if found is None:
         return "-"
-    return f"{found:.0f} MB" if abs(found) < 9999.5 else f"{found / 1000:.1f} GB"
+    return f"{found:.0f} MB" if abs(found) < 9999.5 else f"{found / 1024:.1f} GB"
 
 
 def duration(seconds: Any) -> str:

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -230,7 +229,7 @@ def key_numbers(run: Run) -> list[tuple[str, str, str]]:
         ("Best eval loss", figures(best.get("loss"), 4), _at_step(best)),
         ("Last eval loss", figures(latest.get("loss"), 4), _at_step(latest)),
         ("Steps", *_steps(run)),
-        ("Samples", compact(_first(run.fact("samples"), run.last.get("samples"))), _weight(run)),
+        ("Samples", compact(total(run, "samples")), _weight(run)),
         ("Wall time", duration(wall_seconds(run)), ""),
         ("Mean rate", *_rates(run)),
         ("Peak memory", megabytes(peak), "the largest logged" if peak is not None else ""),
@@ -257,8 +256,14 @@ def _steps(run: Run) -> tuple[str, str]:
 
 
 def _weight(run: Run) -> str:
-    weight = number(_first(run.fact("weight"), run.last.get("weight")))
+    weight = total(run, "weight")
     return f"{compact(weight)} {run.unit}" if weight is not None and run.unit != "sample" else ""
+
+
+def total(run: Run, key: str) -> float | None:
+    """All of a quantity that the records count interval by interval."""
+    found = [value for value in column(run.metrics, key) if math.isfinite(value)]
+    return math.fsum(found) if found else None
 
 
 def _trainable(run: Run) -> str:
@@ -387,6 +392,7 @@ class Series:
 
     `main` and `raw` are lines, `points` are dots joined by a dashed line, `ticks` are marks on the x axis
     that need no y. `told` are the values for the tooltips, where they are not `ys`.
+    Values beyond 1e290 count as infinite and those below 1e-290 as zero, so that no axis can overflow.
     """
 
     name: str
@@ -394,6 +400,9 @@ class Series:
     ys: Sequence[float]
     style: Literal["main", "raw", "points", "ticks"] = "main"
     told: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        self.ys = [math.inf if abs(y) > 1e290 else 0.0 if abs(y) < 1e-290 else y for y in self.ys]
 
 
 @dataclass(frozen=True)
@@ -412,8 +421,7 @@ class Axis:
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(at)
-        # Halved first: the difference of two huge numbers may overflow.
-        return self.start + (at / 2 - low / 2) / (high / 2 - low / 2) * (self.end - self.start)
+        return self.start + (at - low) / (high - low) * (self.end - self.start)
 
 
 def line_chart(
@@ -575,7 +583,8 @@ def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:
         low = 0.0
-    ticks = tuple(tick for tick in round_ticks(low, high, 8 if end > 600 else 5) if tick == round(tick))
+    ticks = round_ticks(low, high, 8 if end > 600 else 5)
+    ticks = tuple(tick for tick in ticks if tick == round(tick)) or ticks  # there is no step 1.5
     return Axis(low, high, start, end, ticks, tick_labels(ticks))
 
 
@@ -583,13 +592,11 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
     low, high = min(ys), max(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high / 2 - low / 2 <= 1e-9 * max(
-        abs(low), abs(high)
-    ):  # constant: as much room around it as it is large
-        room = min(abs(high) / 2, sys.float_info.max - abs(high)) or 1.0
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant: half its own size above and below
+        room = abs(high) / 2 or 1.0
         low, high = low - room, high + room
     ticks = round_ticks(low, high, 5)
-    gap = ticks[1] - ticks[0] if len(ticks) > 1 else math.inf
+    gap = ticks[1] - ticks[0]
     # Where the curve goes well beyond the last tick, add one: it should have a labelled line on either side.
     if high - ticks[-1] > 0.4 * gap:
         ticks = (*ticks, ticks[-1] + gap)
@@ -610,10 +617,8 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
 
 
 def round_ticks(low: float, high: float, about: int) -> tuple[float, ...]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], at most `about` and one."""
+    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], from two of them to `about` and one."""
     span = high - low
-    if not 1e-300 < span < math.inf:  # beyond what arithmetic with floats can divide
-        return (low, high)
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next((size * power for size in (1, 2, 5) if span / (size * power) <= about), 10 * power)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -621,29 +626,20 @@ def round_ticks(low: float, high: float, about: int) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Just enough digits to tell the ticks of an axis apart, and one suffix for all of them."""
+    """Just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
-    gap = gap if 0 < gap < math.inf else size
-    if size and not 1e-3 <= size < 1e15:
-        return tuple(_scientific(tick, gap) for tick in ticks)
-    sizes = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
-    unit, suffix = next((unit, suffix) for least, unit, suffix in sizes if size >= least)
-    return tuple(f"{tick / unit:.{_decimals(gap / unit)}f}{suffix}" if tick else "0" for tick in ticks)
+    unit, suffix = _tick_unit(size)
+    decimals = min(12, max(0, -math.floor(math.log10(gap / unit) + 1e-9)))
+    return tuple(f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks)
 
 
-def _scientific(value: float, gap: float) -> str:
-    if value == 0:
-        return "0"
-    exponent = math.floor(math.log10(abs(value)) + 1e-9)
-    shifted = gap / 10.0 ** max(exponent, -300)
-    digits, power = f"{value:.{_decimals(shifted)}e}".split("e")
-    return f"{digits}e{int(power)}"
-
-
-def _decimals(gap: float) -> int:
-    """Decimals that show a step of this size (steps are 1, 2 or 5 times a power of ten)."""
-    return min(12, max(0, -math.floor(math.log10(gap) + 1e-9))) if gap > 0 else 0
+def _tick_unit(size: float) -> tuple[float, str]:
+    if not 1e-3 <= size < 1e15:
+        exponent = math.floor(math.log10(size) + 1e-9)
+        return 10.0**exponent, f"e{exponent}"
+    units = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
+    return next((unit, suffix) for least, unit, suffix in units if size >= least)
 
 
 def power_of_two(power: int) -> str:
@@ -689,7 +685,7 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for key, value in values.items():
         dotted = f"{prefix}{key}"
-        rows += flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else [(dotted, value)]
+        rows += flat(value, f"{dotted}.") if isinstance(value, Mapping) else [(dotted, value)]
     return rows
 
 
@@ -703,15 +699,16 @@ def source_of(key: str, sources: Mapping[str, Any]) -> str:
 
 
 def plan_table(run: Run) -> str:
-    """Derived values, with the reasons that the plan gives under `reasons`."""
+    """What was said at the start, then the derived values with the reasons that the plan gives for them."""
+    facts = run.last_event("start").get("facts")
+    lead = table(("Fact", ""), flat(facts)) if isinstance(facts, dict) and facts else ""
     if not run.plan:
-        return section("Plan", note(run.notes.get("plan.json", "plan.json is empty")))
+        return section("Plan", lead + note(run.notes.get("plan.json", "plan.json is empty")))
     reasons = run.plan.get("reasons")
-    if not isinstance(reasons, dict):
-        return section("Plan", table(("Derived value", "Value"), flat(run.plan)))
+    reasons = reasons if isinstance(reasons, dict) else {}
     values = flat({key: value for key, value in run.plan.items() if key != "reasons"})
     rows = [(key, value, reasons.get(key, "")) for key, value in values]
-    return section("Plan", table(("Derived value", "Value", "Reason"), rows))
+    return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 
 def events_table(run: Run) -> str:
@@ -732,7 +729,8 @@ def _since(event: Record, began: float | None) -> str:
 
 
 def _details(record: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in record.items() if key not in ("time", "event", "step")}
+    told = ("time", "event", "step", "facts")  # elsewhere on the page
+    rest = {key: value for key, value in record.items() if key not in told}
     words = [(key, " ".join(_plain(value).split())) for key, value in flat(rest)]
     return " · ".join(f"{key} {shown if len(shown) <= 120 else shown[:119] + '…'}" for key, shown in words)
 
@@ -807,7 +805,7 @@ h2 { font-size: 17px; font-weight: 600; margin: 36px 0 12px; }
 .chart .swatch { stroke: none; fill: var(--train); } .chart .swatch.points { fill: var(--eval); }
 pre { margin: 0; padding: 14px 16px; max-height: 420px; overflow: auto; white-space: pre-wrap;
   overflow-wrap: anywhere; font: 13px/1.55 ui-monospace, monospace; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; } .scroll + .scroll, .scroll + .note { margin-top: 10px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: 5px 14px; border-top: 1px solid var(--line); }
 thead th { border-top: 0; color: var(--soft); font-weight: 500; }

@@ -89,23 +89,22 @@ class DDPDriver:
         self._replica.require_backward_grad_sync = last
         self._replica.armed = False
 
-    def backward(self, total: Tensor, seed: Tensor | None, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         if not self._replica.armed:
             raise _bypassed(type(self.model).__name__)
         if word is None:
-            torch.autograd.backward(total, seed)
+            torch.autograd.backward(total, start)
         elif self.word_rides_along:
             # `times` the world size, since DDP will divide by it: whole numbers stay exact.
             carried = self.codec.pack(word, times=self.gradient_factor)
             parameter = self._replica.module.word
-            seed = torch.ones_like(total) if seed is None else seed
-            torch.autograd.backward((total, parameter), (seed, carried))
+            torch.autograd.backward((total, parameter), (start, carried))
             assert parameter.grad is not None
             self._summed = parameter.grad
         else:
             self._summed = self.codec.pack(word, times=1.0)
             work = dist.all_reduce(self._summed, async_op=True)  # overlaps with backward
-            torch.autograd.backward(total, seed)
+            torch.autograd.backward(total, start)
             work.wait()
         if word is not None:
             self._check_complete()

@@ -84,8 +84,8 @@ class Driver(Protocol):
     def arm(self, last: bool) -> None:
         """Before a forward: will its backward be this step's last, the one that exchanges?"""
 
-    def backward(self, total: Tensor, seed: Tensor | None, word: Word | None) -> None:
-        """Backpropagate `total` times `seed`. On the last micro-batch `word` is given and travels along."""
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+        """Backpropagate `total` times `start`. On the last micro-batch `word` is given and travels along."""
 
     def word(self) -> Tensor:
         """The summed word of this step, packed by `codec`."""
@@ -111,8 +111,8 @@ class SingleDriver:
     def arm(self, last: bool) -> None:
         pass
 
-    def backward(self, total: Tensor, seed: Tensor | None, word: Word | None) -> None:
-        torch.autograd.backward(total, seed)
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+        torch.autograd.backward(total, start)
         if word is not None:
             self._word = self.codec.pack(word, times=1.0)
 

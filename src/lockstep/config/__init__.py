@@ -1,0 +1,58 @@
+"""What the user asked for: one typed, frozen `RunConfig`, and where each of its values came from.
+
+Values arrive in layers (task default, preset, file, command line, argument); a later layer wins, key by key.
+All problems of all layers are reported together. Nothing is derived here (that is the Plan's work), and
+`task.*` is passed on as it is: only the task knows its own options.
+
+schema   the keys, with their meaning, and the rules between them
+dialect  the YAML that we read and write
+resolve  layers -> RunConfig with sources, or every problem at once
+read     files, command line, Python objects -> layers
+"""
+
+from __future__ import annotations
+
+from lockstep.config.dialect import to_yaml
+from lockstep.config.read import from_object, parse_overrides, read_file, read_layers
+from lockstep.config.resolve import Layer, Resolved, check, describe, diff, resolve, resolve_for
+from lockstep.config.schema import (
+    KEYS,
+    ChecksConfig,
+    ClipConfig,
+    DataConfig,
+    DDPConfig,
+    EvaluateConfig,
+    LogConfig,
+    LrConfig,
+    NonfiniteConfig,
+    RunConfig,
+    ScalerConfig,
+    flatten,
+)
+
+__all__ = [
+    "KEYS",
+    "ChecksConfig",
+    "ClipConfig",
+    "DDPConfig",
+    "DataConfig",
+    "EvaluateConfig",
+    "Layer",
+    "LogConfig",
+    "LrConfig",
+    "NonfiniteConfig",
+    "Resolved",
+    "RunConfig",
+    "ScalerConfig",
+    "check",
+    "describe",
+    "diff",
+    "flatten",
+    "from_object",
+    "parse_overrides",
+    "read_file",
+    "read_layers",
+    "resolve",
+    "resolve_for",
+    "to_yaml",
+]

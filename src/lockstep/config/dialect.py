@@ -1,0 +1,78 @@
+"""The YAML that we read and write. Both sides follow the same rules, so that what we write reads back equal.
+
+YAML 1.1 reads 1e-4 as text, 010 as eight, 16:9 as 969 and 2024-01-01 as a date. Here the first is a number and
+the others are text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from lockstep.config.schema import RunConfig, flatten, nested
+from lockstep.errors import UserError
+
+_EXPONENT = r"[eE][-+]?[0-9]+"
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)$",
+    "tag:yaml.org,2002:float": rf"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)({_EXPONENT})?$"
+    rf"|[-+]?[0-9][0-9_]*{_EXPONENT}$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+}
+_KEPT = {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge")}
+
+
+def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """First character -> (tag, pattern) of the plain words that are not text, as PyYAML keeps them."""
+    yaml_1_1 = yaml.SafeLoader.yaml_implicit_resolvers
+    rules = {first: [rule for rule in old if rule[0] in _KEPT] for first, old in yaml_1_1.items()}
+    for tag, pattern in _NUMBERS.items():
+        for first in "+-.0123456789":
+            rules.setdefault(first, []).append((tag, re.compile(pattern)))
+    return rules
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _scalar_rules()
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _scalar_rules()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # a list that two keys share is written twice, not as &id001
+
+
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def load(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def word(text: str) -> Any:
+    """The value of a plain word, never more than a scalar: `8` is a number, `off` is false, `a: b` is text."""
+    tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
+    return text if text == "<<" else _Loader("").construct_object(yaml.ScalarNode(tag, text))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All values, in a form that `read_file` reads back."""
+    try:
+        return yaml.dump(nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        key = next((key for key, leaf in flatten(config).items() if leaf is value), "task")
+        found = f"{key} is an object of type {type(value).__name__}, which YAML cannot hold"
+        raise UserError("to save the configuration", found, "give it plain numbers, texts or lists") from None

@@ -1,0 +1,224 @@
+"""Every key of a configuration: its type, default and meaning, and the rules between keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+from lockstep.errors import UserError
+
+
+def _key(default: Any, about: str, *, example: Any = None, **limits: Any) -> Any:
+    """One configuration key: its default, its meaning with the unit, and (where it helps) a value to type."""
+    return Field(default, description=about, examples=None if example is None else [example], **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# `none` and `off` reach us as null and false, because that is how YAML reads these words.
+Scaling = Annotated[Literal["none", "sqrt", "linear"], BeforeValidator(lambda v: "none" if v is None else v)]
+Progress = Annotated[
+    Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)
+]
+PathText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
+
+
+class LrConfig(Section):
+    peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = _key("constant", "shape after the warm-up")
+    warmup: int = _key(0, "optimizer steps of linear warm-up", ge=0)
+    min_ratio: float = _key(0.0, "final rate as a share of the peak", ge=0, le=1)
+    decay: float = _key(0.2, "wsd: last share of the run, in which the rate falls", ge=0, le=1)
+    scaling: Scaling = _key("none", "how the peak follows global batch / reference_batch")
+    reference_batch: int | None = _key(None, "samples per step that lr.peak was tuned for", example=256, ge=1)
+
+
+class ClipConfig(Section):
+    norm: float | None = _key(None, "largest global L2 norm of the gradient", example=1.0, gt=0)
+    value: float | None = _key(None, "largest absolute value of a gradient element", example=0.5, gt=0)
+    adaptive: float | None = _key(None, "largest gradient / weight norm, per unit", example=0.01, gt=0)
+
+
+class NonfiniteConfig(Section):
+    policy: Literal["skip", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
+    max_in_a_row: int = _key(5, "skipped steps in a row that end the run", ge=1)
+
+
+class ScalerConfig(Section):
+    initial: float = _key(2.0**15, "fp16: loss scale at the start", gt=0)
+    growth: float = _key(2.0, "fp16: factor after `interval` good steps", ge=1)
+    backoff: float = _key(0.5, "fp16: factor after an overflow", gt=0, lt=1)
+    interval: int = _key(2000, "fp16: good steps in a row before the scale grows", ge=1)
+    minimum: float = _key(1.0, "fp16: smallest loss scale", gt=0)
+    maximum: float = _key(2.0**24, "fp16: largest loss scale", gt=0)
+    hysteresis: int = _key(1, "fp16: overflows before the scale shrinks", ge=1)
+
+
+class EvaluateConfig(Section):
+    every: int | None = _key(
+        None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1
+    )
+    batch: int | None = _key(None, "samples per evaluation forward; null: the micro-batch", example=8, ge=1)
+    at_end: bool = _key(True, "evaluate after the last step")
+
+
+class DataConfig(Section):
+    workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
+    prefetch: int = _key(2, "micro-batches each worker prepares ahead", ge=1)
+    pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
+    shuffle: bool = _key(True, "a new order of the samples in every epoch")
+    seed_samples: bool = _key(True, "seed the randomness of each sample by itself, whatever the ranks")
+    sharding: Literal["stride", "own"] = _key("stride", "iterable datasets: we deal the samples, or they do")
+
+
+class DDPConfig(Section):
+    bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
+    find_unused_parameters: bool = _key(False, "look for parameters without gradient, every step (slow)")
+    static_graph: bool = _key(False, "promise that every step uses the same parameters")
+
+
+class LogConfig(Section):
+    every: int = _key(10, "optimizer steps between metric lines", ge=1)
+    progress: Progress = _key("auto", "how progress is shown; auto: live on a terminal, else plain")
+
+
+class ChecksConfig(Section):
+    first_batch: bool = _key(True, "check on the first step that the ranks hold different samples")
+    every: int = _key(500, "optimizer steps between checks that all ranks hold the same weights", ge=1)
+
+
+class RunConfig(Section):
+    """Everything a run was asked to do. Values that follow from these live in the Plan."""
+
+    preset: str | None = _key(None, "name of a preset of the task", example="tiny")
+    steps: int | None = _key(None, "optimizer steps to train (this or epochs)", example=1000, ge=1)
+    epochs: float | None = _key(None, "passes over the data to train (this or steps)", example=3, gt=0)
+    seed: int = _key(0, "seed of all random streams", ge=0)
+    global_batch: int | None = _key(None, "samples per optimizer step, all ranks together", example=64, ge=1)
+    local_batch: int | None = _key(None, "samples per optimizer step and rank", example=8, ge=1)
+    micro_batch: int | None = _key(None, "samples per forward and backward; null: derived", example=8, ge=1)
+    tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")
+    strategy: Literal["ddp"] = _key("ddp", "how the ranks share the model")
+    compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
+    deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
+    run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
+    threads: int | None = _key(None, "CPU threads per rank; null: cores / ranks of a host", example=1, ge=1)
+    lr: LrConfig = LrConfig()
+    clip: ClipConfig = ClipConfig()
+    nonfinite: NonfiniteConfig = NonfiniteConfig()
+    scaler: ScalerConfig = ScalerConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    data: DataConfig = DataConfig()
+    ddp: DDPConfig = DDPConfig()
+    log: LogConfig = LogConfig()
+    checks: ChecksConfig = ChecksConfig()
+    task: dict[str, Any] = _key({}, "keyword arguments of the task's constructor")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        # `resolve` reports the same rules with sources; this guards a RunConfig that is built directly.
+        leaves = {key: Leaf(key, value, "argument") for key, value in flatten(self).items()}
+        problems = rivals(leaves) + clashes(leaves)
+        if problems:
+            raise ValueError("; ".join(f"{problem.asked}: {problem.found}" for problem in problems))
+        return self
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _keys(field.annotation, f"{name}.")
+        elif name != "task":
+            yield prefix + name, field
+
+
+KEYS = dict(_keys(RunConfig))  # every dotted key but task.*; `KEYS[key].description` says what it means
+SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} | {"task"}
+RIVALS = (("steps", "epochs"), ("global_batch", "local_batch"), ("clip.norm", "clip.value", "clip.adaptive"))
+NOT_ABOVE = (  # the first must not be larger than the second
+    ("micro_batch", "global_batch"),
+    ("micro_batch", "local_batch"),
+    ("scaler.minimum", "scaler.initial"),
+    ("scaler.initial", "scaler.maximum"),
+)
+
+
+# ---- nested and dotted ----------------------------------------------------------------------------------
+
+
+def nested(config: BaseModel, only_set: bool = False) -> dict[str, Any]:
+    """Nested values as they are (`model_dump` would take apart objects that a user put under `task`)."""
+    names = [name for name in type(config).model_fields if not only_set or name in config.model_fields_set]
+    values = {name: getattr(config, name) for name in names}
+    return {name: nested(v, only_set) if isinstance(v, Section) else v for name, v in values.items()}
+
+
+def walk(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf. A mapping whose names a dotted key cannot spell is one value."""
+    for name, value in items:
+        key = f"{prefix}{name}"
+        inner = value if isinstance(value, Mapping) and key not in KEYS else {}
+        spelled = inner and all(isinstance(n, str) and n and "." not in n for n in inner)
+        if spelled or (key in SECTIONS and isinstance(value, Mapping)):
+            yield from walk(inner.items(), f"{key}.")
+        else:
+            yield key, value
+
+
+def flatten(values: Mapping[str, Any] | RunConfig) -> dict[str, Any]:
+    """{"lr": {"peak": 1}} -> {"lr.peak": 1}"""
+    return dict(walk((nested(values) if isinstance(values, RunConfig) else values).items()))
+
+
+class Leaf(NamedTuple):
+    """One value, and where it came from."""
+
+    key: str  # dotted
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {typed(self.value)} ({self.source})"
+
+
+def typed(value: Any) -> str:
+    """A value as one would type it after `key=`."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str, skipkeys=True)
+
+
+# ---- rules between keys ---------------------------------------------------------------------------------
+
+
+def rivals(leaves: Mapping[str, Leaf]) -> list[UserError]:
+    """Keys of one layer that answer the same question."""
+    problems = []
+    for group in RIVALS:
+        both = [leaves[key] for key in group if key in leaves and leaves[key].value is not None]
+        if len(both) > 1:
+            fix = f"keep one, such as {both[0].key}={typed(both[0].value)}"
+            found = f"at most one of {', '.join(group)} can be set"
+            problems.append(UserError(" and ".join(map(str, both)), found, fix))
+    return problems
+
+
+def clashes(leaves: Mapping[str, Leaf]) -> list[UserError]:
+    """Values that are sound one by one, but not together. A rule without all its keys is not judged."""
+    problems = []
+    scaling, reference = leaves.get("lr.scaling"), leaves.get("lr.reference_batch")
+    if scaling and reference and scaling.value not in (None, "none") and reference.value is None:
+        found = "lr.reference_batch, the batch that the rate was tuned for, is not set"
+        problems.append(UserError(str(scaling), found, "add lr.reference_batch=256, or type lr.scaling=none"))
+    for low, high in [(leaves[a], leaves[b]) for a, b in NOT_ABOVE if a in leaves and b in leaves]:
+        if low.value is not None and high.value is not None and low.value > high.value:
+            fix = f"type {low.key}={typed(high.value)}, or {high.key}={typed(low.value)}"
+            problems.append(UserError(f"{low} and {high}", f"{low.key} is larger than {high.key}", fix))
+    return problems

@@ -1,0 +1,131 @@
+"""A small GPT: a pre-norm, decoder-only transformer.
+
+Shapes in comments: B windows, T positions (at most `context`), W width, H heads, D = W / H, V symbols.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EPS = 1e-6  # stated, because the default follows the dtype and is far too large in bf16
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        B, T, W = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
+        # Queries and keys of length sqrt(D): attention cannot saturate, whatever the learning rate does to qkv.
+        q, k = rotate(unit(q), rotation), rotate(unit(k), rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        return self.out(y.transpose(1, 2).reshape(B, T, W))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, EPS)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.RMSNorm(width, EPS)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W); cheaper than GELU and as good
+        return x + self.dropout(self.down(hidden))
+
+
+class GPT(nn.Module):
+    """Character ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, symbols: int, width: int, layers: int, heads: int, context: int, dropout: float = 0.0):
+        super().__init__()
+        self.context = context
+        self.embed = nn.Embedding(symbols, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, EPS)
+        self.head = nn.Linear(width, symbols, bias=False)
+        cos, sin = rotation_table(context, width // heads)
+        # They follow from the options, so they move with the model but are not part of its weights.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale of activations
+        nn.init.normal_(self.embed.weight, std=0.02)
+        # Each branch starts by adding nothing: every depth begins as the same well-behaved shallow network.
+        for block in self.blocks:
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.down.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        T = ids.shape[1]
+        rotation = self.cos[:T], self.sin[:T]  # (T, D/2) each
+        x = self.dropout(self.embed(ids))  # (B, T, W)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))  # (B, T, V)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        count: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`prompt_ids` (B, T) with `count` more ids after them, (B, T + count).
+
+        The draw happens on the CPU in float32, so that one generator serves every device.
+        """
+        was_training = self.training
+        self.eval()
+        ids = prompt_ids
+        for _ in range(count):
+            # `self.forward`, not `self(...)`: the text grows, and a compiled model would compile for every length.
+            logits = self.forward(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+            if top_k is not None and top_k < logits.shape[1]:
+                smallest = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest, float("-inf"))
+            chance = F.softmax(logits / temperature, dim=-1)
+            ids = torch.cat((ids, torch.multinomial(chance, 1, generator=generator).to(ids.device)), dim=1)
+        self.train(was_training)
+        return ids
+
+
+def unit(x: Tensor) -> Tensor:
+    """Every vector of the last dimension at a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def rotation_table(context: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, D/2): position t turns pair j by t * 10000^(-2j/D)."""
+    speed = 10000.0 ** -(torch.arange(0, size, 2) / size)
+    angle = torch.arange(context)[:, None] * speed
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (x[j], x[j + D/2]) by their position, so that a product q.k depends on distance only."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,0 +1,141 @@
+"""The task: predict the next character of Python source code."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.char_lm.data import SYMBOLS, Windows, decode, encode, library_text, split
+from lockstep.recipes.char_lm.model import GPT
+from lockstep.task import Loss, Task
+
+PROMPT = "def "
+
+
+class CharLM(Task):
+    """A GPT on the characters of the standard library. Its loss is in nats per character; one bit is 0.69 nats."""
+
+    unit = "character"
+    defaults = {
+        "preset": "cpu",
+        "clip": {"norm": 1.0},
+        "lr": {"schedule": "cosine", "min_ratio": 0.05},
+    }
+    presets = {
+        # Seconds, for tests: learns that code is mostly spaces and lower case, no more.
+        "tiny": {
+            "steps": 40,
+            "global_batch": 8,
+            "lr": {"peak": 5e-3, "warmup": 4},
+            "evaluate": {"every": 20, "batch": 16},
+            "task": {"width": 32, "layers": 2, "heads": 2, "context": 32, "max_bytes": 200_000, "eval_bytes": 8192},
+        },
+        # The demo: about one epoch in 100 s on two CPU cores.
+        "cpu": {
+            "steps": 900,
+            "global_batch": 16,
+            "lr": {"peak": 3e-3, "warmup": 45},
+            "evaluate": {"every": 225, "batch": 32},
+            "task": {"width": 128, "layers": 4, "heads": 4, "context": 128, "max_bytes": 2_000_000},
+        },
+        # One large GPU, a few minutes: the whole text about fifteen times, hence the dropout.
+        "gpu": {
+            "steps": 2000,
+            "global_batch": 128,
+            "lr": {"peak": 1e-3, "warmup": 100},
+            "evaluate": {"every": 200, "batch": 128},
+            "precision": "bf16",
+            "task": {
+                "width": 512, "layers": 8, "heads": 8, "context": 512, "dropout": 0.2, "max_bytes": 9_000_000,
+                "eval_bytes": 393_216,
+            },
+        },
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        context: int = 128,
+        dropout: float = 0.0,
+        max_bytes: int = 2_000_000,
+        eval_bytes: int = 65_536,
+    ):
+        """`max_bytes` caps the text that is read, `eval_bytes` the part of it that an evaluation looks at."""
+        self.width, self.layers, self.heads = width, layers, heads
+        self.context, self.dropout = context, dropout
+        self.max_bytes, self.eval_bytes = max_bytes, eval_bytes
+        self._check()
+
+    def model(self) -> GPT:
+        return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; weight decay on matrices that multiply, not on norms or the embedding (a row is used too rarely)."""
+        decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        rest = [m.weight for m in model.modules() if isinstance(m, nn.RMSNorm | nn.Embedding)]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99), fused=True)
+
+    def data(self) -> Windows:
+        training, _ = self._split()
+        return Windows(training, self.context)
+
+    def eval_data(self) -> Windows:
+        _, validation = self._split()
+        return Windows(validation, self.context, limit=max(1, self.eval_bytes // self.context))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        return Loss(*self._cost(model, batch)[:2])
+
+    def eval_loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        total, weight, logits, targets = self._cost(model, batch)
+        return Loss(total, weight, {"accuracy": (logits.argmax(-1) == targets).sum()})
+
+    def show(self, model: nn.Module) -> str:
+        """About 300 characters of what the model takes for Python, always from the same random numbers."""
+        assert isinstance(model, GPT)
+        prompt = encode(PROMPT).long()[None].to(model.head.weight.device)
+        generator = torch.Generator().manual_seed(1)
+        ids = model.generate(prompt, count=300, temperature=0.7, top_k=40, generator=generator)
+        return decode(ids[0])
+
+    def _cost(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        """Summed cross entropy, number of targets, logits (B*T, V), targets (B*T). `batch` is (B, T + 1) uint8."""
+        ids = batch.long()  # only here, on the device
+        targets = ids[:, 1:].flatten()
+        logits = model(ids[:, :-1]).flatten(0, 1).float()  # a sum over thousands of terms needs float32
+        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
+
+    def _split(self) -> tuple[Tensor, Tensor]:
+        training, validation = split(encode(library_text(self.max_bytes)))
+        if len(validation) <= self.context:
+            raise UserError(
+                f"task.context={self.context}",
+                f"{len(validation)} characters of validation text, which hold no window of context + 1",
+                "a larger task.max_bytes, or a smaller task.context",
+            )
+        return training, validation
+
+    def _check(self) -> None:
+        """Every wrong option at once."""
+        problems = []
+        for name in ("width", "layers", "heads", "context", "max_bytes", "eval_bytes"):
+            if getattr(self, name) < 1:
+                problems.append(UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"task.{name}=1 or more"))
+        if self.heads >= 1 and self.width % (2 * self.heads):
+            problems.append(
+                UserError(
+                    f"task.width={self.width} with task.heads={self.heads}",
+                    "rotary positions turn pairs, so each head needs the same even number of channels",
+                    f"task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
+                )
+            )
+        if not 0 <= self.dropout < 1:
+            problems.append(UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "task.dropout=0.1"))
+        if problems:
+            raise ConfigError(problems)
