@@ -80,7 +80,9 @@ class Workload(Task):
         torch.manual_seed(0)
         if self.name == "gpt":
             return GPT()
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        return nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -115,7 +117,9 @@ def raw_loop(work: Workload, accumulation: int, world: World, log: Path) -> Iter
     micro, step = MICRO_BATCH[work.name], 0
     lines = log.open("w")
     while True:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))[world.rank :: world.size]
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))[
+            world.rank :: world.size
+        ]
         pieces = iter(order.split(micro))
         for _ in range(len(order) // (micro * accumulation)):
             for group in optimizer.param_groups:
@@ -182,7 +186,10 @@ def worker(case: str, repeats: int, out: Path) -> None:
     name, shape = case.split(":")
     accumulation = int(shape.split("x")[1])
     work = Workload(name)
-    with context.start(World.from_env(), resolve([]).config) as runtime, tempfile.TemporaryDirectory() as folder:
+    with (
+        context.start(World.from_env(), resolve([]).config) as runtime,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         loops = [
             raw_loop(work, accumulation, runtime.world, Path(folder) / "raw.jsonl"),
             lockstep_loop(work, accumulation, runtime, out.parent / f"run-{out.name}"),
@@ -205,7 +212,9 @@ def ratios(everybody: list, index: int, against: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = [f"{m}:{r}x{a}" for m, r, a in itertools.product(("mlp", "gpt"), (1, 2), (1, 4))]
     parser.add_argument("--cases", nargs="*", default=every, metavar="MODEL:RANKSxACCUMULATION")
     parser.add_argument("--repeats", type=int, default=60, help="turns of 50 steps for each loop")
@@ -222,7 +231,16 @@ def main() -> None:
             out = Path(folder) / case.replace(":", "-")
             ranks = int(case.split(":")[1].split("x")[0])
             repeats = options.repeats if case.startswith("mlp") else max(12, options.repeats // 3)
-            command = [sys.executable, __file__, "--worker", case, "--repeats", str(repeats), "--out", str(out)]
+            command = [
+                sys.executable,
+                __file__,
+                "--worker",
+                case,
+                "--repeats",
+                str(repeats),
+                "--out",
+                str(out),
+            ]
             if local.run(command, ranks, Path(folder) / "logs", os.environ | {"OMP_NUM_THREADS": "1"}):
                 sys.exit(f"{case} failed")
             everybody = json.loads(out.read_text())

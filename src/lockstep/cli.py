@@ -13,14 +13,13 @@ from lockstep.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    overrides = [item for item in rest if "=" in item and not item.startswith("-")]
-    unknown = [item for item in rest if item not in overrides]
+    unknown = [item for item in rest if item.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
-    if overrides and not hasattr(options, "overrides"):
-        parser.error(f"{options.verb} takes no settings such as {overrides[0]}")
-    try:
-        return options.run(options, [*getattr(options, "overrides", []), *overrides])
+    if rest and not hasattr(options, "overrides"):
+        parser.error(f"{options.verb} takes no settings such as {rest[0]}")
+    try:  # what follows an option, as in `train char_lm --nproc 2 steps=10`, is left to us by argparse
+        return options.run(options, [*getattr(options, "overrides", []), *rest])
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
@@ -64,25 +63,20 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
 
 
-def _layers(options: argparse.Namespace, overrides: Sequence[str]) -> list:
-    from lockstep.config import parse_overrides, read_file
-
-    files = [(f"file {path}", read_file(path)) for path in options.config]
-    return [*files, ("command line", parse_overrides(overrides))]
-
-
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import doors
+    from lockstep.config import read_layers
 
-    return doors.train(options.target, _layers(options, overrides), options.nproc)
+    return doors.train(options.target, read_layers(options.config, overrides), options.nproc)
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
-    from lockstep.config import describe, resolve_for
+    from lockstep.config import describe, read_layers, resolve_for
 
+    layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
-    resolved = resolve_for(kind.defaults, kind.presets, _layers(options, overrides))
+    resolved = resolve_for(kind.defaults, kind.presets, layers)
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {value!s:24} {source}")
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, from_object, resolve, resolve_for
+from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import UserError
 from lockstep.launch import local
 from lockstep.runtime.world import World
@@ -55,12 +55,13 @@ class RunResult:
 def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
     """`lockstep train`: start the workers, or be the only one. Returns an exit code."""
     targets.check(target)
-    asked = resolve(layers).config  # misspelt keys are reported before torch is imported
+    check(layers)  # misspelt keys are reported before torch is imported
     count = local.choose_nproc(nproc)
     if count == 1 or World.launched():
         run_target(target, layers)
         return 0
-    run_dir = asked.run_dir or str(local.new_run_dir(targets.name_of(target)))
+    given = [values["run_dir"] for _, values in layers if values.get("run_dir")]
+    run_dir = str(given[-1] if given else local.new_run_dir(targets.name_of(target)))
     layers = [*layers, ("launcher", {"run_dir": run_dir})]
     return _launch({"target": target, "layers": layers}, count, Path(run_dir))
 

@@ -1,7 +1,7 @@
 """The YAML that we read and write. Both sides follow the same rules, so that what we write reads back equal.
 
-YAML 1.1 reads 1e-4 as text, 010 as eight, 16:9 as 969 and 2024-01-01 as a date. Here the first is a number and
-the others are text.
+YAML 1.1 reads 1e-4 as text, 010 as eight, 16:9 as 969 and 2024-01-01 as a date. Here the first is a number
+and the others are text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(text: str) -> Any:
 
 
 def word(text: str) -> Any:
-    """The value of a plain word, never more than a scalar: `8` is a number, `off` is false, `a: b` is text."""
+    """The value of a plain word, never more than a scalar: `8` is a number, `off` false, `a: b` text."""
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
     return text if text == "<<" else _Loader("").construct_object(yaml.ScalarNode(tag, text))
 

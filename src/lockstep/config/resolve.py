@@ -1,4 +1,4 @@
-"""Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type instead."""
+"""Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _strongest(
 def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Leaf]:
     """The strongest leaf of every known key. Problems are appended."""
     parts = [leaves_of(values.items(), source, problems) for source, values in layers]
-    known = KEYS.keys() | {key for leaves in parts for key in leaves if _inside(key, "task")}
+    known = [*KEYS, *(key for leaves in parts for key in leaves if _inside(key, "task"))]
     merged: dict[str, Leaf] = {}
     for leaves in parts:
         problems += [_unknown(leaf, known) for key, leaf in leaves.items() if key not in known]
@@ -156,13 +156,14 @@ def _refused(leaves: Mapping[str, Leaf]) -> dict[str, str]:
     try:
         RunConfig.model_validate(nest(leaves))
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            # A union adds one more part to `loc` for each of its members; no `loc` at all is a rule between keys.
-            names = [".".join(map(str, detail["loc"][:parts])) for parts in (1, 2)]
-            for key in (name for name in names if name in KEYS):
-                should = detail["msg"].removeprefix("Input ")
-                also = f"{refused[key]} or {should.removeprefix('should be ')}" if key in refused else should
-                refused[key] = also
+        # No `loc` is a rule between keys, which `clashes` reports with sources.
+        for detail in (detail for detail in error.errors(include_url=False) if detail["loc"]):
+            parts = 2 if detail["loc"][0] in SECTIONS else 1  # a union adds one more for each of its members
+            key = ".".join(map(str, detail["loc"][:parts]))
+            should = detail["msg"].removeprefix("Input ")
+            if key in refused:
+                should = f"{refused[key]} or {should.removeprefix('should be ')}"
+            refused[key] = should
     return refused
 
 

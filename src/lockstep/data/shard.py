@@ -32,10 +32,6 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
     return Window(epoch, start, min(start + batch, length))
 
 
-def windows_per_epoch(length: int, batch: int, tail: str) -> int:
-    return length // batch if tail == "drop" else -(-length // batch)
-
-
 def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
     start = window.start + index * micro
     return start, min(start + micro, window.stop)

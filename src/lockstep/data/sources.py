@@ -123,7 +123,9 @@ class MapSource:
         """The running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
         if self._ahead is None or self._ahead_at != self.position:
             requests = self._requests(self.position)
-            self._ahead = read_ahead(self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory)
+            self._ahead = read_ahead(
+                self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory
+            )
         self._ahead_at = self._after(window)
         return self._ahead
 

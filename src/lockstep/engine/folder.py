@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,16 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
 
 
+def finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_tail(run_dir: Path, summary: dict[str, Any], model: nn.Module) -> None:
     """What is known after the last: the summary, and the weights under the model's own names."""
     from safetensors.torch import save_model
 
     save_model(model, str(run_dir / "model.safetensors"))  # tied weights are stored once
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lockstep.engine.run import Run
 from lockstep.task import Task
 
@@ -35,4 +37,8 @@ def _show(task: Task, run: Run) -> str | None:
     if not run.runtime.is_main:
         return None
     run.driver.model.eval()
-    return task.show(run.driver.model)
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # growing inputs would compile again and again
+        return task.show(run.driver.model)

@@ -27,8 +27,10 @@ def factor(config: LrConfig, step: int, total: int) -> float:
         return 1.0 - (1.0 - config.min_ratio) * done
     if config.schedule == "cosine":
         return config.min_ratio + (1.0 - config.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-    falling = max(1, round(total * config.decay))  # wsd: warm up, stay, decay over the last share of the run
-    return max(config.min_ratio, min(1.0, (total - 1 - step) / falling + config.min_ratio))
+    # wsd: warm up, stay, and decay over the last share of the run
+    falling = max(1, round(total * config.decay))
+    fallen = max(0, step - (total - falling)) / max(1, falling - 1)
+    return 1.0 - (1.0 - config.min_ratio) * min(1.0, fallen)
 
 
 def batch_scaling(config: LrConfig, global_batch: int) -> float:

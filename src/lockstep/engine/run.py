@@ -152,6 +152,8 @@ class Run:
         """Leave what is known on disk; the error itself goes on its way."""
         self.recorder.event("error", type=type(error).__name__, message=str(error))
         self.recorder.close()
+        if self.runtime.is_main:
+            write_report(self.run_dir)
 
     def _timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         iterator = iter(batches)

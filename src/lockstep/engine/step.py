@@ -111,7 +111,9 @@ class Stepper:
             self._step_sums.add(loss)
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
-        self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
+        self.driver.backward(
+            loss.total, self._number(start, loss.total.dtype), self._word() if last else None
+        )
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
@@ -240,9 +242,13 @@ class Stepper:
         if self.scaler is None:
             return 1.0
         if self._unit_weight is None:
-            mine = torch.tensor([float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device)
+            mine = torch.tensor(
+                [float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device
+            )
             total, samples = self.runtime.collectives.sum_(mine).tolist()
-            self._unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
+            self._unit_weight = 2.0 ** round(
+                math.log2(max(1.0, total / max(1.0, samples) * self.global_batch))
+            )
         return self.scaler.value / self._unit_weight
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:

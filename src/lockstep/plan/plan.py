@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.data.shard import windows_per_epoch
 from lockstep.errors import UserError
 
 
@@ -35,7 +34,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
     reasons["accumulation"] = f"{micro_batches} micro-batches on {world} rank{'s' * (world > 1)}"
-    per_epoch = None if samples is None else windows_per_epoch(samples, global_batch, config.tail)
+    per_epoch = None if samples is None else _steps_per_epoch(samples, global_batch, config.tail)
     if per_epoch == 0:
         raise UserError(
             f"global_batch={global_batch} with tail=drop",
@@ -46,6 +45,10 @@ def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
     return Plan(
         world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons
     )
+
+
+def _steps_per_epoch(samples: int, global_batch: int, tail: str) -> int:
+    return samples // global_batch if tail == "drop" else math.ceil(samples / global_batch)
 
 
 def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int:

@@ -1,7 +1,7 @@
 """Text of Python's own standard library as windows of character ids.
 
-Every machine that runs Lockstep has this text, so the demo needs no download. The text differs a little from one
-Python version to the next, and with it the last digits of a loss; on one machine it is always the same.
+Every machine that runs Lockstep has this text, so the demo needs no download. It differs a little from one
+Python version to the next, and the loss with it; under one Python it is always the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 
-# Newline and the printable ASCII characters. 96 of them: a multiple of 32 keeps the output matrix a friendly shape.
+# Newline and printable ASCII: 96 symbols, and a multiple of 32 is a shape that matrix kernels like.
 SYMBOLS = b"\n" + bytes(range(32, 127))
 OTHER = SYMBOLS.index(b"?")  # stands for all the rest, as in str.encode("ascii", "replace")
 _TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
 
 # Packages that every supported Python has, beside the modules at the top level.
 PACKAGES = (
-    "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http", "idlelib", "importlib",
-    "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo", "unittest", "urllib",
-    "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
+    "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http", "idlelib",
+    "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo",
+    "unittest", "urllib", "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
 )  # fmt: skip
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 
@@ -34,7 +34,7 @@ VALIDATION_SHARE = 20  # one chunk in 20 is validation text
 
 
 def encode(text: str) -> Tensor:
-    """Characters to ids, uint8: a batch then crosses to a GPU in an eighth of the bytes that int64 would take."""
+    """Characters to ids, as uint8: an eighth of the bytes of int64 on the way to a GPU."""
     return torch.frombuffer(bytearray(text.encode("ascii", "replace").translate(_TO_ID)), dtype=torch.uint8)
 
 
@@ -64,7 +64,7 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
         raise UserError(
             "char_lm trains on the source text of Python's standard library",
             f"no .py file in {root}",
-            "run with a Python that ships its library as .py files (python.org, pyenv, uv, conda or a distribution)",
+            "run a Python that ships its library as .py files (python.org, pyenv, uv, conda, ...)",
         )
     return "".join(texts)
 
@@ -72,7 +72,7 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Training and validation ids: every 20th chunk is validation.
 
-    Both sides see every file's style, and because the two are separate tensors no window can hold text of both.
+    Both sides see every file's style. They are separate tensors, so no window can hold text of both.
     """
     chunks = ids.split(CHUNK)
     validation = chunks[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
@@ -80,7 +80,7 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(
             f"validation takes one chunk of {CHUNK} characters in {VALIDATION_SHARE}",
             f"{len(ids)} characters of text, fewer than {CHUNK * VALIDATION_SHARE}",
-            f"task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
+            f"type task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
         )
     training = [chunk for i, chunk in enumerate(chunks) if (i + 1) % VALIDATION_SHARE]
     return torch.cat(training), torch.cat(validation)
@@ -103,8 +103,8 @@ class Windows(Dataset[Tensor]):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitem__(self, i: int) -> Tensor:
-        return self.windows[i]  # (context + 1,) uint8
+    def __getitem__(self, index: int) -> Tensor:
+        return self.windows[index]  # (context + 1,) uint8
 
     def __getitems__(self, ids: Sequence[int]) -> list[Tensor]:
         return list(self.windows[torch.as_tensor(ids)])  # one gather for the whole batch

@@ -25,7 +25,7 @@ class Attention(nn.Module):
         B, T, W = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
-        # Queries and keys of length sqrt(D): attention cannot saturate, whatever the learning rate does to qkv.
+        # Queries and keys of one length: attention cannot saturate, whatever a high rate does to qkv.
         q, k = rotate(unit(q), rotation), rotate(unit(k), rotation)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, W))
@@ -71,10 +71,11 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale of activations
         nn.init.normal_(self.embed.weight, std=0.02)
-        # Each branch starts by adding nothing: every depth begins as the same well-behaved shallow network.
-        for block in self.blocks:
-            nn.init.zeros_(block.attention.out.weight)
-            nn.init.zeros_(block.down.weight)
+        for module in self.modules():
+            if isinstance(module, Block):
+                # Each branch starts by adding nothing: any depth begins as the same well-behaved network.
+                nn.init.zeros_(module.attention.out.weight)
+                nn.init.zeros_(module.down.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         T = ids.shape[1]
@@ -101,7 +102,7 @@ class GPT(nn.Module):
         self.eval()
         ids = prompt_ids
         for _ in range(count):
-            # `self.forward`, not `self(...)`: the text grows, and a compiled model would compile for every length.
+            # `self.forward`, not `self(...)`: a compiled model would compile for every length of the text.
             logits = self.forward(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
             if top_k is not None and top_k < logits.shape[1]:
                 smallest = logits.topk(top_k).values[:, -1:]

@@ -15,7 +15,7 @@ PROMPT = "def "
 
 
 class CharLM(Task):
-    """A GPT on the characters of the standard library. Its loss is in nats per character; one bit is 0.69 nats."""
+    """A GPT on the characters of the standard library; its loss is in nats per character."""
 
     unit = "character"
     defaults = {
@@ -30,7 +30,9 @@ class CharLM(Task):
             "global_batch": 8,
             "lr": {"peak": 5e-3, "warmup": 4},
             "evaluate": {"every": 20, "batch": 16},
-            "task": {"width": 32, "layers": 2, "heads": 2, "context": 32, "max_bytes": 200_000, "eval_bytes": 8192},
+            "task": {
+                "width": 32, "layers": 2, "heads": 2, "context": 32, "max_bytes": 200_000, "eval_bytes": 8192,
+            },
         },
         # The demo: about one epoch in 100 s on two CPU cores.
         "cpu": {
@@ -44,6 +46,7 @@ class CharLM(Task):
         "gpu": {
             "steps": 2000,
             "global_batch": 128,
+            "tail": "drop",  # one batch shape, one compilation
             "lr": {"peak": 1e-3, "warmup": 100},
             "evaluate": {"every": 200, "batch": 128},
             "precision": "bf16",
@@ -75,7 +78,7 @@ class CharLM(Task):
         return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW; weight decay on matrices that multiply, not on norms or the embedding (a row is used too rarely)."""
+        """AdamW. Only matrices decay: a rare character's embedding would fade between its uses."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
         rest = [m.weight for m in model.modules() if isinstance(m, nn.RMSNorm | nn.Embedding)]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -105,7 +108,7 @@ class CharLM(Task):
         return decode(ids[0])
 
     def _cost(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
-        """Summed cross entropy, number of targets, logits (B*T, V), targets (B*T). `batch` is (B, T + 1) uint8."""
+        """`batch` (B, T + 1) -> summed cross entropy, its number of terms, logits (B*T, V), targets (B*T)."""
         ids = batch.long()  # only here, on the device
         targets = ids[:, 1:].flatten()
         logits = model(ids[:, :-1]).flatten(0, 1).float()  # a sum over thousands of terms needs float32
@@ -117,25 +120,29 @@ class CharLM(Task):
             raise UserError(
                 f"task.context={self.context}",
                 f"{len(validation)} characters of validation text, which hold no window of context + 1",
-                "a larger task.max_bytes, or a smaller task.context",
+                "type a larger task.max_bytes, or a smaller task.context",
             )
         return training, validation
 
     def _check(self) -> None:
         """Every wrong option at once."""
-        problems = []
-        for name in ("width", "layers", "heads", "context", "max_bytes", "eval_bytes"):
-            if getattr(self, name) < 1:
-                problems.append(UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"task.{name}=1 or more"))
+        counts = ("width", "layers", "heads", "context", "max_bytes", "eval_bytes")
+        problems = [
+            UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"type task.{name}=1 or more")
+            for name in counts
+            if getattr(self, name) < 1
+        ]
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(
                 UserError(
                     f"task.width={self.width} with task.heads={self.heads}",
                     "rotary positions turn pairs, so each head needs the same even number of channels",
-                    f"task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
+                    f"type task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
                 )
             )
         if not 0 <= self.dropout < 1:
-            problems.append(UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "task.dropout=0.1"))
+            problems.append(
+                UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "type task.dropout=0.1")
+            )
         if problems:
             raise ConfigError(problems)

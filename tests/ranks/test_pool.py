@@ -1,0 +1,104 @@
+"""The pool itself: a harness that hides failures would make every test of this folder worthless."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.config import RunConfig
+from lockstep.errors import ConfigError, UserError
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from pool import Pool, WorkerLost
+
+
+def add_ranks(world: World, store: Any, start: float) -> tuple[int, float]:
+    with context.start(world, RunConfig(), store=store) as runtime:
+        return os.getpid(), float(runtime.collectives.sum_(torch.tensor(start + world.rank)))
+
+
+def test_results_come_by_rank_from_the_same_processes(pool: Pool) -> None:
+    for size in (1, 2, 3, 4):
+        found = pool.run(add_ranks, 10.0, world=size)
+        assert [total for _, total in found] == [10.0 * size + sum(range(size))] * size
+        again = pool.run(add_ranks, 0.0, world=size)
+        assert [pid for pid, _ in again] == [pid for pid, _ in found]
+
+
+def test_local_functions_travel_too(pool: Pool) -> None:
+    factor = 3
+    assert pool.run(lambda world, store: world.rank * factor, world=4) == [0, 3, 6, 9]
+
+
+def fail_on(world: World, store: Any, rank: int, error: BaseException) -> None:
+    with context.start(world, RunConfig(), store=store) as runtime:
+        if world.rank == rank:
+            raise error
+        runtime.collectives.barrier()  # waits for the one that has gone
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), UserError("a", "b", "c"), ConfigError([UserError("a", "b", "c")])]
+)
+def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error: Exception) -> None:
+    began = time.monotonic()
+    with pytest.raises(type(error)) as caught:
+        pool.run(fail_on, 2, error, world=3)
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    note = caught.value.__notes__[0]
+    assert "on rank 2" in note
+    assert "in fail_on" in note
+    assert time.monotonic() - began < 20
+    assert pool.run(add_ranks, 0.0, world=3)[0][1] == 3.0
+
+
+def leave_the_group(world: World, store: Any) -> None:
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+
+
+def test_a_process_group_left_behind_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="left its process group behind"):
+        pool.run(leave_the_group, world=2)
+    assert pool.run(add_ranks, 0.0, world=2)[0][1] == 1.0
+
+
+def wait_for_ever(world: World, store: Any) -> None:
+    with context.start(world, RunConfig(), store=store) as runtime:
+        if world.rank == 1:
+            time.sleep(1000)
+        runtime.collectives.barrier()
+
+
+def die(world: World, store: Any) -> None:
+    os._exit(7)
+
+
+def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers() -> None:
+    pool = Pool(size=1)  # its own: the session's is spared the restart
+    try:
+        before = pool.run(lambda world, store: os.getpid(), world=2)
+        with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
+            pool.run(wait_for_ever, world=2, limit=timedelta(seconds=3))
+        assert "in wait_for_ever" in str(caught.value)
+        assert "in barrier" in str(caught.value)
+        assert not any(_alive(pid) for pid in before)
+        with pytest.raises(WorkerLost, match=r"ranks \[0\] of 1 died"):
+            pool.run(die, world=1)
+        assert pool.run(lambda world, store: world.size, world=1) == [1]
+    finally:
+        pool.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""Layers, sources, presets, and what is said about problems."""
+
+import math
+
+import pytest
+
+from lockstep import config
+from lockstep.config import check, parse_overrides, resolve, resolve_for
+from lockstep.errors import ConfigError, UserError
+
+PRESETS = {"tiny": {"steps": 5, "task": {"width": 4}}, "gpu": {"global_batch": 512}}
+
+
+def problems_of(*layers: dict) -> list[UserError]:
+    with pytest.raises(ConfigError) as caught:
+        resolve([(f"layer {n}", layer) for n, layer in enumerate(layers)])
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("key", config.KEYS)
+def test_every_key_is_described_and_has_a_value_to_type(key):
+    assert config.KEYS[key].description
+    (problem,) = problems_of({key: object()})  # which no key takes
+    values = parse_overrides([problem.fix.removeprefix("type ")])
+    assert resolve([("command line", values)]).sources[key] == "command line"
+
+
+def test_later_layers_win_leaf_by_leaf():
+    resolved = resolve(
+        [
+            ("file a.yaml", {"lr": {"peak": 0.1, "warmup": 5}, "task": {"model": {"width": 8, "depth": 2}}}),
+            ("command line", {"lr.peak": 0.2, "task": {"model": {"width": 16}}, "seed": 1}),
+        ]
+    )
+    assert (resolved.config.lr.peak, resolved.config.lr.warmup) == (0.2, 5)
+    assert resolved.config.task == {"model": {"width": 16, "depth": 2}}
+    chosen = {key: source for key, source in resolved.sources.items() if source != "default"}
+    assert chosen == {
+        "lr.peak": "command line",
+        "lr.warmup": "file a.yaml",
+        "task.model.width": "command line",
+        "task.model.depth": "file a.yaml",
+        "seed": "command line",
+    }
+
+
+@pytest.mark.parametrize(
+    ("weak", "strong", "expected"),
+    [
+        ({"epochs": 2}, {"steps": 5}, {"steps": 5, "epochs": None}),
+        ({"steps": 5}, {"epochs": 2}, {"steps": None, "epochs": 2.0}),
+        ({"steps": 5}, {"epochs": None}, {"steps": 5, "epochs": None}),
+        ({"steps": 5}, {"steps": None}, {"steps": None}),
+        ({"steps": 5}, {"steps": 6, "epochs": None}, {"steps": 6}),
+        ({"local_batch": 2}, {"global_batch": 8}, {"local_batch": None, "global_batch": 8}),
+        ({"clip": {"norm": 1}}, {"clip.adaptive": 0.1}, {"clip.norm": None, "clip.adaptive": 0.1}),
+        ({"clip": {"norm": 1}}, {"clip.norm": None}, {"clip.norm": None}),
+        ({"micro_batch": 8, "local_batch": 8}, {"global_batch": 16}, {"micro_batch": 8, "local_batch": None}),
+    ],
+)
+def test_a_stronger_layer_ends_the_rival_of_a_weaker_one(weak, strong, expected):
+    resolved = resolve([("weak", weak), ("strong", strong)])
+    values = config.flatten(resolved.config)
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_an_ended_value_names_the_layer_that_ended_it():
+    assert (
+        resolve([("file", {"epochs": 2}), ("command line", {"steps": 5})]).sources["epochs"] == "command line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weak", "strong", "task"),
+    [
+        ({"a": {"b": 1}}, {"a": 2}, {"a": 2}),
+        ({"a": 2}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"b": 1}}, {"a": {}}, {"a": {}}),
+        ({"a": {}}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"b": 1}}, {"a": None}, {"a": None}),
+        ({"ab": 1}, {"a": 2}, {"ab": 1, "a": 2}),
+        # Names that a dotted key cannot spell make the mapping one value.
+        ({"rates": {"enc": 1, "enc.w": 2}}, {"other": 1}, {"rates": {"enc": 1, "enc.w": 2}, "other": 1}),
+        ({"ids": {0: "a", 1: "b"}}, {"ids": {0: "c"}}, {"ids": {0: "c"}}),
+    ],
+)
+def test_task_options_merge_without_mixing_values_and_sections(weak, strong, task):
+    resolved = resolve([("weak", {"task": weak}), ("strong", {"task": strong})])
+    assert resolved.config.task == task
+    shown = {key for key, _, _ in config.describe(resolved.config, resolved.sources)}
+    assert {key for key in resolved.sources if key.startswith("task.")} == {
+        k for k in shown if k.startswith("task.")
+    }
+
+
+def test_task_options_may_hold_any_object():
+    thing = object()
+    assert resolve([("argument", {"task": {"thing": thing}})]).config.task["thing"] is thing
+
+
+@pytest.mark.parametrize(
+    ("defaults", "layers", "steps", "source"),
+    [
+        ({"epochs": 3}, [], None, "default"),
+        ({"preset": "tiny", "epochs": 3}, [], 5, "preset tiny"),
+        (
+            {"epochs": 3},
+            [("file", {"preset": "gpu"}), ("command line", {"preset": "tiny"})],
+            5,
+            "preset tiny",
+        ),
+        ({"preset": "tiny"}, [("command line", {"preset": None})], None, "default"),
+        ({"preset": "tiny"}, [("command line", {"steps": 7})], 7, "command line"),
+    ],
+)
+def test_the_strongest_preset_lies_between_task_and_file(defaults, layers, steps, source):
+    resolved = resolve_for(defaults, PRESETS, layers)
+    assert (resolved.config.steps, resolved.sources["steps"]) == (steps, source)
+
+
+def test_an_unknown_preset_is_reported_with_all_the_rest():
+    with pytest.raises(ConfigError) as caught:
+        resolve_for({}, PRESETS, [("command line", {"preset": "tyni", "seed": "x"})])
+    preset, seed = caught.value.problems
+    assert preset.asked == "preset = tyni (command line)"
+    assert "tiny, gpu" in preset.found
+    assert preset.fix == "type preset=tiny"
+    assert seed.asked == "seed = x (command line)"
+
+
+def test_a_preset_cannot_choose_a_preset():
+    with pytest.raises(ConfigError, match="cannot choose a preset"):
+        resolve_for({"preset": "a"}, {"a": {"preset": "b"}, "b": {}}, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"lr": {"peek": 2}}, "type lr.peak=2"),
+        ({"stpes": 2}, "type steps=2"),
+        ({"Steps": 2}, "type steps=2"),
+        ({"warmup": 2}, "type lr.warmup=2"),
+        ({"log": {"warmup": 2}}, "type lr.warmup=2"),
+        ({"every": 2}, "type evaluate.every=2 or log.every=2 or checks.every=2"),
+        ({"task.width": 1, "wdith": 2}, "type task.width=2"),
+        ({"zzz": 2}, "an option of the task is typed task.zzz=2"),
+        ({"steps": {"x": 2}}, "type steps=1000"),
+        ({"learning_rate": 0.1}, "type lr.peak=0.1"),
+        ({"optimizer": {"lr": 0.1}}, "type lr.peak=0.1"),
+        ({"lr": 0.1}, "type lr.peak=0.1"),
+        ({"batch_size": 8}, "type global_batch=8 (all ranks together) or local_batch=8 (per rank)"),
+        ({"max_steps": 8}, "type steps=8"),
+        ({"num_epochs": 8}, "type epochs=8"),
+        ({"fp16": True}, "type precision=fp16 (or bf16, fp32, auto)"),
+        ({"max_grad_norm": 1.0}, "type clip.norm=1.0"),
+        ({"grad_clip": 1.0}, "type clip.norm=1.0"),
+        ({"num_workers": 4}, "type data.workers=4"),
+        ({"clip": None}, "set one of its keys: clip.norm, clip.value, clip.adaptive"),
+        ({"task": 3}, "set one of its keys: task.<option>"),
+        ({"lr": "fast"}, "set one of its keys: lr.peak, lr.schedule"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(values, fix):
+    (problem,) = problems_of(values)
+    assert problem.fix.startswith(fix)
+    assert "(layer 0)" in problem.asked
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("steps", "8", "steps=8"),
+        ("steps", 1e5, "steps=100000"),
+        ("steps", "1e5", "steps=100000"),
+        ("steps", True, "steps=1000"),
+        ("steps", 0, "steps=1000"),
+        ("seed", None, "seed=0"),
+        ("seed", -1, "seed=0"),
+        ("epochs", 0, "epochs=3"),
+        ("lr.peak", "1e-3", "lr.peak=0.001"),
+        ("lr.peak", False, "lr.peak=0.001"),
+        ("lr.peak", math.inf, "lr.peak=0.001"),
+        ("lr.min_ratio", 1.5, "lr.min_ratio=0.0"),
+        ("lr.warmup", -1, "lr.warmup=0"),
+        ("clip.norm", 0, "clip.norm=1.0"),
+        ("scaler.backoff", 1, "scaler.backoff=0.5"),
+        ("precision", "BF16", "precision=bf16"),
+        ("precision", "fp61", "precision=fp16"),
+        ("compile", 1, "compile=auto"),
+        ("compile", "yes", "compile=true"),
+        ("data.shuffle", "no", "data.shuffle=false"),
+        ("data.workers", [1], "data.workers=0"),
+        ("run_dir", 3, "run_dir=runs/first"),
+        ("log.progress", True, "log.progress=auto"),
+    ],
+)
+def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
+    (problem,) = problems_of({key: value})
+    assert problem.fix == f"type {fix}"
+    assert problem.asked.startswith(f"{key} = ")
+    assert problem.asked.endswith("(layer 0)")
+    assert "should be" in problem.found
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ([{"steps": 1, "epochs": 1}], "at most one of steps, epochs can be set"),
+        ([{"steps": 1, "epochs": 1}, {"steps": 2}], "at most one of steps, epochs can be set"),
+        ([{"global_batch": 1, "local_batch": 1}], "at most one of global_batch, local_batch can be set"),
+        (
+            [{"clip": {"norm": 1, "value": 1}}],
+            "at most one of clip.norm, clip.value, clip.adaptive can be set",
+        ),
+        ([{"lr.scaling": "sqrt"}], "lr.reference_batch, the batch that the rate was tuned for, is not set"),
+        ([{"micro_batch": 8}, {"global_batch": 4}], "micro_batch is larger than global_batch"),
+        ([{"micro_batch": 8, "local_batch": 4}], "micro_batch is larger than local_batch"),
+        ([{"scaler.initial": 0.5}], "scaler.minimum is larger than scaler.initial"),
+        ([{"scaler": {"maximum": 2}}], "scaler.initial is larger than scaler.maximum"),
+        ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice"),
+        ([{"task.a": 1, "task": {"a": {"b": 2}}}], "task.a is given a value and used as a section at once"),
+        ([{"task..a": 1}], "a part of the key is empty"),
+    ],
+)
+def test_values_that_do_not_go_together(layers, found):
+    assert [problem.found for problem in problems_of(*layers)] == [found]
+
+
+def test_all_problems_of_all_layers_come_at_once():
+    weak = {"stpes": 1, "seed": "x", "micro_batch": 8}
+    strong = {"global_batch": 4, "lr.scaling": "linear", "clip": {"norm": 1, "value": 1}, "device": "tpu"}
+    found = problems_of(weak, strong)
+    assert len(found) == 6
+    text = str(ConfigError(found))
+    for word in (
+        "stpes",
+        "seed",
+        "micro_batch",
+        "lr.reference_batch",
+        "clip.value",
+        "tpu",
+        "layer 0",
+        "layer 1",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("seed", "x", "'x' (str), which should be a valid integer"),
+        ("compile", 1, "1 (int), which should be 'auto' or a valid boolean"),
+        ("data.pin_memory", None, "null, which should be 'auto' or a valid boolean"),
+        ("lr.min_ratio", 2, "2 (int), which should be less than or equal to 1"),
+    ],
+)
+def test_what_a_value_should_be_is_said_once(key, value, found):
+    assert [problem.found for problem in problems_of({key: value})] == [found]
+
+
+def test_problems_found_earlier_are_raised_too():
+    with pytest.raises(ConfigError) as caught:
+        resolve([("a", {"seed": "x"})], [UserError("a", "b", "c")])
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    "values", [{"lr.scaling": "sqrt"}, {"scaler.initial": 0.5}, {"steps": 3, "epochs": None}]
+)
+def test_a_check_leaves_room_for_what_a_task_may_add(values):
+    check([("command line", values)])
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ([{"micro_batch": 8}, {"global_batch": 4}], "micro_batch is larger than global_batch"),
+        ([{"steps": 1, "epochs": 1}], "at most one of steps, epochs can be set"),
+        ([{"stpes": 1}], "there is no key stpes"),
+        ([{"seed": -1}], "should be greater than or equal to 0"),
+        ([{"lr": {"scaling": "sqrt", "reference_batch": None}}], "lr.reference_batch, the batch"),
+    ],
+)
+def test_a_check_finds_what_no_task_can_mend(layers, found):
+    with pytest.raises(ConfigError) as caught:
+        check([("file", layer) for layer in layers])
+    (problem,) = caught.value.problems
+    assert found in problem.found
+
+
+def test_describe_and_diff():
+    resolved = resolve([("file a.yaml", {"lr.peak": 0.1, "task": {"width": 2}})])
+    rows = {key: (value, source) for key, value, source in config.describe(resolved.config, resolved.sources)}
+    assert list(rows) == list(resolved.sources)
+    assert rows["lr.peak"] == (0.1, "file a.yaml")
+    assert rows["task.width"] == (2, "file a.yaml")
+    assert rows["seed"] == (0, "default")
+    other = resolve([("b", {"lr.peak": 0.2})]).config
+    assert config.diff(resolved.config, other) == [("lr.peak", 0.1, 0.2), ("task.width", 2, None)]
+    assert config.diff(other, other) == []

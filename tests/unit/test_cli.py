@@ -1,0 +1,111 @@
+"""The command as a user types it: what it says about mistakes, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lockstep.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def problems(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What was asked -> what to do, of each problem on stderr; the command must have been refused."""
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    heading, *found = result.stderr.split("\n- ")
+    assert f" {len(found)} problem" in heading
+    return {text.splitlines()[0]: text.split("do:")[1].strip() for text in found}
+
+
+def test_all_mistakes_of_a_command_come_in_one_message():
+    both = "global_batch = 8 (command line) and local_batch = 4 (command line)"
+    typed = "train char_lm stepz=10 lr.peak=abc global_batch=8 local_batch=4 foo"
+    assert problems(lockstep(*typed.split())) == {
+        "foo (command line)": "type key=value, such as steps=1000",
+        "stepz = 10 (command line)": "type steps=10",
+        "lr.peak = abc (command line)": "type lr.peak=0.001",
+        both: "keep one, such as global_batch=8",
+    }
+
+
+@pytest.mark.parametrize("verb", [["train"], ["config", "show"]])
+def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
+    (tmp_path / "a.yaml").write_text("sede: 3\n")
+    files = ["--config", "a.yaml", "--config", "b.yaml"]
+    found = problems(lockstep(*verb, "char_lm", "stepz=10", *files, "foo", "presicion=bf16", folder=tmp_path))
+    assert found.keys() == {
+        "the configuration file b.yaml",
+        "foo (command line)",
+        "sede = 3 (file a.yaml)",
+        "stepz = 10 (command line)",
+        "presicion = bf16 (command line)",
+    }
+    assert found["sede = 3 (file a.yaml)"] == "type seed=3"
+    assert found["presicion = bf16 (command line)"] == "type precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("", "VERB"),
+        ("train", "TARGET"),
+        ("train char_lm --nporc 2", "unrecognized arguments: --nporc"),
+        ("recipes steps=3", "recipes takes no settings such as steps=3"),
+        ("train char_ml", "type char_lm"),
+        ("train char_lm --nproc many", "type --nproc 2, or --nproc auto"),
+        ("train missing.py:Toy", "no file missing.py"),
+        ("train toy.py:Toi", "type toy.py:Toy"),
+        ("config show toy.py:Toi", "type toy.py:Toy"),
+    ],
+)
+def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
+    (tmp_path / "toy.py").write_text("class Toy:\n    defaults, presets = {}, {}\n")
+    result = lockstep(*typed.split(), folder=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_path):
+    (tmp_path / "toy.py").write_text(
+        "class Toy:\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n"
+    )
+    result = lockstep("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}
+    assert [value.strip() for value in rows["lr.scaling"]] == ["sqrt", "command line"]
+    assert [value.strip() for value in rows["lr.reference_batch"]] == ["64", "task default"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["train", "--help"], 0), (["recipes"], 0), (["train", "char_lm", "stepz=1"], 2)],
+)
+def test_what_needs_no_torch_does_not_import_it(arguments, code):
+    """Torch takes seconds to import: help and misspelt settings must not wait for it."""
+    script = (
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "try:\n"
+        "    code = main(sys.argv[1:])\n"
+        "except SystemExit as exit:\n"
+        "    code = exit.code\n"
+        "print(code, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == f"{code} False"
+
+
+def test_the_recipes_are_listed_with_a_line_each():
+    result = lockstep("recipes")
+    assert result.returncode == 0, result.stderr
+    listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert "char_lm" in listed
+    assert all(listed.values())

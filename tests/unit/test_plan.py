@@ -1,0 +1,56 @@
+import pytest
+
+from lockstep.config import resolve
+from lockstep.errors import UserError
+from lockstep.plan.plan import make_plan
+
+
+def plan(world=1, samples=100, **values):
+    return make_plan(resolve([("test", values)]).config, world, samples)
+
+
+@pytest.mark.parametrize(
+    ("world", "values", "expected"),  # expected: global batch, micro-batch, micro-batches, accumulation
+    [
+        (1, {"global_batch": 32}, (32, 32, 1, 1)),
+        (4, {"global_batch": 32}, (32, 8, 4, 1)),
+        (4, {"local_batch": 8}, (32, 8, 4, 1)),
+        (2, {"global_batch": 32, "micro_batch": 4}, (32, 4, 8, 4)),
+        (3, {"global_batch": 32, "micro_batch": 4}, (32, 4, 8, 3)),  # 8 micro-batches on 3 ranks: 2, 3, 3
+        (2, {"global_batch": 7}, (7, 4, 2, 1)),
+        (4, {"global_batch": 9}, (9, 2, 5, 2)),  # micro-batches of 3 would leave one rank idle
+    ],
+)
+def test_batch_arithmetic(world, values, expected):
+    made = plan(world, steps=1, **values)
+    assert (made.global_batch, made.micro_batch, made.micro_batches, made.accumulation) == expected
+    assert set(made.reasons) >= {"global_batch", "micro_batch", "accumulation", "steps"}
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("batch", range(8, 33))
+def test_a_derived_micro_batch_leaves_no_rank_idle(world, batch):
+    assert plan(world, steps=1, global_batch=batch).micro_batches >= world
+
+
+def test_epochs_become_steps():
+    assert plan(epochs=3, global_batch=32).steps == 3 * 4  # the last window of an epoch is short
+    assert plan(epochs=3, global_batch=32, tail="drop").steps == 3 * 3
+    assert plan(epochs=0.5, global_batch=10).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("world", "samples", "values", "words"),
+    [
+        (4, 100, {"global_batch": 3, "steps": 1}, "cannot be split"),
+        (4, 100, {"global_batch": 32, "micro_batch": 16, "steps": 1}, "cannot be split"),
+        (1, 100, {"global_batch": 32}, "neither steps nor epochs"),
+        (1, 100, {"steps": 1}, "neither global_batch nor local_batch"),
+        (1, 10, {"global_batch": 32, "steps": 1, "tail": "drop"}, "fills no step"),
+        (1, None, {"global_batch": 32, "epochs": 2}, "stream"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_something_to_type(world, samples, values, words):
+    with pytest.raises(UserError, match=words) as error:
+        plan(world, samples, **values)
+    assert "type" in error.value.fix
