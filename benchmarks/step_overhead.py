@@ -80,9 +80,7 @@ class Workload(Task):
         torch.manual_seed(0)
         if self.name == "gpt":
             return GPT()
-        return nn.Sequential(
-            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -117,9 +115,7 @@ def raw_loop(work: Workload, accumulation: int, world: World, log: Path) -> Iter
     micro, step = MICRO_BATCH[work.name], 0
     lines = log.open("w")
     while True:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))[
-            world.rank :: world.size
-        ]
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))[world.rank :: world.size]
         pieces = iter(order.split(micro))
         for _ in range(len(order) // (micro * accumulation)):
             for group in optimizer.param_groups:
@@ -143,9 +139,7 @@ def raw_loop(work: Workload, accumulation: int, world: World, log: Path) -> Iter
                 yield
 
 
-def lockstep_loop(
-    work: Workload, accumulation: int, runtime: context.Runtime, folder: Path
-) -> Iterator[None]:
+def lockstep_loop(work: Workload, accumulation: int, runtime: context.Runtime, folder: Path) -> Iterator[None]:
     """`engine/loop.fit`, stopped after every block to let the other loop run."""
     micro = MICRO_BATCH[work.name]
     values = {
@@ -212,9 +206,7 @@ def ratios(everybody: list, index: int, against: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [f"{m}:{r}x{a}" for m, r, a in itertools.product(("mlp", "gpt"), (1, 2), (1, 4))]
     parser.add_argument("--cases", nargs="*", default=every, metavar="MODEL:RANKSxACCUMULATION")
     parser.add_argument("--repeats", type=int, default=60, help="turns of 50 steps for each loop")

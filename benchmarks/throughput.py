@@ -77,12 +77,8 @@ def lockstep_loop(task: CharLM, batch: int, runtime: context.Runtime, run_dir: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "options", nargs="*", metavar="name=number", help="options of char_lm, such as width=768"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("options", nargs="*", metavar="name=number", help="options of char_lm, such as width=768")
     parser.add_argument("--batch", type=int, help="windows per step")
     parser.add_argument("--turns", type=int, default=12)
     arguments = parser.parse_args()
@@ -110,9 +106,8 @@ def main() -> None:
     for name, found in rates.items():
         print(f"{name:14} {statistics.median(found):12,.0f} characters/s")
     pairs = zip(rates["lockstep"], rates["hand-written"], strict=True)
-    print(
-        f"ratio          {statistics.median(a / b for a, b in pairs):12.3f}   ({runtime.device}, batch {batch}, {options})"
-    )
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(f"ratio          {ratio:12.3f}   ({runtime.device}, batch {batch}, {options})")
 
 
 if __name__ == "__main__":

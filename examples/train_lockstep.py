@@ -23,9 +23,7 @@ def main() -> None:
         model, optimizer = run.setup(model, optimizer)
         for step in run.steps(dataset):
             for x, y in step:
-                loss = F.cross_entropy(
-                    model(x), y, reduction="sum"
-                )  # a sum and its weight: divided once, by all
+                loss = F.cross_entropy(model(x), y, reduction="sum")  # a sum and its weight: divided once, by all
                 step.backward(loss, weight=len(y))
             step.apply()
 

@@ -123,9 +123,7 @@ class Pool:
         self._workers: list[Worker] = []
         self._jobs = 0
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT) -> list[Any]:
         """`function(world, store, *args)` on every rank; its results by rank. The first failure is raised."""
         found = self.outcomes(function, *args, world=world, limit=limit)
         failures = [result for result in found if isinstance(result, Failure)]
@@ -140,9 +138,7 @@ class Pool:
         found = self.outcomes(function, *args, world=world, limit=limit)
         return [result.as_error() if isinstance(result, Failure) else None for result in found]
 
-    def outcomes(
-        self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT
-    ) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT) -> list[Any]:
         """Results by rank, with a Failure where a rank raised."""
         payload = cloudpickle.dumps((function, args))
         self._grow(max(world, self._size))

@@ -88,6 +88,4 @@ def test_every_module_is_in_the_readme_tree():
     for path in MODULES:
         relative = path.relative_to(ROOT)
         parents = {str(parent) for parent in relative.parents}
-        assert str(relative) in listed or parents & listed - {"src", "src/lockstep"}, (
-            f"{relative} is not in the tree"
-        )
+        assert str(relative) in listed or parents & listed - {"src", "src/lockstep"}, f"{relative} is not in the tree"

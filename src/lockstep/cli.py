@@ -36,9 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop")
     _add_target(train)
-    train.add_argument(
-        "--nproc", default=None, metavar="N|auto", help="processes on this machine (default 1)"
-    )
+    train.add_argument("--nproc", default=None, metavar="N|auto", help="processes on this machine (default 1)")
     train.set_defaults(run=_train)
 
     config = verbs.add_parser("config", help="show the resolved configuration and where each value came from")
@@ -57,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
 
 

@@ -1,4 +1,4 @@
-"""The ways in: `lockstep train TARGET`, `lockstep.fit(task, config)`, and `lockstep.start(config)` for your own loop."""
+"""The ways in: `lockstep train TARGET`, `lockstep.fit(task, config)`, and `lockstep.start()` for your own loop."""
 
 from __future__ import annotations
 

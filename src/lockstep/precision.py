@@ -50,20 +50,14 @@ def choose(config: RunConfig, device: torch.device) -> Precision:
     elif name == "tf32" and not on_cuda:
         raise UserError("precision=tf32", f"a run on {device.type}, which has no TF32", "type precision=fp32")
     elif name == "bf16" and on_cuda and not torch.cuda.is_bf16_supported():
-        raise UserError(
-            "precision=bf16", f"{torch.cuda.get_device_name(device)} has no bf16", "type precision=fp16"
-        )
+        raise UserError("precision=bf16", f"{torch.cuda.get_device_name(device)} has no bf16", "type precision=fp16")
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     return Precision(name, compute, device.type)
 
 
 def check_storage(model: nn.Module) -> None:
     """Trainable weights below fp32 swallow small updates without a word: refuse them."""
-    low = [
-        n
-        for n, p in model.named_parameters()
-        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
-    ]
+    low = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
     if low:
         raise UserError(
             "trainable parameters are the master weights and must be stored in float32",

@@ -41,13 +41,9 @@ def check(target: str) -> None:
     if is_script(target) or colon:
         file = Path(target if is_script(target) else path)
         if not file.is_file():
-            raise UserError(
-                f"the target {target!r}", f"no file {file}", "type FILE.py:CLASS, with a path that exists"
-            )
+            raise UserError(f"the target {target!r}", f"no file {file}", "type FILE.py:CLASS, with a path that exists")
         if colon and not class_name.isidentifier():
-            raise UserError(
-                f"the target {target!r}", f"{class_name!r} is no class name", f"type {path}:MyTask"
-            )
+            raise UserError(f"the target {target!r}", f"{class_name!r} is no class name", f"type {path}:MyTask")
         return
     names = recipes()
     if target not in names:
@@ -78,7 +74,7 @@ def load_class(target: str) -> type[Any]:
 
 def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     """The task, with `task.*` as its constructor's keyword arguments; all wrong ones are named at once."""
-    signature = inspect.signature(kind)
+    signature = inspect.signature(kind, eval_str=True)
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return kind(**options)
     problems = [_unknown_option(kind, key, signature) for key in options if key not in signature.parameters]
@@ -86,9 +82,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     missing = [
         name
         for name, p in signature.parameters.items()
-        if p.default is p.empty
-        and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and name not in options
+        if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in options
     ]
     problems += [UserError(f"task.{name}", "no value", f"type task.{name}=...") for name in missing]
     if problems:
@@ -107,20 +101,20 @@ def _unknown_option(kind: type[Any], key: str, signature: inspect.Signature) -> 
 
 
 def _wrong_type(kind: type[Any], key: str, value: Any, signature: inspect.Signature) -> UserError | None:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-    if key not in signature.parameters:
+    if key not in signature.parameters or signature.parameters[key].annotation is inspect.Parameter.empty:
+        return None
+    wanted = signature.parameters[key].annotation
+    try:
+        adapter = TypeAdapter(wanted, config=ConfigDict(strict=True))
+    except PydanticUserError:  # an annotation that only a type checker understands is not ours to judge
         return None
     try:
-        wanted = inspect.get_annotations(kind.__init__, eval_str=True).get(key, Any)
-        strict = (
-            None if isinstance(wanted, type) and hasattr(wanted, "model_fields") else ConfigDict(strict=True)
-        )
-        TypeAdapter(wanted, config=strict).validate_python(value)
+        adapter.validate_python(value)
     except ValidationError:
-        return UserError(f"task.{key}={value!r}", f"{type(value).__name__}", f"give it a {wanted}")
-    except Exception:  # annotations that only a type checker understands are not ours to judge
-        return None
+        name = getattr(wanted, "__name__", str(wanted))
+        return UserError(f"task.{key}={value!r}", f"a {type(value).__name__}, not {name}", f"give it a value of {name}")
     return None
 
 
@@ -130,7 +124,8 @@ def _load_file(path: Path) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickle look their module up by name
     spec.loader.exec_module(module)

@@ -5,7 +5,7 @@ A loss is a **sum with a weight**. Nothing here knows about ranks, devices or pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,7 +38,7 @@ class MicroBatch:
     index: int
     samples: int
     epoch: int = 0
-    ids: Sequence[int] = ()  # which samples; empty when the source cannot tell
+    ids: Any = ()  # which samples (int64); empty when the source cannot tell
     padding: bool = False  # only keeps this rank in step with the others: it must weigh nothing
 
 
@@ -100,9 +100,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """The SUM of the loss over `batch`, and its weight. Call `model(...)` itself, not a part of it."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)"
-        )
+        raise NotImplementedError(f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)")
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         """AdamW, without weight decay on vectors (biases, norms); fused: one pass over all parameters."""

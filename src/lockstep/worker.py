@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.launch import failure
 from lockstep.launch.local import FAILURES, LIFELINE
@@ -24,9 +25,20 @@ def main() -> None:
         failure.record(failures, rank, error)
         if rank != 0:  # rank 0 has the terminal, where the launcher prints the first failure
             traceback.print_exc()
-        sys.stdout.flush()
-        # At once: the usual way out would wait for threads and collectives that can no longer end.
-        os._exit(1)
+        _leave(1)  # without waiting for threads: their collectives can no longer end
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End here and now. An ordinary exit tears the interpreter down while gloo's threads may still let go of
+    tensors, which aborts the process now and then (pytorch#179291)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _work(spec: dict[str, Any]) -> None:

@@ -43,9 +43,7 @@ def fail_on(world: World, store: Any, rank: int, error: BaseException) -> None:
         runtime.collectives.barrier()  # waits for the one that has gone
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("no"), UserError("a", "b", "c"), ConfigError([UserError("a", "b", "c")])]
-)
+@pytest.mark.parametrize("error", [ValueError("no"), UserError("a", "b", "c"), ConfigError([UserError("a", "b", "c")])])
 def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error: Exception) -> None:
     began = time.monotonic()
     with pytest.raises(type(error)) as caught:

@@ -73,9 +73,7 @@ def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
 
 
 def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_path):
-    (tmp_path / "toy.py").write_text(
-        "class Toy:\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n"
-    )
+    (tmp_path / "toy.py").write_text("class Toy:\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n")
     result = lockstep("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}

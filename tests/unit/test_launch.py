@@ -26,7 +26,9 @@ def python(code: str) -> list[str]:
 
 
 def test_every_rank_gets_its_place_and_its_log(tmp_path):
-    code = "print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'OMP_NUM_THREADS')})"
+    code = (
+        "print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'OMP_NUM_THREADS')})"
+    )
     assert local.run(python(code), 3, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}) == 0
     seen = [eval((tmp_path / f"rank-{rank}.log").read_text()) for rank in (1, 2)]
     assert [s["RANK"] for s in seen] == ["1", "2"]
@@ -83,9 +85,15 @@ def test_a_killed_rank_is_the_culprit_even_if_others_complained(tmp_path, capfd)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_die_with_their_launcher(tmp_path, how):
     """Whatever kills the launcher: no orphan goes on writing."""
-    worker = "from lockstep.worker import _die_with_launcher as d; import os, time; d(int(os.environ['LOCKSTEP_LIFELINE'])); "
-    worker += f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
-    code = f"import sys; from lockstep.launch import local; import pathlib; local.run([sys.executable, '-c', {worker!r}], 2, pathlib.Path(r'{tmp_path}/logs'))"
+    worker = (
+        "import os, time; from lockstep.worker import _die_with_launcher; "
+        "_die_with_launcher(int(os.environ['LOCKSTEP_LIFELINE'])); "
+        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    code = (
+        "import pathlib, sys; from lockstep.launch import local; "
+        f"local.run([sys.executable, '-c', {worker!r}], 2, pathlib.Path(r'{tmp_path}/logs'))"
+    )
     launcher = subprocess.Popen([sys.executable, "-c", code])
     files = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(f.exists() and f.read_text() for f in files))

@@ -91,9 +91,7 @@ def test_nonfinite_numbers_are_null_with_a_mark(tmp_path):
 def test_numpy_scalars_and_paths_can_be_written(tmp_path):
     numpy = pytest.importorskip("numpy")
     with JsonlSink(tmp_path / "x.jsonl") as sink:
-        sink.write(
-            {"a": numpy.float32(1.5), "b": numpy.int64(3), "c": Path("x/y"), "d": numpy.float32("nan")}
-        )
+        sink.write({"a": numpy.float32(1.5), "b": numpy.int64(3), "c": Path("x/y"), "d": numpy.float32("nan")})
     (back,) = read_jsonl(tmp_path / "x.jsonl")
     assert (back["a"], back["b"], back["c"]) == (1.5, 3, "x/y")
     assert math.isnan(back["d"])
@@ -203,8 +201,7 @@ def test_plain_lines():
     ) == [
         "char_lm  2 ranks  cpu  fp32  10.8M parameters",
         "step   120/400  loss  2.314  lr 1.0e-03  norm  0.831  57.6k token/s  mem  512 MB  eta -",
-        "step   130/400  loss  2.314  lr 1.0e-03  norm  0.831  1.05M token/s  mem 79.5 GB  eta 0:40"
-        "  skipped 2",
+        "step   130/400  loss  2.314  lr 1.0e-03  norm  0.831  1.05M token/s  mem 79.5 GB  eta 0:40  skipped 2",
         "eval     step 130  loss 2.500  acc 0.3100  samples 101",
         "skip     step 131  the gradient norm is inf",
         "hello",
@@ -213,9 +210,7 @@ def test_plain_lines():
 
 def test_plain_lines_are_aligned():
     values = [0.0123, 2.5, 12.3456, 1234.5, math.nan]
-    lines = plain_lines(
-        *(("update", {**RECORD, "loss": x, "grad_norm": x, "weight_per_s": 10 * x}) for x in values)
-    )
+    lines = plain_lines(*(("update", {**RECORD, "loss": x, "grad_norm": x, "weight_per_s": 10 * x}) for x in values))
     for column in ("loss", "lr", "norm", "token/s", "mem"):
         assert len({line.index(column) for line in lines}) == 1, lines
     assert "loss    nan" in lines[-1]
@@ -290,9 +285,7 @@ def test_text_cannot_steer_the_terminal():
 # ---- progress: never in the way ----
 
 
-@pytest.mark.parametrize(
-    "strange", [None, 3, "text", [], {"metrics": 3}, {"step": "x", "loss": []}, {"event": {}}]
-)
+@pytest.mark.parametrize("strange", [None, 3, "text", [], {"metrics": 3}, {"step": "x", "loss": []}, {"event": {}}])
 @pytest.mark.parametrize("mode", ["plain", "off"])
 def test_strange_records_do_not_raise(mode, strange):
     display = make_progress(mode, 10, "sample", io.StringIO())
@@ -435,9 +428,7 @@ def test_prints_scroll_above_the_live_display_but_forked_workers_print_directly(
     )
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    subprocess.run(
-        [sys.executable, "-c", program], stdout=slave, stderr=slave, env=environment, check=True, timeout=60
-    )
+    subprocess.run([sys.executable, "-c", program], stdout=slave, stderr=slave, env=environment, check=True, timeout=60)
     output = os.read(master, 65536).decode()
     os.close(slave)
     os.close(master)
@@ -492,9 +483,7 @@ def test_a_curve_goes_where_its_values_say():
     assert labels(root, "y") == ["0", "2", "4", "6", "8", "10"]
     assert labels(root, "x") == ["0", "20", "40", "60", "80", "100"]
     (path,) = having(root, "main")
-    points = [
-        tuple(map(float, pair.split())) for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", path.attrib["d"])
-    ]
+    points = [tuple(map(float, pair.split())) for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", path.attrib["d"])]
     (x0, y0), (x1, y1), (x2, y2) = points
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
     assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
@@ -639,16 +628,12 @@ def run_folder(folder: Path, *, end: bool = True) -> Path:
             if step == 10:
                 rate = {"samples_per_s": 6.4, "weight_per_s": 409.6, "step_s": 10.0}
             counts = {"samples": 640, "weight": 40_960, "skipped": int(step >= 200)}  # of ten steps
-            metrics.write(
-                {**RECORD, **rate, **counts, "step": step, "loss": loss, "metrics": {"acc": step / 400}}
-            )
+            metrics.write({**RECORD, **rate, **counts, "step": step, "loss": loss, "metrics": {"acc": step / 400}})
             if step % 100 == 0:
                 loss = {100: 2.0, 200: 1.5, 300: 1.25, 400: 1.375}[step]
                 events.write({"time": 1763179400.0 + step, "event": "eval", "step": step, "loss": loss})
         events.write({"time": 1763179600.0, "event": "skip", "step": 200, "reason": "the norm is nan"})
-        events.write(
-            {"time": 1763179601.0, "event": "sample", "text": "<script>alert('&')</script>\x00\ud800"}
-        )
+        events.write({"time": 1763179601.0, "event": "sample", "text": "<script>alert('&')</script>\x00\ud800"})
         if end:
             done = {
                 "step": 400,
@@ -663,9 +648,7 @@ def run_folder(folder: Path, *, end: bool = True) -> Path:
     (folder / "config.yaml").write_text("steps: 400\nseed: 0\nlr:\n  peak: 0.001\ntask:\n  text: <i>\n")
     sources = {"steps": "command line", "seed": "default", "lr.peak": "file a.yaml", "task": "preset tiny"}
     (folder / "config.sources.json").write_text(json.dumps(sources))
-    (folder / "plan.json").write_text(
-        json.dumps({"local_batch": 32, "reasons": {"local_batch": "64 over 2 ranks"}})
-    )
+    (folder / "plan.json").write_text(json.dumps({"local_batch": 32, "reasons": {"local_batch": "64 over 2 ranks"}}))
     return folder
 
 
@@ -753,9 +736,7 @@ def test_one_missing_or_damaged_file_costs_only_its_part(tmp_path, file, damage)
 
 
 def test_strange_records_do_not_stop_the_report(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1}\n{"loss": 2}\n{"step": "x"}\n{"step": 3, "metrics": 4}\n'
-    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n{"step": "x"}\n{"step": 3, "metrics": 4}\n')
     strange = [
         {},
         {"event": {"a": 1}, "time": 1e300},
@@ -790,9 +771,7 @@ def test_a_failed_run_says_so(tmp_path):
 
 
 def test_steps_repeated_after_a_resume_are_drawn_once(tmp_path):
-    records = [
-        {"step": step, "loss": loss} for step, loss in ((10, 5.0), (20, 4.0), (30, 9.0), (20, 3.0), (25, 2.0))
-    ]
+    records = [{"step": step, "loss": loss} for step, loss in ((10, 5.0), (20, 4.0), (30, 9.0), (20, 3.0), (25, 2.0))]
     assert [(record["step"], record["loss"]) for record in report.without_undone(records)] == [
         (10, 5.0),
         (20, 3.0),

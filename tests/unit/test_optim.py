@@ -65,12 +65,8 @@ def test_clipping_by_value_and_relative_to_the_weight():
     Clipping(resolve([("test", {"clip": {"value": 0.5}})]).config.clip).clip_elements_([parameter], [grad])
     assert grad.tolist() == pytest.approx([0.5, -0.5, 0.1, 0.0])
     long = torch.tensor([3.0, 4.0, 0.0, 0.0])
-    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_(
-        [parameter], [long]
-    )
+    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_([parameter], [long])
     assert long.norm().item() == pytest.approx(1.0, rel=1e-4)  # 0.25 of the weight's length
     short = torch.tensor([0.3, 0.4, 0.0, 0.0])
-    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_(
-        [parameter], [short]
-    )
+    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_([parameter], [short])
     assert short.norm().item() == pytest.approx(0.5)

@@ -117,9 +117,7 @@ def _inside(key: str, section: str) -> bool:
     return key.startswith(f"{section}.")
 
 
-def _strongest(
-    layers: Sequence[Layer], defaults: Mapping[str, Leaf], earlier: Sequence[UserError]
-) -> dict[str, Leaf]:
+def _strongest(layers: Sequence[Layer], defaults: Mapping[str, Leaf], earlier: Sequence[UserError]) -> dict[str, Leaf]:
     """The strongest leaf of every key that a layer gives; `defaults` count only in the rules between keys."""
     problems = list(earlier)
     given = _merge(layers, problems)

@@ -24,9 +24,7 @@ class Section(BaseModel):
 
 # `none` and `off` reach us as null and false, because that is how YAML reads these words.
 Scaling = Annotated[Literal["none", "sqrt", "linear"], BeforeValidator(lambda v: "none" if v is None else v)]
-Progress = Annotated[
-    Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)
-]
+Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
 PathText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 
 
@@ -62,9 +60,7 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: int | None = _key(
-        None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1
-    )
+    every: int | None = _key(None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1)
     batch: int | None = _key(None, "samples per evaluation forward; null: the micro-batch", example=8, ge=1)
     at_end: bool = _key(True, "evaluate after the last step")
 

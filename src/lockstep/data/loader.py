@@ -56,8 +56,8 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     def __init__(self, reader: Reader):
         self.reader = reader
 
-    def __getitem__(self, request: Request) -> Any:
-        return self.reader(request)
+    def __getitem__(self, index: Request) -> Any:
+        return self.reader(index)
 
 
 def _only(items: list[Any]) -> Any:

@@ -49,9 +49,7 @@ def open_source(
     pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return StreamSource(data, collate, shape, config, world, device, pin)
-    return MapSource(
-        Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin
-    )
+    return MapSource(Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
 
 
 class MapSource:
@@ -123,9 +121,7 @@ class MapSource:
         """The running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
         if self._ahead is None or self._ahead_at != self.position:
             requests = self._requests(self.position)
-            self._ahead = read_ahead(
-                self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory
-            )
+            self._ahead = read_ahead(self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory)
         self._ahead_at = self._after(window)
         return self._ahead
 
@@ -207,9 +203,7 @@ class StreamSource:
             self.dataset.set_epoch(self.epoch)
         workers = self.config.workers
         return DataLoader(
-            _Shard(
-                self.dataset, self.world.rank, self.world.size, self.config.sharding, self.shape.micro_batch
-            ),
+            _Shard(self.dataset, self.world.rank, self.world.size, self.config.sharding, self.shape.micro_batch),
             batch_size=None,  # the shard already cuts micro-batches
             collate_fn=_Collate(self.collate),
             num_workers=workers,

@@ -24,8 +24,7 @@ def facts(
     landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     return {
         "world": _world(runtime),
-        "parameters": f"{trainable:,} trainable"
-        + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
+        "parameters": f"{trainable:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
         "precision": f"{precision.name}: {precision.contract()}",
         "batch": _batch(plan),
         "data": _data(plan, config),
@@ -50,13 +49,12 @@ def _batch(plan: Plan) -> str:
 def _data(plan: Plan, config: RunConfig) -> str:
     if plan.steps_per_epoch is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
-    tail = (
-        "" if plan.samples is None or plan.samples % plan.global_batch == 0 else f", last one {config.tail}"
-    )
+    tail = "" if plan.samples is None or plan.samples % plan.global_batch == 0 else f", last one {config.tail}"
     if tail.endswith("drop"):
         tail = f", the last {(plan.samples or 0) % plan.global_batch} samples of an epoch dropped"
     epochs = plan.steps / plan.steps_per_epoch
-    return f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; {plan.steps} steps = {epochs:.2f} epochs"
+    per_epoch = f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}"
+    return f"{per_epoch}; {plan.steps} steps = {epochs:.2f} epochs"
 
 
 def _scaling(config: RunConfig, plan: Plan) -> str:

@@ -8,11 +8,12 @@ on the number of ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from lockstep.data.loader import Reader, read_all, to_device
 from lockstep.data.shard import deal
@@ -20,7 +21,7 @@ from lockstep.observe.metrics import terms
 from lockstep.parallel.drivers import Driver
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
-from lockstep.task import Task
+from lockstep.task import Loss
 
 
 @dataclass(frozen=True)
@@ -31,49 +32,44 @@ class Evaluation:
     weight: float
 
 
-def evaluate(
-    task: Task,
-    driver: Driver,
-    reader: Reader,
-    batch: int,
-    workers: int,
-    precision: Precision,
-    runtime: Runtime,
-) -> Evaluation:
+@dataclass(frozen=True)
+class Evaluator:
+    """What is evaluated, and how: the same on every rank."""
+
+    loss_of: Callable[[nn.Module, Any], Loss]
+    reader: Reader
+    batch: int  # samples per forward
+    workers: int
+    precision: Precision
+
+
+def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation:
     driver.sync_buffers()
     driver.model.eval()
     try:
         with torch.no_grad():
-            rows, samples = _run_my_batches(task, driver, reader, batch, workers, precision, runtime)
+            rows, samples = _run_my_batches(evaluator, driver.model, runtime)
     finally:
         driver.model.train()
     everything = runtime.collectives.gather_json({"rows": rows, "samples": samples})
-    return _combine(
-        [row for part in everything for row in part["rows"]], sum(part["samples"] for part in everything)
-    )
+    return _combine([row for part in everything for row in part["rows"]], sum(part["samples"] for part in everything))
 
 
 def _run_my_batches(
-    task: Task,
-    driver: Driver,
-    reader: Reader,
-    batch: int,
-    workers: int,
-    precision: Precision,
-    runtime: Runtime,
+    evaluator: Evaluator, model: nn.Module, runtime: Runtime
 ) -> tuple[list[dict[str, list[float]]], int]:
-    length = len(reader.dataset)
+    """`model` is the unwrapped one: ranks run different numbers of batches, so no forward may wait for another rank."""
+    length, batch = len(evaluator.reader.dataset), evaluator.batch
     mine = deal(math.ceil(length / batch), runtime.world.rank, runtime.world.size)
     ranges = [range(index * batch, min((index + 1) * batch, length)) for index in mine]
-    results: list[dict[str, tuple[Any, Any]]] = []
     requests = ((0, ids) for ids in ranges)
-    for data in read_all(reader, requests, workers, prefetch=2):
-        with precision.autocast():
-            # The unwrapped model: ranks run different numbers of batches, so no forward may wait for another rank.
-            loss = task.eval_loss(driver.model, to_device(data, runtime.device))
+    results: list[dict[str, tuple[Any, Any]]] = []
+    for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
+        with evaluator.precision.autocast():
+            loss = evaluator.loss_of(model, to_device(data, runtime.device))
         results.append({name: (total, weight) for name, total, weight in terms(loss)})
     # Read back only now: one host synchronisation instead of one per batch.
-    rows = [{name: [_number(t), _number(w)] for name, (t, w) in row.items()} for row in results]
+    rows = [{name: [float(t), float(w)] for name, (t, w) in row.items()} for row in results]
     return rows, sum(map(len, ranges))
 
 
@@ -86,7 +82,3 @@ def _combine(rows: list[dict[str, list[float]]], samples: int) -> Evaluation:
         means[name] = totals / weights[name] if weights[name] else math.nan
     loss = means.pop("loss", math.nan)
     return Evaluation(loss, means, samples, weights.get("loss", 0.0))
-
-
-def _number(value: Tensor | float) -> float:
-    return float(value)

@@ -25,11 +25,11 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if every and run.stepper.counters.step % every == 0:
-            run.evaluate(task, held_out)
+            run.evaluate(held_out, task.eval_loss, task.collate)
 
     already = every and run.stepper.counters.step % every == 0
     if held_out is not None and run.config.evaluate.at_end and not already:
-        run.evaluate(task, held_out)
+        run.evaluate(held_out, task.eval_loss, task.collate)
     return run.close(_show(task, run))
 
 

@@ -48,9 +48,7 @@ class LearningRate:
     `lr.peak` is the peak of the first group; the other groups keep their ratio to it.
     """
 
-    def __init__(
-        self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int
-    ):
+    def __init__(self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int):
         self.config, self.total_steps = config, total_steps
         self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         own = [float(group["lr"]) for group in self.groups]

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.precision import full_precision
-from lockstep.task import Loss, Metric, Share, StepResult, Task, Weight
+from lockstep.task import Loss, Metric, Share, StepResult, Weight
 
 
 class OwnRun:
@@ -92,9 +92,7 @@ class OwnRun:
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> dict[str, float]:
         """Mean loss and metrics over `dataset`, every sample once, the same at any world size."""
-        task = Task()
-        task.eval_loss, task.collate = loss, collate
-        found = self._run.evaluate(task, dataset)
+        found = self._run.evaluate(dataset, loss, collate)
         return {"loss": found.loss, **found.metrics}
 
     def agree(self, value: bool) -> bool:

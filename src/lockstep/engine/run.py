@@ -17,7 +17,7 @@ from lockstep.config import Resolved
 from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.engine.announce import facts
-from lockstep.engine.evaluate import Evaluation, evaluate
+from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.folder import open_run_dir, write_head, write_tail
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.selfcheck import TrainableGuard, check_first_batches, check_replicas, check_same_config
@@ -30,7 +30,7 @@ from lockstep.plan.plan import make_plan
 from lockstep.precision import check_storage, choose
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
-from lockstep.task import BatchSource, MicroBatch, Share, StepResult, Task
+from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
 
 
 class Run:
@@ -54,26 +54,20 @@ class Run:
         check_storage(model)
         self.driver = apply(model, self.config, self.runtime)
         made = optimizers(self.driver.model)
-        self.optimizers: list[torch.optim.Optimizer] = (
-            list(made) if isinstance(made, list | tuple) else [made]
-        )
+        self.optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
         self.guard = TrainableGuard(model)
         return self.driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""
         config, runtime = self.config, self.runtime
-        self.plan = plan = make_plan(
-            config, runtime.world.size, len(data) if hasattr(data, "__len__") else None
-        )
+        self.plan = plan = make_plan(config, runtime.world.size, len(data) if hasattr(data, "__len__") else None)
         shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail)
         self.source: BatchSource = open_source(
             data, collate, shape, config.data, config.seed, runtime.world, runtime.device
         )
         rate = LearningRate(config.lr, self.optimizers, plan.steps, plan.global_batch)
-        self.stepper = Stepper(
-            self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch
-        )
+        self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.on_skip = self._on_skip
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
         if runtime.is_main:
@@ -87,11 +81,7 @@ class Run:
         while self.stepper.counters.step < self.plan.steps and not self._stopped:
             self.guard.check()
             share = self.source.take()
-            if (
-                self.stepper.counters.step == 0
-                and self.config.checks.first_batch
-                and not self.runtime.world.alone
-            ):
+            if self.stepper.counters.step == 0 and self.config.checks.first_batch and not self.runtime.world.alone:
                 share.batches = batches = list(share)
                 check_first_batches(batches[0], self.runtime)
             share.batches = self._timed(share.batches)
@@ -112,13 +102,14 @@ class Run:
             self.guard.check_structure()
             check_replicas(self.driver, self.runtime)
 
-    def evaluate(self, task: Task, data: Any) -> Evaluation:
+    def evaluate(
+        self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
+    ) -> Evaluation:
         began = time.perf_counter()
-        reader = Reader(data, task.collate, self.config.seed, self.config.data.seed_samples)
+        reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
         batch = self.config.evaluate.batch or self.plan.micro_batch
-        found = evaluate(
-            task, self.driver, reader, batch, self.config.data.workers, self.precision, self.runtime
-        )
+        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
+        found = evaluate(evaluator, self.driver, self.runtime)
         self.evaluation = found
         self.recorder.event(
             "eval",

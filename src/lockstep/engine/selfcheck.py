@@ -20,9 +20,7 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     mine = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
     everybody = runtime.collectives.gather_json(mine)
     for rank, theirs in enumerate(everybody):
-        different = sorted(
-            key for key in mine.keys() | theirs.keys() if everybody[0].get(key) != theirs.get(key)
-        )
+        different = sorted(key for key in mine.keys() | theirs.keys() if everybody[0].get(key) != theirs.get(key))
         if different:
             key = different[0]
             raise UserError(

@@ -111,9 +111,7 @@ class Stepper:
             self._step_sums.add(loss)
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
-        self.driver.backward(
-            loss.total, self._number(start, loss.total.dtype), self._word() if last else None
-        )
+        self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
@@ -193,28 +191,29 @@ class Stepper:
     def _settle(self, step: int, word: Word, length: float, applied: bool, norms: Tensor) -> StepResult:
         ranks, weight = self.runtime.world.size, float(word.weight)
         if word.step != ranks * (step % STEP_MODULUS):
-            raise RuntimeError(
-                f"the ranks have fallen out of step: their step numbers add up to {word.step:.0f}"
-            )
+            raise RuntimeError(f"the ranks have fallen out of step: their step numbers add up to {word.step:.0f}")
         if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-4:
             raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
         result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
         overflowed = not applied and weight != 0
+        before = self.scaler.value if self.scaler else None
         if self.scaler and weight != 0:
             self.scaler.update(overflowed)
         if applied:
             self.counters.skipped_in_a_row = 0
         elif overflowed:
-            self._skipped(result, norms)
+            # An overflow that lowers the loss scale is fp16 at work; at the lowest scale it is a failure.
+            lowered = self.scaler is not None and self.scaler.value != before
+            self._skipped(result, norms, failure=not lowered)
         return result
 
-    def _skipped(self, result: StepResult, norms: Tensor) -> None:
+    def _skipped(self, result: StepResult, norms: Tensor, failure: bool) -> None:
         counters, policy = self.counters, self.config.nonfinite
         counters.skipped += 1
-        counters.skipped_in_a_row += 1
+        counters.skipped_in_a_row += failure
         reason = self._name_bad(norms)
         self.on_skip(result, reason)
-        if policy.policy == "stop" or counters.skipped_in_a_row >= policy.max_in_a_row:
+        if failure and (policy.policy == "stop" or counters.skipped_in_a_row >= policy.max_in_a_row):
             raise UserError(
                 f"finite gradients (nonfinite.policy={policy.policy}, max_in_a_row={policy.max_in_a_row})",
                 f"step {result.step}: {reason}; {counters.skipped_in_a_row} such steps in a row",
@@ -226,11 +225,7 @@ class Stepper:
         bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
         if not bad:
             return "the gradient norm overflowed, though every parameter's own gradient is finite"
-        used = [
-            name
-            for name, p in zip(self.driver.names, self.driver.parameters, strict=True)
-            if p.grad is not None
-        ]
+        used = [name for name, p in zip(self.driver.names, self.driver.parameters, strict=True) if p.grad is not None]
         return f"no finite gradient for {len(bad)} of {len(norms)} parameters, first {used[bad[0]]!r}"
 
     def _loss_scale(self, weight: Any) -> float:
@@ -242,13 +237,9 @@ class Stepper:
         if self.scaler is None:
             return 1.0
         if self._unit_weight is None:
-            mine = torch.tensor(
-                [float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device
-            )
+            mine = torch.tensor([float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device)
             total, samples = self.runtime.collectives.sum_(mine).tolist()
-            self._unit_weight = 2.0 ** round(
-                math.log2(max(1.0, total / max(1.0, samples) * self.global_batch))
-            )
+            self._unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
         return self.scaler.value / self._unit_weight
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:

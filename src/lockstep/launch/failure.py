@@ -28,9 +28,7 @@ class Failure:
         if self.for_user:
             return f"lockstep: {self.message}"
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        head = (
-            f"lockstep: rank {self.rank} on {self.host} failed first, at {when}: {self.kind}: {self.message}"
-        )
+        head = f"lockstep: rank {self.rank} on {self.host} failed first, at {when}: {self.kind}: {self.message}"
         return "\n".join([head, self.traceback.rstrip(), f"its log: {log}" if log else ""]).strip()
 
 

@@ -78,9 +78,7 @@ def _listener() -> socket.socket:
     return listener
 
 
-def _shared_environment(
-    env: Mapping[str, str], nproc: int, port: int, alive: int, failures: str
-) -> dict[str, str]:
+def _shared_environment(env: Mapping[str, str], nproc: int, port: int, alive: int, failures: str) -> dict[str, str]:
     shared = dict(env)
     cores = len(os.sched_getaffinity(0))
     shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))  # or every rank takes every core

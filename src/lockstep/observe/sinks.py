@@ -40,9 +40,7 @@ class JsonlSink:
             while written < len(line):  # a signal or a disk that fills up may split a write
                 written += os.write(self._fd, line[written:])
         except OSError:
-            _mend_tail(
-                self._fd
-            )  # leave whole lines behind, so that a later write is not glued to half of this one
+            _mend_tail(self._fd)  # leave whole lines behind, so that a later write is not glued to half of this one
             raise
 
     def close(self) -> None:

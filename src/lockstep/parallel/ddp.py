@@ -56,7 +56,8 @@ class Replica(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module").model, name)
+            carrier: Any = super().__getattr__("module")
+            return getattr(carrier.model, name)
 
 
 class DDPDriver:
@@ -70,7 +71,7 @@ class DDPDriver:
         carrier = _WithWord(model, dtype, runtime.device)
         carrier.word.requires_grad_(self.word_rides_along)
         _ignore_frozen(carrier)
-        self.call = self._replica = Replica(
+        self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
             find_unused_parameters=config.find_unused_parameters,
@@ -78,6 +79,7 @@ class DDPDriver:
             gradient_as_bucket_view=True,
             **{_BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
         )
+        self.call: nn.Module = self._replica
         self.codec = WordCodec(runtime.device, dtype)
 
     def begin(self) -> None:

@@ -39,9 +39,7 @@ class WordCodec:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype, self._turn = device, dtype, 0
         on_cuda = device.type == "cuda"
-        self._stages = [
-            torch.zeros(Word.length(), dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)
-        ]
+        self._stages = [torch.zeros(Word.length(), dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
 
     def pack(self, word: Word, times: float) -> Tensor:
         """`times` the word, as a new tensor on the device."""

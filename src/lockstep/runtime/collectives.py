@@ -30,8 +30,7 @@ class Collectives:
         parts = [torch.empty_like(padded) for _ in range(self.world.size)]
         dist.all_gather(parts, padded)
         return [
-            json.loads(bytes(part[: int(length)].cpu().tolist()))
-            for part, length in zip(parts, lengths, strict=True)
+            json.loads(bytes(part[: int(length)].cpu().tolist())) for part, length in zip(parts, lengths, strict=True)
         ]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,8 @@ def _join(world: World, device: torch.device, store: dist.Store | None) -> str:
     # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
     backend = "nccl" if device.type == "cuda" and not shared else "gloo"
     if store is None:
-        assert world.master_addr is not None and world.master_port is not None
+        assert world.master_addr is not None
+        assert world.master_port is not None
         store = dist.TCPStore(
             world.master_addr,
             world.master_port,
@@ -76,8 +77,8 @@ def _join(world: World, device: torch.device, store: dist.Store | None) -> str:
         )
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
-    options = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, **options)
+    device_id = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id)
     return backend
 
 

@@ -10,13 +10,9 @@ from lockstep.config import dialect, resolve
 texts = st.text("ab1e.:#-+'\" \n\té😀{}[],&*!%@~=<>|?\\", max_size=6)
 words = st.text("abc_-é", min_size=1, max_size=4)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-tricky = st.sampled_from(
-    ["1e-4", "off", "010", "16:9", "null", "2024-01-01", "=", "<<", "~", "1_0", "", ".5", "- a"]
-)
+tricky = st.sampled_from(["1e-4", "off", "010", "16:9", "null", "2024-01-01", "=", "<<", "~", "1_0", "", ".5", "- a"])
 leaves = scalars | tricky | st.lists(scalars | tricky, max_size=3)
-trees = st.dictionaries(
-    words, st.recursive(leaves, lambda t: st.dictionaries(words, t, max_size=3), max_leaves=8)
-)
+trees = st.dictionaries(words, st.recursive(leaves, lambda t: st.dictionaries(words, t, max_size=3), max_leaves=8))
 
 
 @settings(deadline=None, database=None)

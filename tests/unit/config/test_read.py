@@ -178,11 +178,7 @@ def test_from_object(tmp_path):
     mixed = {"lr.peak": 1e-3, "lr": {"warmup": 2}, "task": {"a.b": 1}}
     assert config.from_object(mixed) == {"lr": {"peak": 1e-3, "warmup": 2}, "task": {"a": {"b": 1}}}
     (tmp_path / "a.yaml").write_text("steps: 3\n")
-    assert (
-        config.from_object(tmp_path / "a.yaml")
-        == config.from_object(str(tmp_path / "a.yaml"))
-        == {"steps": 3}
-    )
+    assert config.from_object(tmp_path / "a.yaml") == config.from_object(str(tmp_path / "a.yaml")) == {"steps": 3}
     for wrong in (3, [("steps", 3)]):
         with pytest.raises(UserError, match="a configuration"):
             config.from_object(wrong)

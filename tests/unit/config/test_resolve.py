@@ -65,9 +65,7 @@ def test_a_stronger_layer_ends_the_rival_of_a_weaker_one(weak, strong, expected)
 
 
 def test_an_ended_value_names_the_layer_that_ended_it():
-    assert (
-        resolve([("file", {"epochs": 2}), ("command line", {"steps": 5})]).sources["epochs"] == "command line"
-    )
+    assert resolve([("file", {"epochs": 2}), ("command line", {"steps": 5})]).sources["epochs"] == "command line"
 
 
 @pytest.mark.parametrize(
@@ -88,9 +86,7 @@ def test_task_options_merge_without_mixing_values_and_sections(weak, strong, tas
     resolved = resolve([("weak", {"task": weak}), ("strong", {"task": strong})])
     assert resolved.config.task == task
     shown = {key for key, _, _ in config.describe(resolved.config, resolved.sources)}
-    assert {key for key in resolved.sources if key.startswith("task.")} == {
-        k for k in shown if k.startswith("task.")
-    }
+    assert {key for key in resolved.sources if key.startswith("task.")} == {k for k in shown if k.startswith("task.")}
 
 
 def test_task_options_may_hold_any_object():
@@ -264,9 +260,7 @@ def test_problems_found_earlier_are_raised_too():
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize(
-    "values", [{"lr.scaling": "sqrt"}, {"scaler.initial": 0.5}, {"steps": 3, "epochs": None}]
-)
+@pytest.mark.parametrize("values", [{"lr.scaling": "sqrt"}, {"scaler.initial": 0.5}, {"steps": 3, "epochs": None}])
 def test_a_check_leaves_room_for_what_a_task_may_add(values):
     check([("command line", values)])
 

@@ -141,8 +141,6 @@ class CharLM(Task):
                 )
             )
         if not 0 <= self.dropout < 1:
-            problems.append(
-                UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "type task.dropout=0.1")
-            )
+            problems.append(UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "type task.dropout=0.1"))
         if problems:
             raise ConfigError(problems)

@@ -1,0 +1,135 @@
+"""Progress as a few lines at the bottom of the terminal. The only module that imports rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.observe.formats import duration, figures, megabytes, number, one_line, printable, rate, scientific
+from lockstep.observe.plain import Record, Tracker, event_line, metric_parts, title_parts
+
+STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for data": "yellow"}
+
+
+class LiveDisplay:
+    """A few lines at the bottom of the terminal, redrawn by rich's thread; all else scrolls above them.
+
+    That thread takes no lock: it only reads attributes, and those are replaced, never changed.
+    """
+
+    def __init__(self, tracker: Tracker, stream: TextIO):
+        self._tracker, self._open = tracker, False
+        self._began = self._updated = time.monotonic()
+        self._live = Live(
+            console=Console(file=stream),
+            get_renderable=self._frame,
+            refresh_per_second=4,
+            # Prints of the task scroll above the display, unless the user sent them to a file.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+
+    def start(self, facts: Record) -> None:
+        self._tracker.facts = facts
+        self._began = self._updated = time.monotonic()
+        _restore_streams_in_children(self._live)
+        self._open = True
+        self._live.start()
+
+    def update(self, record: Record) -> None:
+        self._tracker.update(record)
+        self._updated = time.monotonic()
+
+    def event(self, record: Record) -> None:
+        self._tracker.event(record)
+        if record.get("event") not in ("start", "eval", "end"):  # the display itself shows what these say
+            self.message(event_line(record))
+
+    def message(self, text: str) -> None:
+        # A Text, not a string: rich would read [brackets] in a string as its own markup.
+        self._live.console.print(Text(printable(text)))
+
+    def close(self) -> None:
+        self._open = False
+        self._live.stop()
+
+    def _frame(self) -> RenderableType:
+        facts = " · ".join(title_parts(self._tracker.facts))
+        title = Text(facts, style="bold", no_wrap=True, overflow="ellipsis")
+        if not self._tracker.last:
+            return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
+        lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
+        return Group(title, self._bar(), *map(_labelled, lines))
+
+    def _bar(self) -> RenderableType:
+        now, total = time.monotonic(), self._tracker.total_steps
+        step = number(self._tracker.last.get("step")) or 0
+        words = [f"{step:.0f}/{total}", f"{step / max(1, total):.0%}", f"{duration(now - self._began)} elapsed"]
+        if self._open:
+            left = self._tracker.seconds_left
+            passed = now - self._updated  # the clock runs on between records
+            words.append(f"{duration(None if left is None else left - passed)} left")
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(ProgressBar(total=total, completed=step), "  ".join(words))
+        return row
+
+    def _loss_parts(self) -> Iterable[tuple[str, str]]:
+        found = self._tracker.last_eval
+        yield "loss", figures(self._tracker.last.get("loss"), 4)
+        if found:
+            yield "eval", f"{figures(found.get('loss'), 4)} at {one_line(found.get('step', '-'))}"
+
+    def _optimizer_parts(self) -> Iterable[tuple[str, str]]:
+        last = self._tracker.last
+        yield "lr", scientific(last.get("lr"))
+        yield "norm", figures(last.get("grad_norm"), 3)
+        if (scale := number(last.get("scale"))) is not None:
+            yield "scale", f"{scale:g}"
+        yield from metric_parts(last)
+        if number(last.get("skipped")):
+            yield "skipped", str(last["skipped"])
+
+    def _speed_parts(self) -> Iterable[tuple[str, str]]:
+        last, unit = self._tracker.last, self._tracker.unit
+        yield "", rate(last.get("weight_per_s"), unit)
+        if unit != "sample":
+            yield "", rate(last.get("samples_per_s"), "sample")
+        yield "mem", megabytes(last.get("memory_mb"))
+        wait, step = number(last.get("data_wait_s")), number(last.get("step_s"))
+        if wait and step and wait >= 0.05 * step:
+            yield "waiting for data", f"{wait / step:.0%}"
+
+
+def _labelled(parts: Iterable[tuple[str, str]]) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for label, value in parts:
+        line.append("   " if line else "").append(f"{label} " if label else "", "dim")
+        line.append(value, STYLES.get(label, ""))
+    return line
+
+
+def _restore_streams_in_children(live: Live) -> None:
+    """Give forked data workers the real stdout and stderr.
+
+    While rich draws, it stands in for both and takes a lock to write. A worker forked while the drawing
+    thread holds that lock would wait for it for ever at its first print.
+    """
+    drawing, stdout, stderr = weakref.ref(live), sys.stdout, sys.stderr
+
+    def restore() -> None:
+        if (parent := drawing()) is not None and parent.is_started:
+            sys.stdout, sys.stderr = stdout, stderr
+
+    os.register_at_fork(after_in_child=restore)

@@ -1,0 +1,334 @@
+"""What the tests of this folder share: a run that notes every step, tasks with a known reference, and the check."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.config import Resolved, resolve
+from lockstep.data.order import SampleOrder
+from lockstep.data.shard import next_window
+from lockstep.engine import loop
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.run import Run
+from lockstep.errors import UserError
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Share, StepResult, Task
+
+QUIET = {"device": "cpu", "log.progress": "off", "log.every": 1000}
+
+
+# ---- runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Piece:
+    """One micro-batch that a rank was given."""
+
+    index: int
+    epoch: int
+    ids: list[int]
+    padding: bool
+
+
+@dataclass
+class StepNote:
+    """What one step left behind on one rank."""
+
+    result: StepResult
+    pieces: list[Piece]
+    lr: float
+    scale: float | None
+    grads: dict[str, Tensor | None]  # as the optimizer left them
+    weights: dict[str, Tensor]  # after the step
+    optimizer_lrs: list[float]
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for piece in self.pieces if not piece.padding for i in piece.ids]
+
+
+@dataclass
+class Trace:
+    """A whole run of one rank."""
+
+    initial: dict[str, Tensor]
+    steps: list[StepNote] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        return self.steps[step - 1].weights if step else self.initial
+
+
+class WatchedRun(Run):
+    """A Run that keeps a Trace."""
+
+    trace: Trace
+
+    def shares(self) -> Iterator[Share]:
+        self.trace = Trace(self._weights())
+        for share in super().shares():
+            self._pieces: list[Piece] = []
+            share.batches = self._note(share.batches)
+            yield share
+
+    def finish(self, share: Share, result: StepResult | None) -> None:
+        assert result is not None, "on a CPU the outcome is known at once"
+        grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        note = StepNote(
+            result,
+            self._pieces,
+            self.stepper.lr,
+            self.stepper.scaler.value if self.stepper.scaler else None,
+            {name: None if grad is None else grad.clone() for name, grad in grads.items()},
+            self._weights(),
+            [float(group["lr"]) for group in groups],
+        )
+        self.trace.steps.append(note)
+        super().finish(share, result)
+
+    def _note(self, batches: Any) -> Iterator[Any]:
+        for micro in batches:
+            ids = [int(i) for i in micro.ids]
+            self._pieces.append(Piece(micro.index, micro.epoch, ids, micro.padding))
+            yield micro
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.driver.model.named_parameters()}
+
+
+def configured(values: dict[str, Any]) -> Resolved:
+    return resolve([("test", QUIET | {"run_dir": f"run-{uuid.uuid4().hex}"} | values)])
+
+
+@contextmanager
+def watched_run(world: World, store: Any, values: dict[str, Any]) -> Iterator[WatchedRun]:
+    resolved = configured(values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        yield WatchedRun(resolved, runtime, "test")
+
+
+def fit(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
+    """A job: what `lockstep.fit` does, in this worker."""
+    with watched_run(world, store, values) as run:
+        summary = loop.fit(task, run)
+        run.trace.summary = summary
+        return run.trace
+
+
+def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
+    """A job: the same training as a loop of the user's own."""
+    with watched_run(world, store, values) as run:
+        own = OwnRun(run)
+        plain = task.model()
+        model, _ = own.setup(plain, task.optimizer(plain))
+        for step in own.steps(task.data(), task.collate):
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight, **loss.metrics)
+            step.apply()
+        own.close()
+        return run.trace
+
+
+def assert_user_errors(errors: Sequence[BaseException | None], *words: str) -> None:
+    """Every rank stopped with a UserError that says all of `words`."""
+    for rank, error in enumerate(errors):
+        assert isinstance(error, UserError), f"rank {rank}: {error!r}"
+        for word in words:
+            assert word in str(error), f"rank {rank} does not say {word!r}:\n{error}"
+
+
+# ---- tasks with a reference -----------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    """Samples one by one, as most datasets give them."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(5, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x))).squeeze(-1)
+
+
+class NextToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(13, 4), nn.Linear(4, 13)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embedding(tokens)))
+
+
+class ReferenceTask(Task):
+    """A task whose loss over any set of samples can be computed by plain autograd."""
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32):
+        self.tensors, self.dtype = list(tensors), dtype
+        self.indexed = False  # hand out a TensorDataset
+        self.optimizer_kind = "sgd"
+        self.mean_of_means = False  # the classic mistake
+
+    def network(self) -> nn.Module:
+        raise NotImplementedError
+
+    def terms(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss's sum and weight over a batch, in the batch's number format."""
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        return self.network().to(self.dtype)
+
+    def data(self) -> Any:
+        tensors = _cast(self.tensors, self.dtype)
+        return TensorDataset(*tensors) if self.indexed else Rows(tensors)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        if self.optimizer_kind == "fused":
+            return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Loss:
+        total, weight = self.terms(model, batch)
+        if self.mean_of_means:
+            return Loss(total / weight.clamp(min=1), 1)
+        return Loss(total, weight)
+
+    def weight_of(self, ids: Sequence[int]) -> int:
+        return int(self.tensors[-1][list(ids)].sum())
+
+    def reference(self, weights: dict[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
+        """The gradient of the weighted mean over `ids`: one process, one batch, float64."""
+        model = self.network().double()
+        model.load_state_dict(weights)
+        rows = [tensor[list(ids)] for tensor in self.tensors]
+        total, weight = self.terms(model, _cast(rows, torch.float64))
+        (total / weight).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+class WeightedRegression(ReferenceTask):
+    """Every sample has a whole-number weight, possibly 0."""
+
+    def network(self) -> nn.Module:
+        return Perceptron()
+
+    def terms(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        x, y, weight = batch
+        return (weight * (model(x) - y) ** 2).sum(), weight.sum()
+
+
+class MaskedTokens(ReferenceTask):
+    """A ragged number of tokens counts in every sample, possibly none."""
+
+    unit = "token"
+
+    def network(self) -> nn.Module:
+        return NextToken()
+
+    def terms(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, mask = batch
+        logits = model(tokens[:, :-1])
+        each = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return (each * mask.flatten()).sum(), mask.sum()
+
+
+def weighted_regression(length: int, seed: int, zeros: float = 0.3, **options: Any) -> WeightedRegression:
+    """`zeros` is the share of samples with weight 0."""
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.randint(1, 10, (length,), generator=g) * (torch.rand(length, generator=g) >= zeros)
+    # Targets far on one side: sample gradients point one way, so that errors are not relative to almost nothing.
+    return WeightedRegression(
+        [torch.randn(length, 5, generator=g), 2 + torch.rand(length, generator=g), weights], **options
+    )
+
+
+def masked_tokens(length: int, seed: int, zeros: float = 0.3, **options: Any) -> MaskedTokens:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 13, (length, 8), generator=g)
+    counted = torch.randint(1, 8, (length,), generator=g) * (torch.rand(length, generator=g) >= zeros)
+    return MaskedTokens([tokens, (torch.arange(7) < counted[:, None]).long()], **options)
+
+
+# ---- the check ------------------------------------------------------------------------------------------
+
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative to the length of the reference gradient
+
+
+def windows(length: int, global_batch: int, tail: str, steps: int, seed: int = 0) -> list[list[int]]:
+    """The sample ids of every global step."""
+    order, position, found = SampleOrder(length, seed), 0, []
+    for _ in range(steps):
+        window = next_window(position, length, global_batch, tail)
+        found.append(order.ids(window.epoch, window.start, window.stop).tolist())
+        position = window.epoch * length + window.stop
+    return found
+
+
+def steps_past_an_epoch(length: int, global_batch: int, tail: str) -> int:
+    return (length // global_batch if tail == "drop" else -(-length // global_batch)) + 1
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+def assert_exact(task: ReferenceTask, traces: list[Trace], samples: Sequence[Sequence[int]]) -> float:
+    """In every step every rank held the gradient of the mean over `samples` of that step. Returns the worst error."""
+    worst = 0.0
+    assert [len(trace.steps) for trace in traces] == [len(samples)] * len(traces)
+    for number, ids in enumerate(samples):
+        notes = [trace.steps[number] for trace in traces]
+        if task.weight_of(ids) == 0:
+            _assert_nothing_happened(traces, number)
+            continue
+        expected = flat(task.reference(traces[0].before(number), ids))
+        for rank, note in enumerate(notes):
+            grads = {name: grad for name, grad in note.grads.items() if grad is not None}
+            error = float((flat(grads) - expected).norm() / expected.norm())
+            assert error <= TOLERANCE[task.dtype], f"gradient of step {number}, rank {rank}: off by {error:.1e}"
+            worst = max(worst, error)
+            assert note.result.applied, f"step {number}, rank {rank}: not applied"
+            assert note.result.weight == task.weight_of(ids), f"step {number}, rank {rank}"
+            torch.testing.assert_close(note.result.grad_norm, float(expected.norm()), rtol=1e-5, atol=0)
+            assert torch.equal(flat(note.weights), flat(notes[0].weights)), f"step {number}: replicas differ"
+    return worst
+
+
+def _assert_nothing_happened(traces: list[Trace], number: int) -> None:
+    for rank, trace in enumerate(traces):
+        note = trace.steps[number]
+        assert not note.result.applied, f"step {number} weighs nothing, and rank {rank} applied it"
+        assert note.result.weight == 0
+        assert torch.equal(flat(note.weights), flat(trace.before(number))), f"step {number}, rank {rank}"
+
+
+Job = Callable[[World, Any, Task, dict[str, Any]], Trace]
+JOBS: dict[str, Job] = {"fit": fit, "own loop": own_loop}

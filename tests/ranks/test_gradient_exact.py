@@ -1,0 +1,168 @@
+"""The main test: whatever the ranks, the micro-batches and the weights, every step's gradient is the gradient of the
+weighted mean over the step's samples, as one process with one big batch computes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pool import Pool
+from ranks.support import (
+    JOBS,
+    ReferenceTask,
+    Trace,
+    assert_exact,
+    fit,
+    masked_tokens,
+    steps_past_an_epoch,
+    weighted_regression,
+    windows,
+)
+
+EXCHANGES = {
+    "plain": {},
+    "unused": {"ddp.find_unused_parameters": True},
+    "static": {"ddp.static_graph": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    length: int
+    global_batch: int
+    micro_batch: int | None
+    tail: str
+    job: str  # `fit`, or the user's own loop
+    model: str
+    dtype: torch.dtype
+    optimizer: str
+    indexed: bool
+    exchange: str
+    zeros: float
+    seed: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "tail": self.tail,
+            "steps": steps_past_an_epoch(self.length, self.global_batch, self.tail),
+            "seed": self.seed,
+            **EXCHANGES[self.exchange],
+        }
+
+    def task(self) -> ReferenceTask:
+        make = {"regression": weighted_regression, "tokens": masked_tokens}[self.model]
+        task = make(self.length, self.seed, self.zeros, dtype=self.dtype)
+        task.indexed, task.optimizer_kind = self.indexed, self.optimizer
+        return task
+
+    def windows(self) -> list[list[int]]:
+        return windows(self.length, self.global_batch, self.tail, self.values["steps"], self.seed)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    world = draw(st.integers(1, 4))
+    global_batch = draw(st.integers(world, 14))
+    largest = global_batch if world == 1 else (global_batch - 1) // (world - 1)  # or some rank never has work
+    length = draw(st.integers(1, 40))
+    return Case(
+        world=world,
+        length=length,
+        global_batch=global_batch,
+        micro_batch=draw(st.none() | st.integers(1, largest)),
+        tail=draw(st.sampled_from(["short", "drop"])) if length >= global_batch else "short",
+        job=draw(st.sampled_from(sorted(JOBS))),
+        model=draw(st.sampled_from(["regression", "tokens"])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64])),
+        optimizer=draw(st.sampled_from(["sgd", "fused"])),
+        indexed=draw(st.booleans()),
+        exchange=draw(st.sampled_from(["plain", "plain", "unused", "static"])),
+        zeros=draw(st.sampled_from([0.0, 0.4, 0.9])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def circumstances(case: Case, task: ReferenceTask, traces: list[Trace]) -> set[str]:
+    """What happened in a run that could have gone wrong."""
+    found = {f"world {case.world}", case.job, case.model, str(case.dtype), case.optimizer, case.exchange}
+    found.add(f"tail {case.tail}")
+    for number, ids in enumerate(case.windows()):
+        parts = [trace.steps[number] for trace in traces]
+        weights = [task.weight_of(part.ids) for part in parts]
+        if len(ids) < case.global_batch:
+            found.add("short window")
+        if any(piece.padding for part in parts for piece in part.pieces):
+            found.add("a rank without samples")
+        if any(len(part.pieces) > 1 for part in parts):
+            found.add("accumulation")
+        if len({len(part.pieces) for part in parts}) > 1:
+            found.add("uneven accumulation")
+        if sum(weights) == 0:
+            found.add("a step that weighs nothing")
+        elif any(w == 0 and part.ids for w, part in zip(weights, parts, strict=True)):
+            found.add("a rank that weighs nothing")
+        if any(note.pieces[0].epoch == 1 for note in parts):
+            found.add("second epoch")
+    return found
+
+
+EVERYTHING = {
+    *(f"world {n}" for n in (1, 2, 3, 4)),
+    *("fit", "own loop", "regression", "tokens", "torch.float32", "torch.float64", "sgd", "fused"),
+    *("plain", "unused", "static", "tail short", "tail drop", "second epoch"),
+    *("short window", "a rank without samples", "accumulation", "uneven accumulation"),
+    *("a step that weighs nothing", "a rank that weighs nothing"),
+}
+
+
+def test_the_gradient_is_the_reference_gradient(pool: Pool) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=150, derandomize=True, deadline=None, database=None)
+    @given(cases())
+    def check(case: Case) -> None:
+        task = case.task()
+        traces = pool.run(JOBS[case.job], task, case.values, world=case.world)
+        assert_exact(task, traces, case.windows())
+        seen.update(circumstances(case, task, traces))
+
+    check()
+    assert seen.keys() >= EVERYTHING, f"never happened: {EVERYTHING - seen.keys()}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_mean_of_means_fails_the_same_check(pool: Pool, world: int) -> None:
+    task = weighted_regression(24, seed=1, zeros=0.0)
+    values = {"global_batch": 12, "micro_batch": 3, "steps": 3}
+    samples = windows(24, 12, "short", 3)
+    assert_exact(task, pool.run(fit, task, values, world=world), samples)
+    task.mean_of_means = True
+    with pytest.raises(AssertionError, match="gradient of step 0, rank 0: off by"):
+        assert_exact(task, pool.run(fit, task, values, world=world), samples)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_weights_beyond_what_float32_counts(pool: Pool, world: int) -> None:
+    task = weighted_regression(16, seed=2, zeros=0.0)
+    task.tensors[-1] = task.tensors[-1] + 2**27 + 1  # 16 of them need 31 bits, float32 has 24
+    values = {"global_batch": 16, "micro_batch": 2, "steps": 2}
+    traces = pool.run(fit, task, values, world=world)
+    assert_exact(task, traces, windows(16, 16, "short", 2))
+
+
+def test_seven_ranks(pool: Pool) -> None:
+    """1/7 is rounded up in float32, so whatever is multiplied by 7 and then by 1/7 need not come back."""
+    task = weighted_regression(40, seed=3)
+    values = {"global_batch": 14, "micro_batch": 1, "steps": 12}
+    traces = pool.run(fit, task, values, world=7)
+    assert_exact(task, traces, windows(40, 14, "short", 12))

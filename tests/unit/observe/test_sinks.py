@@ -1,0 +1,102 @@
+"""JSON lines: what is written comes back, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.observe.sinks import JsonlSink, read_jsonl
+
+RECORD = {"time": 1763179421.5, "step": 120, "loss": 2.3141, "skipped": 0, "metrics": {"accuracy": 0.31}}
+
+
+def test_records_come_back_as_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write(RECORD)
+        assert read_jsonl(path) == [RECORD], "a reader sees the line before the file is closed"
+        sink.write({"text": "two\nlines \u2028 é", "none": None})
+    assert len(path.read_text().split("\n")) == 3
+    assert read_jsonl(path)[1] == {"text": "two\nlines \u2028 é", "none": None}
+
+
+def test_nonfinite_numbers_are_null_with_a_mark(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record = {"loss": math.nan, "none": None, "metrics": {"a": math.inf, "b": 1.0}, "list": [2.0, -math.inf]}
+    with JsonlSink(path) as sink:
+        sink.write(record)
+
+    def no_constants(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    raw = json.loads(path.read_text(), parse_constant=no_constants)
+    assert raw["loss"] is None
+    assert raw["_nonfinite"] == {"loss": "nan", "metrics.a": "inf", "list.1": "-inf"}
+    (back,) = read_jsonl(path)
+    assert math.isnan(back.pop("loss"))
+    assert back == {"none": None, "metrics": {"a": math.inf, "b": 1.0}, "list": [2.0, -math.inf]}
+
+
+def test_numpy_scalars_and_paths_can_be_written(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    with JsonlSink(tmp_path / "x.jsonl") as sink:
+        sink.write({"a": numpy.float32(1.5), "b": numpy.int64(3), "c": Path("x/y"), "d": numpy.float32("nan")})
+    (back,) = read_jsonl(tmp_path / "x.jsonl")
+    assert (back["a"], back["b"], back["c"]) == (1.5, 3, "x/y")
+    assert math.isnan(back["d"])
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_truncated_last_line_is_left_out_and_then_mended(tmp_path, cut):
+    path = tmp_path / "events.jsonl"
+    whole = b'{"a": 1}\n{"b": 22}\n'
+    path.write_bytes(whole[:-cut])
+    kept = [{"a": 1}, {"b": 22}] if cut == 1 else [{"a": 1}]
+    assert read_jsonl(path) == kept
+    with JsonlSink(path) as sink:
+        sink.write({"c": 3})
+    assert read_jsonl(path) == [*kept, {"c": 3}]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_torn_line_longer_than_a_block_is_mended(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\n{"text": "' + "x" * 200_000)
+    with JsonlSink(path) as sink:
+        sink.write({"b": 2})
+    assert read_jsonl(path) == [{"a": 1}, {"b": 2}]
+
+
+def test_damage_in_the_middle_is_said_with_its_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\n{"b": \n{"c": 3}\n')
+    with pytest.raises(UserError, match=r"line 2 is not a JSON object"):
+        read_jsonl(path)
+
+
+def test_a_full_disk_raises_and_leaves_whole_lines(tmp_path):
+    path = tmp_path / "events.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with JsonlSink(path) as sink:
+        sink.write({"a": 1})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
+            with pytest.raises(OSError, match="File too large"):
+                sink.write({"text": "x" * 100})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sink.write({"b": 2})
+    assert read_jsonl(path) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_closed_sink_refuses(tmp_path):
+    sink = JsonlSink(tmp_path / "x.jsonl")
+    sink.close()
+    sink.close()
+    with pytest.raises(ValueError, match="closed"):
+        sink.write({})
