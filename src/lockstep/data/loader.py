@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.runtime.seeds import derive, seed_everything
+from lockstep.task import Task
 
 Request = tuple[int, Sequence[int]]  # (epoch, sample ids) of one micro-batch
 
@@ -25,10 +26,13 @@ class Reader:
     seed: int
     seed_samples: bool = True
 
+    def __post_init__(self) -> None:
+        self.plain_collate = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+
     def __call__(self, request: Request) -> Any:
         epoch, ids = request
-        if type(self.dataset) is TensorDataset:
-            # The one dataset known to be nothing but indexing: one gather per tensor, no collation.
+        if type(self.dataset) is TensorDataset and self.plain_collate:
+            # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
         if _reads_in_batches(self.dataset):

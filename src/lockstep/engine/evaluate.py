@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.data.loader import Reader, read_all, to_device
 from lockstep.data.shard import deal
+from lockstep.errors import UserError
 from lockstep.observe.metrics import terms
 from lockstep.parallel.drivers import Driver
 from lockstep.precision import Precision
@@ -44,6 +45,8 @@ class Evaluator:
 
 
 def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation:
+    if len(evaluator.reader.dataset) == 0:
+        raise UserError("a dataset to evaluate on", "one with no samples", "return None for no evaluation at all")
     driver.sync_buffers()
     driver.model.eval()
     try:

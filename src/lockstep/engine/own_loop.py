@@ -29,7 +29,6 @@ class OwnRun:
 
     def __init__(self, run: Run):
         self._run = run
-        self._opened = False
 
     @property
     def rank(self) -> int:
@@ -72,8 +71,13 @@ class OwnRun:
                 "no model yet",
                 "model, optimizer = run.setup(model, optimizer), before the loop",
             )
+        if self._run.opened:
+            raise UserError(
+                "run.steps(dataset) a second time",
+                "it goes over all steps of the run, epoch after epoch, so there is nothing left",
+                "set epochs or steps in lockstep.start(...), and call run.steps once",
+            )
         self._run.open(dataset, collate)
-        self._opened = True
         for share in self._run.shares():
             step = OwnStep(self._run, share)
             yield step
@@ -100,11 +104,13 @@ class OwnRun:
         return self._run.runtime.collectives.any(value)
 
     def stop(self) -> None:
-        """End the run after the current step, on all ranks, even if only this one asks."""
+        """End the run after the next exchange, on all ranks, even if only this one asks."""
+        if not self._run.opened:
+            raise UserError("run.stop()", "a run that has not started", "call it inside `for step in run.steps(...)`")
         self._run.stepper.stop_requested = True
 
     def close(self) -> None:
-        if self._opened:
+        if self._run.opened:
             self._run.close()
 
     def _refuse_direct_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -45,6 +45,7 @@ class Run:
         self.evaluation: Evaluation | None = None
         self._interval_samples = self._interval_steps = 0
         self._stopped = False
+        self.opened = False
         # What draws random numbers before the first step (building the model, say) draws the same on every rank.
         seed_everything(derive(self.config.seed, "init"))
         seed_torch(derive(self.config.seed, "init"), runtime.device)
@@ -56,6 +57,7 @@ class Run:
         made = optimizers(self.driver.model)
         self.optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
         self.guard = TrainableGuard(model)
+        check_replicas(model, self.runtime)  # frozen parts are not broadcast: they must be equal by themselves
         return self.driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -68,8 +70,9 @@ class Run:
         )
         rate = LearningRate(config.lr, self.optimizers, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
-        self.stepper.on_skip = self._on_skip
+        self.stepper.skips.on_skip = self._on_skip
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
+        self.opened = True
         if runtime.is_main:
             write_head(self.run_dir, self.resolved, plan.as_dict())
         self.recorder.open(config.log.progress, plan.steps, self.unit, self._start_record() | {"facts": told})
@@ -100,20 +103,20 @@ class Run:
             self.recorder.poll()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
-            check_replicas(self.driver, self.runtime)
+            check_replicas(self.driver.model, self.runtime)
 
     def evaluate(
         self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
     ) -> Evaluation:
         began = time.perf_counter()
         reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
-        batch = self.config.evaluate.batch or self.plan.micro_batch
+        batch = self.config.evaluate.batch or (self.plan.micro_batch if self.opened else 1)
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
         found = evaluate(evaluator, self.driver, self.runtime)
         self.evaluation = found
         self.recorder.event(
             "eval",
-            step=self.stepper.counters.step,
+            step=self.stepper.counters.step if self.opened else 0,
             loss=found.loss,
             metrics=found.metrics,
             samples=found.samples,
@@ -160,7 +163,7 @@ class Run:
         counters, stepper = self.stepper.counters, self.stepper
         samples, steps = self._interval_samples, self._interval_steps
         self._interval_samples = self._interval_steps = 0
-        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": counters.skipped}
+        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": stepper.skips.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
@@ -193,7 +196,7 @@ class Run:
             "task": self.name,
             "step": counters.step,
             "applied": counters.applied,
-            "skipped": counters.skipped,
+            "skipped": self.stepper.skips.skipped,
             "seconds": time.time() - self.started,
             "loss": self.recorder.last.get("loss"),
             "eval_loss": self.evaluation.loss if self.evaluation else None,

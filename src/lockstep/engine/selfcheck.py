@@ -10,7 +10,6 @@ from torch import nn
 
 from lockstep.config import RunConfig, flatten
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Driver
 from lockstep.runtime.context import Runtime
 from lockstep.task import MicroBatch
 
@@ -104,18 +103,19 @@ class TrainableGuard:
         )
 
 
-def check_replicas(driver: Driver, runtime: Runtime) -> None:
-    """Replicas must hold the same bits. Compares a length per parameter; names the first that has drifted."""
+def check_replicas(model: nn.Module, runtime: Runtime) -> None:
+    """Replicas must hold the same bits. Compares a length per parameter; names the first that differs."""
     if runtime.world.alone:
         return
-    lengths = torch.stack([n.double() for n in torch._foreach_norm([p.detach() for p in driver.parameters])])
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    lengths = torch.stack([n.double() for n in torch._foreach_norm([p.detach() for p in parameters])])
     everybody = runtime.collectives.gather_json([length.hex() for length in lengths.tolist()])
     for rank, theirs in enumerate(everybody):
-        for name, mine, other in zip(driver.names, everybody[0], theirs, strict=True):
+        for name, mine, other in zip(names, everybody[0], theirs, strict=True):
             if mine != other:
                 raise UserError(
                     "the same weights on every rank",
-                    f"{name!r} differs between rank 0 and rank {rank}: the replicas have drifted apart",
-                    "look for code that changes parameters on one rank only (`if rank == 0`), or for random numbers "
-                    "outside model(), loss() and the dataset",
+                    f"{name!r} differs between rank 0 and rank {rank}",
+                    "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
+                    "one rank only (`if rank == 0`)",
                 )

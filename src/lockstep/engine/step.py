@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.config import RunConfig
 from lockstep.engine.optim import Clipping, LearningRate, takes_scale
+from lockstep.engine.skips import SkipPolicy
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
 from lockstep.parallel.drivers import Driver, Word
@@ -35,8 +36,6 @@ STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 ca
 class Counters:
     step: int = 0  # transactions begun and ended, applied or not
     applied: int = 0  # optimizer steps: what the schedule runs on
-    skipped: int = 0
-    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ class Stepper:
         )
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
         self.clipping = Clipping(config.clip)
+        self.skips = SkipPolicy(config.nonfinite)
         self.folds = not self.clipping.changes_elements and all(map(takes_scale, optimizers))
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
         self.stop_requested = False
         self.updating = False  # true while the optimizers step
-        self.on_skip: Callable[[StepResult, str], None] = lambda result, reason: None
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
         self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds
         self._pending: _Pending | None = None
-        self._unit_weight: float | None = None  # fp16: see `_seed_gradient`
+        self._unit_weight: float | None = None  # fp16: see `_usual_weight`
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
@@ -105,10 +104,12 @@ class Stepper:
 
     def backward(self, loss: Loss) -> None:
         _check(loss)
-        start = 0.0 if self._micro.padding else self._loss_scale(loss.weight)
+        if self.scaler and self._unit_weight is None:
+            self._unit_weight = self._usual_weight(loss.weight)
         if not self._micro.padding:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
+        start = 0.0 if self._micro.padding else self._scale()
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
         self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
@@ -127,7 +128,7 @@ class Stepper:
             return self._apply_late(step, norm, norms, packed)
         word = driver.codec.unpack(packed.tolist())  # on a GPU: the one host synchronisation of this path
         weight = float(word.weight)
-        to_mean = driver.gradient_factor / (weight * self._loss_scale(weight)) if weight else math.nan
+        to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
         length = float(norm) * to_mean
         if applied := math.isfinite(length):
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
@@ -195,52 +196,32 @@ class Stepper:
         if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-4:
             raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
         result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
-        overflowed = not applied and weight != 0
-        before = self.scaler.value if self.scaler else None
-        if self.scaler and weight != 0:
-            self.scaler.update(overflowed)
+        if weight == 0:  # nothing to learn in this step, and nothing wrong with it
+            return result
+        before = self._scale()
+        if self.scaler:
+            self.scaler.update(overflowed=not applied)
         if applied:
-            self.counters.skipped_in_a_row = 0
-        elif overflowed:
-            # An overflow that lowers the loss scale is fp16 at work; at the lowest scale it is a failure.
-            lowered = self.scaler is not None and self.scaler.value != before
-            self._skipped(result, norms, failure=not lowered)
+            self.skips.applied()
+        else:
+            pairs = zip(self.driver.names, self.driver.parameters, strict=True)
+            used = [name for name, p in pairs if p.grad is not None]
+            self.skips.skip(result, norms, used, scale_lowered=self._scale() < before)
         return result
 
-    def _skipped(self, result: StepResult, norms: Tensor, failure: bool) -> None:
-        counters, policy = self.counters, self.config.nonfinite
-        counters.skipped += 1
-        counters.skipped_in_a_row += failure
-        reason = self._name_bad(norms)
-        self.on_skip(result, reason)
-        if failure and (policy.policy == "stop" or counters.skipped_in_a_row >= policy.max_in_a_row):
-            raise UserError(
-                f"finite gradients (nonfinite.policy={policy.policy}, max_in_a_row={policy.max_in_a_row})",
-                f"step {result.step}: {reason}; {counters.skipped_in_a_row} such steps in a row",
-                "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step"
-                + ("; or precision=bf16, which cannot overflow" if self.scaler else ""),
-            )
+    def _scale(self) -> float:
+        """What backward starts with: 1, or for fp16 the loss scale."""
+        return self.scaler.value / (self._unit_weight or 1.0) if self.scaler else 1.0
 
-    def _name_bad(self, norms: Tensor) -> str:
-        bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-        if not bad:
-            return "the gradient norm overflowed, though every parameter's own gradient is finite"
-        used = [name for name, p in zip(self.driver.names, self.driver.parameters, strict=True) if p.grad is not None]
-        return f"no finite gradient for {len(bad)} of {len(norms)} parameters, first {used[bad[0]]!r}"
+    def _usual_weight(self, weight: Any) -> float:
+        """The weight of a usual step, as a power of two; found once, at the first micro-batch, equal on all ranks.
 
-    def _loss_scale(self, weight: Any) -> float:
-        """What backward starts with: 1, or for fp16 the loss scale.
-
-        We backpropagate sums, while scales are thought of for means. So the scale is divided by the weight that a
-        step usually has, as a power of two (exact), found once at the first micro-batch and equal on all ranks.
+        We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
         """
-        if self.scaler is None:
-            return 1.0
-        if self._unit_weight is None:
-            mine = torch.tensor([float(weight), self._micro.samples], dtype=torch.float64, device=self.runtime.device)
-            total, samples = self.runtime.collectives.sum_(mine).tolist()
-            self._unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
-        return self.scaler.value / self._unit_weight
+        counts = [0.0, 0.0] if self._micro.padding else [float(weight), float(self._micro.samples)]
+        mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        total, samples = self.runtime.collectives.sum_(mine).tolist()
+        return 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """A constant on the device, made once."""
@@ -261,4 +242,8 @@ def _check(loss: Loss) -> None:
             "a loss: one number, the SUM over the micro-batch, that depends on the parameters",
             f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+    if not isinstance(loss.weight, Tensor) and not 0 <= loss.weight < math.inf:
+        raise UserError(
+            "a loss weight: how many terms the sum has", f"{loss.weight}", "return a finite weight of 0 or more"
         )

@@ -7,16 +7,16 @@ makes it larger to stay legible in a picture that is scaled down.
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from lockstep.observe.formats import printable
+from lockstep.observe.formats import escaped
 
 Point = tuple[float, float]
+Style = Literal["line", "smooth", "points", "marks"]
 
 MOST_POINTS = 600  # per drawn line; more than the pixels of a chart only costs bytes
 MOST_HOVERS = 150  # per series; each is an invisible circle that carries a tooltip
@@ -34,7 +34,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    style: Literal["line", "smooth", "points", "marks"] = "line"
+    style: Style = "line"
 
     def __post_init__(self) -> None:
         # What is too large counts as infinite and what is too small as zero, so that no axis can overflow.
@@ -94,11 +94,6 @@ def line_chart(
     return _frame(_grid(x_axis, y_axis) + curves + _legend(series, width), title, aside, width, height)
 
 
-def escaped(value: Any) -> str:
-    """Text for a page: all that comes out of a file passes through here."""
-    return html.escape(printable(value))
-
-
 # ---- parts of the picture ----
 
 
@@ -115,9 +110,8 @@ def _legend(series: Sequence[Series], width: int) -> str:
     shown = [one for one in series if one.points]
     if len(shown) < 2:
         return ""
-    words = "".join(
-        f'<tspan class="{one.style}" dx="14">{"▼" if one.style == "marks" else "●"}</tspan>'
-        f'<tspan dx="5">{escaped(one.name)}</tspan>'
+    words = "\u2003".join(
+        f'<tspan class="{one.style}">{"▼" if one.style == "marks" else "●"}</tspan> {escaped(one.name)}'
         for one in shown
     )
     return f'<text class="legend" x="{width - RIGHT}" y="18">{words}</text>'
@@ -131,7 +125,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
         parts.append(f'<line class="rule" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y tick" x="{left - 7:.1f}" y="{y + 4:.1f}">{label}</text>')
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
-    parts.append(f'<text class="y" x="{left - 10:.1f}" y="{base + 20:.1f}">step</text>')
+    parts.append(f'<text x="4" y="{base + 20:.1f}">step</text>')
     for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
         x = x_axis(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')

@@ -6,6 +6,7 @@ and control characters are gone.
 
 from __future__ import annotations
 
+import html
 import math
 import unicodedata
 from collections.abc import Container, Mapping
@@ -93,6 +94,11 @@ def printable(value: Any) -> str:
     """Text that cannot steer a terminal or break a page: `\ufffd` for control characters and surrogates."""
     text = str(value).replace("\r\n", "\n")
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
+
+
+def escaped(value: Any) -> str:
+    """Text for a page: all that comes out of a file passes through here."""
+    return html.escape(printable(value))
 
 
 def one_line(value: Any, most: int = 160) -> str:

@@ -35,8 +35,8 @@ class LiveDisplay:
             get_renderable=self._frame,
             refresh_per_second=4,
             # Prints of the task scroll above the display, unless the user sent them to a file.
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),
+            redirect_stderr=bool(sys.stderr and sys.stderr.isatty()),
         )
 
     def start(self, facts: Record) -> None:

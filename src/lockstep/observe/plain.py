@@ -75,7 +75,7 @@ class PlainDisplay:
             self.message(event_line(record))
 
     def message(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, errors="replace").decode(encoding)
         self._stream.write(line + "\n")
         self._stream.flush()

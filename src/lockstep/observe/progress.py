@@ -37,7 +37,11 @@ def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Pr
 
 
 def _why_not_live(stream: TextIO) -> str | None:
-    if not stream.isatty():
+    try:
+        is_terminal = stream.isatty()
+    except (AttributeError, ValueError):  # not a file (Python has None for a closed stdout), or closed
+        is_terminal = False
+    if not is_terminal:
         return "the output is not a terminal"
     if os.environ.get("TERM", "") in ("", "dumb"):
         return "this terminal cannot move its cursor"
@@ -87,7 +91,7 @@ class Progress:
 
 def _point_at_null(stream: TextIO) -> None:
     """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe gives 120."""
-    with contextlib.suppress(OSError, ValueError):  # not a file
+    with contextlib.suppress(OSError, ValueError):  # it has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.observe.charts import Point, Series, escaped, line_chart
+from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.folder import Record, Run, flat, read_run
-from lockstep.observe.formats import compact, duration, event_words, figures, megabytes, number, ranks, rate
+from lockstep.observe.formats import compact, duration, escaped, event_words, figures, megabytes, number, ranks, rate
 
 MOST_EVENTS = 400
 MOST_METRICS = 8
@@ -197,7 +197,7 @@ def curves(run: Run) -> str:
     if not run.metrics:
         return section("Curves", nothing_in(run, "metrics.jsonl"))
 
-    def series(key: str, name: str, style: Any = "line") -> list[Series]:
+    def series(key: str, name: str, style: Style = "line") -> list[Series]:
         return [Series(name, curve(run.metrics, key), style)]
 
     charts = [
@@ -264,9 +264,8 @@ def plan_table(run: Run) -> str:
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
     if not values:
         return section("Plan", lead + nothing_in(run, "plan.json"))
-    rows = [
-        (key, value, values.get(f"reasons.{key}", "")) for key, value in values.items() if not key.startswith("reasons")
-    ]
+    derived = [key for key in values if not key.startswith("reasons.")]
+    rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
     return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 

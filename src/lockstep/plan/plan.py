@@ -28,6 +28,8 @@ class Plan:
 
 def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
     """`samples` is the length of the dataset, None for a stream."""
+    if samples == 0:
+        raise UserError("a dataset to train on", "one with no samples", "check the path or filter that it is made from")
     reasons: dict[str, str] = {}
     global_batch = _global_batch(config, world, reasons)
     micro_batch = _micro_batch(config, global_batch, world, reasons)
