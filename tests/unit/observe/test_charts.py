@@ -167,7 +167,7 @@ def test_several_series_have_a_legend_and_marks_stand_on_the_axis():
     skips = Series("skipped step", [(1, math.nan)], "marks")
     series = [Series("train", [(0, 1.0), (2, 2.0)]), Series("<eval>", [(2, 1.5)], "points"), skips]
     root = parse(line_chart([*series, Series("absent", [])], "Loss"))
-    assert "".join(having(root, "legend")[0].itertext()) == "●train●<eval>▼skipped step"
+    assert "".join(having(root, "legend")[0].itertext()) == "● train\u2003● <eval>\u2003▼ skipped step"
     assert [mark.findtext("{*}title") for mark in having(root, "mark")] == ["step 1: skipped step"]
     assert len(having(root, "dot")) == 1
     assert not having(parse(line_chart(series[:1], "Loss")), "legend")

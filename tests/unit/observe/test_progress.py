@@ -82,17 +82,7 @@ def test_plain_lines():
         ("event", START),
         ("update", RECORD),
         ("update", later),
-        (
-            "event",
-            {
-                "time": 1.0,
-                "event": "eval",
-                "step": 130,
-                "loss": 2.5,
-                "metrics": {"acc": 0.31},
-                "samples": 101,
-            },
-        ),
+        ("event", {"time": 1.0, "event": "eval", "step": 130, "loss": 2.5, "metrics": {"acc": 0.31}, "samples": 101}),
         ("event", {"time": 1.0, "event": "skip", "step": 131, "reason": "the gradient norm\nis inf"}),
         ("message", "hello"),
     ) == [
@@ -148,12 +138,14 @@ def test_strange_records_do_not_raise(mode, strange):
 
 
 def test_a_closed_stream_does_not_raise():
-    stream = io.StringIO()
-    display = make_progress("auto", 10, "sample", stream)
-    stream.close()
-    display.message("into the void")
-    display.update(RECORD)
-    display.close()
+    closed, missing = io.StringIO(), None  # Python's stdout is None where the shell closed it
+    closed.close()
+    for stream in (closed, missing):
+        display = make_progress("auto", 10, "sample", stream)  # type: ignore[arg-type]
+        display.message("into the void")
+        display.update(RECORD)
+        display.close()
+        assert display.failure is not None
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_status():
@@ -279,7 +271,7 @@ def test_prints_scroll_above_the_live_display_but_forked_workers_print_directly(
         f"open({str(tmp_path / 'parent')!r}, 'w').write(' '.join(kinds))\n"
     )
     master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONUTF8": "1"}
     subprocess.run([sys.executable, "-c", program], stdout=slave, stderr=slave, env=environment, check=True, timeout=60)
     output = os.read(master, 65536).decode()
     os.close(slave)
