@@ -205,7 +205,8 @@ def main() -> None:
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", store_port, is_master=False)
-    gc.freeze()  # what torch brought stays: collecting after a job looks at the job's own objects only
+    held = _hold_destroyed_groups()
+    modules = 0
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -213,16 +214,38 @@ def main() -> None:
         except (EOFError, ConnectionResetError):
             return
         faulthandler.dump_traceback_later((job.limit + ORPHAN_TIME).total_seconds(), exit=True)
-        answer = _answer(job, PrefixStore(f"job-{job.number}", store))
+        answer = _answer(job, PrefixStore(f"job-{job.number}", store), held)
+        if len(sys.modules) > modules:  # what imports brought stays: never look through it for garbage again
+            gc.freeze()
+            modules = len(sys.modules)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(answer)
 
 
-def _answer(job: Job, store: Any) -> bytes:
+def _hold_destroyed_groups() -> list[Any]:
+    """Whatever group a job destroys lands in the returned list, so that the list is the last to let go of it.
+
+    Where DDP's reducer is the last, torch can deadlock: it waits for gloo's threads and keeps the GIL meanwhile,
+    while one of them waits for the GIL to free a tensor. Python's own reference gives the GIL away first.
+    """
+    import torch.distributed as dist
+
+    held: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    def hold_and_destroy(group: Any = None) -> None:
+        held.append(group or dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = hold_and_destroy
+    return held
+
+
+def _answer(job: Job, store: Any, held: list[Any]) -> bytes:
     result = _attempt(job, store)
-    # A failed job's frames held its process group. Only now are its sockets closed, and waiting peers freed.
-    gc.collect()
     left = _left_behind()
+    gc.collect()
+    held.clear()  # only now are the sockets closed, and peers that wait for a failed rank freed
     if left and not isinstance(result, Failure):
         result = Failure(job.rank, RuntimeError(f"the job left {left} behind"), "", time.time())
     try:

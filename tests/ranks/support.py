@@ -227,7 +227,7 @@ class ReferenceTask(Task):
         rows = [tensor[list(ids)] for tensor in self.tensors]
         total, weight = self.terms(model, _cast(rows, torch.float64))
         (total / weight).backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: or_zeros(p.grad, p) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -296,6 +296,10 @@ def steps_past_an_epoch(length: int, global_batch: int, tail: str) -> int:
     return (length // global_batch if tail == "drop" else -(-length // global_batch)) + 1
 
 
+def or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
 def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
 
@@ -311,7 +315,7 @@ def assert_exact(task: ReferenceTask, traces: list[Trace], samples: Sequence[Seq
             continue
         expected = flat(task.reference(traces[0].before(number), ids))
         for rank, note in enumerate(notes):
-            grads = {name: grad for name, grad in note.grads.items() if grad is not None}
+            grads = {name: or_zeros(grad, note.weights[name]) for name, grad in note.grads.items()}
             error = float((flat(grads) - expected).norm() / expected.norm())
             assert error <= TOLERANCE[task.dtype], f"gradient of step {number}, rank {rank}: off by {error:.1e}"
             worst = max(worst, error)

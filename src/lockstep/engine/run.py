@@ -139,7 +139,7 @@ class Run:
         if self.runtime.is_main:
             write_tail(self.run_dir, summary, self.driver.model)
             write_report(self.run_dir)
-        self.runtime.collectives.barrier()  # nobody leaves before the folder is complete
+        self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
         return summary
 
     def fail(self, error: BaseException) -> None:

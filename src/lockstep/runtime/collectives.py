@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import torch
@@ -48,5 +49,13 @@ class Collectives:
     def any(self, flag: bool) -> bool:
         return any(self.gather_json(bool(flag)))
 
-    def barrier(self) -> None:
-        self.gather_json(None)
+    def farewell(self) -> None:
+        """The last collective of a run: nobody leaves before all are here.
+
+        gloo's threads let go of a collective's tensors a moment after it has ended, and need the interpreter for it;
+        if that is already shutting down, the process aborts (pytorch#179291). A barrier carries no tensor, and the
+        pause gives the threads time for the collectives before it.
+        """
+        if not self.world.alone:
+            dist.barrier()
+            time.sleep(0.05)

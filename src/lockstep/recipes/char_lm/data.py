@@ -21,7 +21,7 @@ SYMBOLS = b"\n" + bytes(range(32, 127))
 OTHER = SYMBOLS.index(b"?")  # stands for all the rest, as in str.encode("ascii", "replace")
 _TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
 
-# Packages that every supported Python has, beside the modules at the top level.
+# Beside the modules at the top level. A distribution may leave some out (tkinter, idlelib): less text then.
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http", "idlelib",
     "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo",

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
-        hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W); cheaper than GELU and as good
+        hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
         return x + self.dropout(self.down(hidden))
 
 

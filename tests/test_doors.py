@@ -1,0 +1,184 @@
+"""The ways in, through the real commands and real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+TASK = '''
+import os
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+import lockstep
+
+class Fit(lockstep.Task):
+    """A regression with ragged weights."""
+    defaults = {"steps": 12, "global_batch": 10, "micro_batch": 2, "clip": {"norm": 0.5}, "log": {"every": 4}}
+
+    def __init__(self, width: int = 8, crash: str = ""):
+        self.width, self.crash = width, crash
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(self.width, 1))
+
+    def data(self):
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(33, 4, generator=g), torch.randint(0, 3, (33,), generator=g))
+
+    def eval_data(self):
+        return self.data()
+
+    def loss(self, model, batch):
+        x, w = batch
+        if self.crash == os.environ.get("RANK"):
+            self.fail()
+        total = ((model(x)[:, 0] - x.sum(1)) ** 2 * w).sum()
+        return lockstep.Loss(total, w.sum(), {"error": ((model(x)[:, 0] - x.sum(1)).abs().sum().detach(), len(x))})
+
+    def fail(self):
+        raise ZeroDivisionError("deliberate")
+'''
+
+
+def run(*command: str, folder: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **env}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def lockstep(*arguments: str, folder: Path, **options) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "lockstep.cli", *arguments, folder=folder, **options)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """One run of the task on one process, and one on three, in the same folder."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "my_task.py").write_text(TASK)
+    (folder / "wide.yaml").write_text("task: {width: 16}\nlr: {peak: 1e-2}\n")
+    for nproc in ("1", "3"):
+        arguments = ("train", "my_task.py:Fit", "--config", "wide.yaml", "--nproc", nproc, f"run_dir=world-{nproc}")
+        lockstep(*arguments, "lr.warmup=3", folder=folder)
+    return folder
+
+
+def test_three_processes_train_the_same_model_as_one(trained):
+    """Dropout, ragged weights, clipping, short last windows: all at once."""
+    assert_same_weights(trained / "world-1", trained / "world-3")
+
+
+def test_a_run_leaves_everything_behind(trained):
+    folder = trained / "world-3"
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    logs = {f"logs/rank-{rank}.log" for rank in range(3)}
+    files = {"config.yaml", "config.sources.json", "plan.json", "metrics.jsonl", "events.jsonl"}
+    assert names == files | logs | {"model.safetensors", "summary.json", "report.html"}
+
+    sources = json.loads((folder / "config.sources.json").read_text())
+    assert sources["lr.peak"] == "file wide.yaml"
+    assert sources["lr.warmup"] == "command line"
+    assert sources["global_batch"] == "task default"
+    assert sources["seed"] == "default"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in metrics] == [4, 8, 12]
+    assert all("error" in record["metrics"] for record in metrics)
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events == ["start", "eval", "end"]
+    assert "<svg" in (folder / "report.html").read_text()
+    assert all((folder / log).stat().st_size > 0 for log in logs)
+
+
+def test_logged_losses_do_not_depend_on_the_world(trained):
+    one, three = (
+        [json.loads(line) for line in (trained / f"world-{n}" / "metrics.jsonl").read_text().splitlines()]
+        for n in (1, 3)
+    )
+    for a, b in zip(one, three, strict=True):
+        for key in ("loss", "grad_norm", "lr", "weight"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), key
+        assert a["metrics"]["error"] == pytest.approx(b["metrics"]["error"], rel=1e-5)
+
+
+def test_fit_from_a_script_starts_its_own_workers(trained):
+    """Without `if __name__ == "__main__"`, with a task that only the script knows."""
+    script = TASK + (
+        "\nresult = lockstep.fit(Fit(width=16), 'wide.yaml', nproc=2, run_dir='fitted', **{'lr.warmup': 3})\n"
+        "print(result.summary['step'], result.run_dir, sum(p.numel() for p in result.model.parameters()))\n"
+    )
+    (trained / "script.py").write_text(script)
+    done = run(sys.executable, "script.py", folder=trained)
+    assert done.stdout.splitlines()[-1] == f"12 fitted {4 * 16 + 16 + 16 + 1}"
+    assert_same_weights(trained / "world-1", trained / "fitted")
+
+
+def test_a_crash_on_one_rank_is_shown_first(trained):
+    done = lockstep(
+        "train", "my_task.py:Fit", "task.crash='1'", "run_dir=crashed", "--nproc", "2", folder=trained, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("lockstep: rank 1 on ")
+    assert "ZeroDivisionError: deliberate" in done.stderr.splitlines()[0]
+    assert "in fail" in done.stderr  # the line of the user's own code
+    assert "1 other rank(s) stopped because of it" in done.stderr
+
+
+def test_a_broken_environment_is_refused_with_a_hint(trained):
+    done = lockstep("train", "my_task.py:Fit", folder=trained, check=False, RANK="first", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "RANK" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def own_loops(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    script = str(ROOT / "examples" / "train_lockstep.py")
+    run(sys.executable, script, folder=folder)
+    next((folder / "runs").iterdir()).rename(folder / "world-1")
+    lockstep("train", script, "--nproc", "2", "run_dir=world-2", folder=folder)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run(*torchrun, script, folder=folder)
+    next((folder / "runs").iterdir()).rename(folder / "torchrun-2")
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("other", ["world-2", "torchrun-2"])
+def test_the_own_loop_gives_the_same_model_on_two_processes(own_loops, other):
+    one, two = (losses(own_loops / name) for name in ("world-1", other))
+    assert one[:3] == pytest.approx(two[:3], rel=1e-4)  # 90 steps; later, rounding has grown
+    assert one == pytest.approx(two, rel=0.05, abs=0.01)
+
+
+def test_the_own_loop_learns(own_loops):
+    assert json.loads((own_loops / "world-2" / "summary.json").read_text())["eval_metrics"]["accuracy"] > 0.97
+
+
+def test_the_two_examples_are_about_a_dozen_lines_apart():
+    plain, ours = ((ROOT / "examples" / name).read_text() for name in ("train_torch.py", "train_lockstep.py"))
+    loop = ours[ours.index("def main") : ours.index("def accuracy")].splitlines()
+    new = [line for line in loop if line.strip() and line not in plain.splitlines()]
+    assert len(new) <= 14
+
+
+def test_the_plain_example_runs(tmp_path):
+    done = run(sys.executable, str(ROOT / "examples" / "train_torch.py"), folder=tmp_path)
+    assert float(done.stdout.split()[-1]) > 0.95
