@@ -122,6 +122,7 @@ def _settle_in(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # the page's own processes start as they usually do
     bin_dir, output = folder.parent / "bin", folder.parent / "output"
     shutil.copytree(ROOT / "examples", folder / "examples")
     bin_dir.mkdir()

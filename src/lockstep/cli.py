@@ -69,12 +69,13 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
     from lockstep.config import describe, read_layers, resolve_for
+    from lockstep.config.schema import typed
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
     resolved = resolve_for(kind.defaults, kind.presets, layers)
     for key, value, source in describe(resolved.config, resolved.sources):
-        print(f"{key:32} {value!s:24} {source}")
+        print(f"{key:32} {typed(value):24} {source}")
     return 0
 
 

@@ -17,6 +17,8 @@ from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import UserError
 from lockstep.launch import local
+from lockstep.observe.report import write_report
+from lockstep.observe.sinks import JsonlSink
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
@@ -115,6 +117,12 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
     resolved = resolve(layers)
+    if meant := [key for key in ("preset", "task") if getattr(resolved.config, key)]:
+        raise UserError(
+            f"{meant[0]} in a loop of your own",
+            "no task that could have presets or options",
+            f"leave {meant[0]} out; your script's own arguments are its options",
+        )
     script = Path(sys.argv[0]).stem or "run"
     with context.start(World.from_env(), resolved.config) as runtime:
         run = Run(resolved, runtime, script)
@@ -163,5 +171,12 @@ def _shipped(task: Task) -> Iterator[str]:
 
 
 def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> int:
-    command = [sys.executable, "-m", "lockstep.worker", json.dumps(spec)]
-    return local.run(command, count, run_dir / "logs")
+    command = [sys.executable, "-m", "lockstep.worker", json.dumps({**spec, "path": sys.path})]
+    culprit = local.run(command, count, run_dir / "logs")
+    if culprit is None:
+        return 0
+    # Rank 0 may only have seen that somebody else was gone: the record gets the cause.
+    with JsonlSink(run_dir / "events.jsonl") as events:
+        events.write({"event": "error", "rank": culprit.rank, "type": culprit.kind, "message": culprit.message})
+    write_report(run_dir)
+    return culprit.exit_code

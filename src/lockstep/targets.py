@@ -57,6 +57,12 @@ def check(target: str) -> None:
 
 def load_class(target: str) -> type[Any]:
     check(target)
+    if is_script(target):
+        raise UserError(
+            f"the target {target!r}",
+            "a script with a loop of its own, which says its configuration only when it runs",
+            f"type {target}:CLASS, or look at config.yaml in its run folder",
+        )
     path, colon, class_name = target.rpartition(":")
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
@@ -74,25 +80,50 @@ def load_class(target: str) -> type[Any]:
 
 def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     """The task, with `task.*` as its constructor's keyword arguments; all wrong ones are named at once."""
-    signature = inspect.signature(kind, eval_str=True)
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    parameters = _signature(kind).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return kind(**options)
-    problems = [_unknown_option(kind, key, signature) for key in options if key not in signature.parameters]
-    problems += [p for key, value in options.items() if (p := _wrong_type(kind, key, value, signature))]
-    missing = [
-        name
-        for name, p in signature.parameters.items()
-        if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in options
-    ]
-    problems += [UserError(f"task.{name}", "no value", f"type task.{name}=...") for name in missing]
+    problems, values = [], {}
+    for key, value in options.items():
+        if key not in parameters:
+            problems.append(_unknown_option(kind, key, list(parameters)))
+            continue
+        try:
+            values[key] = _converted(value, parameters[key].annotation)
+        except ValueError:  # pydantic's ValidationError is one
+            problems.append(_wrong_type(key, value, parameters[key].annotation))
+    for name, p in parameters.items():
+        if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in options:
+            problems.append(UserError(f"task.{name}", "no value", f"type task.{name}=..."))
     if problems:
         raise ConfigError(problems)
-    return kind(**options)
+    return kind(**values)
 
 
-def _unknown_option(kind: type[Any], key: str, signature: inspect.Signature) -> UserError:
-    near = difflib.get_close_matches(key, signature.parameters, n=1)
-    known = ", ".join(f"task.{name}" for name in signature.parameters) or "none"
+def _signature(kind: type[Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(kind, eval_str=True)
+    except NameError:  # annotations whose names only a type checker imports
+        return inspect.signature(kind)
+
+
+def _converted(value: Any, wanted: Any) -> Any:
+    """`value` as the annotation wants it: a list may become a tuple, a text a Path, but "8" never becomes 8."""
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    if wanted is inspect.Parameter.empty or isinstance(wanted, str):
+        return value
+    scalar = wanted in (int, float, bool, str) or isinstance(value, bool)
+    try:
+        adapter = TypeAdapter(wanted, config=ConfigDict(strict=scalar))
+    except PydanticUserError:  # not a type that can be checked
+        return value
+    return adapter.validate_python(value)
+
+
+def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
+    near = difflib.get_close_matches(key, names, n=1)
+    known = ", ".join(f"task.{name}" for name in names) or "none"
     return UserError(
         f"task.{key}",
         f"{kind.__name__} takes no such argument; it takes {known}",
@@ -100,22 +131,9 @@ def _unknown_option(kind: type[Any], key: str, signature: inspect.Signature) -> 
     )
 
 
-def _wrong_type(kind: type[Any], key: str, value: Any, signature: inspect.Signature) -> UserError | None:
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-
-    if key not in signature.parameters or signature.parameters[key].annotation is inspect.Parameter.empty:
-        return None
-    wanted = signature.parameters[key].annotation
-    try:
-        adapter = TypeAdapter(wanted, config=ConfigDict(strict=True))
-    except PydanticUserError:  # an annotation that only a type checker understands is not ours to judge
-        return None
-    try:
-        adapter.validate_python(value)
-    except ValidationError:
-        name = getattr(wanted, "__name__", str(wanted))
-        return UserError(f"task.{key}={value!r}", f"a {type(value).__name__}, not {name}", f"give it a value of {name}")
-    return None
+def _wrong_type(key: str, value: Any, wanted: Any) -> UserError:
+    name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+    return UserError(f"task.{key}={value!r}", f"a value of type {type(value).__name__}", f"give it one of type {name}")
 
 
 def _load_file(path: Path) -> Any:

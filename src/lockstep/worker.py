@@ -44,6 +44,7 @@ def _leave(code: int) -> NoReturn:
 def _work(spec: dict[str, Any]) -> None:
     from lockstep import doors
 
+    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
     if "task" in spec:
         doors.fit_shipped(spec["task"], layers)

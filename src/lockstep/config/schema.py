@@ -41,7 +41,7 @@ class LrConfig(Section):
 class ClipConfig(Section):
     norm: float | None = _key(None, "largest global L2 norm of the gradient", example=1.0, gt=0)
     value: float | None = _key(None, "largest absolute value of a gradient element", example=0.5, gt=0)
-    adaptive: float | None = _key(None, "largest gradient / weight norm, per unit", example=0.01, gt=0)
+    adaptive: float | None = _key(None, "largest gradient norm / weight norm of a parameter", example=0.01, gt=0)
 
 
 class NonfiniteConfig(Section):

@@ -113,8 +113,8 @@ class MapSource:
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
         ahead = self._read_ahead(window) if self.config.workers else None
         for piece in pieces:
-            data = next(ahead) if ahead else self.reader((window.epoch, piece.ids))
-            piece.data = to_device(pin(data) if self.pin_memory and not ahead else data, self.device)
+            data = next(ahead) if ahead is not None else self.reader((window.epoch, piece.ids))
+            piece.data = to_device(pin(data) if self.pin_memory and ahead is None else data, self.device)
             yield piece
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
@@ -157,18 +157,19 @@ class StreamSource:
             )
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
-        self._ended = False
+        self._began = self._ended = False  # whether this epoch has given samples, and whether it is over
         self._last: MicroBatch | None = None
 
     def take(self) -> Share:
         pieces = [] if self._ended else self._pull()
         if pieces:
-            self._last = pieces[-1]
-        elif self._last is None:
+            self._last, self._began = pieces[-1], True
+        elif self._last is None or not self._began:
             raise UserError(
-                "a stream of training samples for every rank",
-                f"rank {self.world.rank} of {self.world.size} got none at all",
-                "use fewer ranks or data.workers, or give the dataset at least one sample for each of them",
+                "a stream with samples for every rank in every epoch",
+                f"rank {self.world.rank} of {self.world.size} got none in epoch {self.epoch}",
+                "give every rank at least one sample; a generator can be read only once, so return an iterable whose "
+                "__iter__ starts anew",
             )
         else:
             last = self._last
@@ -178,7 +179,8 @@ class StreamSource:
 
     def commit(self, share: Share, result: StepResult | None) -> None:
         if result is not None and result.exhausted and self._ended:
-            self.epoch, self._ended, self._batches = self.epoch + 1, False, None
+            self.epoch, self._batches = self.epoch + 1, None
+            self._ended = self._began = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "approximate": True}

@@ -35,15 +35,20 @@ def facts(
 def _world(runtime: Runtime) -> str:
     size = runtime.world.size
     if runtime.world.alone:
-        return f"1 process on {runtime.device}, {runtime.threads} CPU threads"
-    return f"{size} processes over {runtime.backend}, this one on {runtime.device}, {runtime.threads} CPU threads each"
+        return f"1 process on {runtime.device}, {_count(runtime.threads, 'CPU thread')}"
+    threads = _count(runtime.threads, "CPU thread")
+    return f"{size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
 
 
 def _batch(plan: Plan) -> str:
     return (
-        f"global {plan.global_batch} ({plan.reasons['global_batch']}) = {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch} ({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
+        f"global {plan.global_batch} ({plan.reasons['global_batch']}) = {_count(plan.micro_batches, 'micro-batch')} "
+        f"of {plan.micro_batch} ({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("es" if noun.endswith("ch") else "s") * (number != 1)
 
 
 def _data(plan: Plan, config: RunConfig) -> str:

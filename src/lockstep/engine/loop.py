@@ -20,6 +20,8 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
     every = run.config.evaluate.every if held_out is not None else None
+    if run.config.evaluate.every and held_out is None:
+        run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
 
     for share in run.shares():
         result = run.stepper.step(share, task.loss)

@@ -22,6 +22,7 @@ from lockstep.engine.folder import open_run_dir, write_head, write_tail
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.selfcheck import TrainableGuard, check_first_batches, check_replicas, check_same_config
 from lockstep.engine.step import Stepper
+from lockstep.errors import UserError
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
@@ -52,6 +53,12 @@ class Run:
 
     def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any]) -> Driver:
         """Put the model on its device and under its driver, and get its optimizers."""
+        if hasattr(self, "driver"):
+            raise UserError(
+                "a second model in one run",
+                "one that was set up before; a run trains one module",
+                "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
+            )
         check_storage(model)
         self.driver = apply(model, self.config, self.runtime)
         made = optimizers(self.driver.model)
@@ -97,7 +104,9 @@ class Run:
         self._interval_samples += share.samples
         self._interval_steps += 1
         step = self.stepper.counters.step
-        if step % self.config.log.every == 0 or step == self.plan.steps:
+        if step == self.plan.steps:
+            self._log(self.stepper.settle() or result)
+        elif step % self.config.log.every == 0:
             self._log(result)
         else:
             self.recorder.poll()
@@ -110,7 +119,11 @@ class Run:
     ) -> Evaluation:
         began = time.perf_counter()
         reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
-        batch = self.config.evaluate.batch or (self.plan.micro_batch if self.opened else 1)
+        if not self.opened and self.config.evaluate.batch is None:
+            raise UserError(
+                "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
+            )
+        batch = self.config.evaluate.batch or self.plan.micro_batch
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
         found = evaluate(evaluator, self.driver, self.runtime)
         self.evaluation = found

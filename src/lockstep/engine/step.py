@@ -5,7 +5,7 @@
     backward   per micro-batch: the SUM's gradient; with the last one the exchange, and the control word in it
     apply      one factor = 1 / global weight x 1 / loss scale x clipping; finite -> optimizer, else skip
 
-No strategy, no device and no recipe is named here.
+No strategy and no recipe is named here; of the device only whether its outcome must be waited for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class _Pending:
     row: Tensor  # (gradient norm, packed word), on its way to pinned host memory
     arrived: torch.cuda.Event
     norms: Tensor
+    sums: Sums
 
 
 class Stepper:
@@ -144,7 +145,9 @@ class Stepper:
         pending.arrived.synchronize()  # host waits for the device: one step late, or at the very end
         length, *values = pending.row.tolist()
         applied = math.isfinite(length)
-        if not applied:
+        if applied:
+            self.sums.merge(pending.sums)
+        else:
             self.counters.applied -= 1  # it was counted on trust
         return self._settle(pending.step, self.driver.codec.unpack(values), length, applied, pending.norms)
 
@@ -164,12 +167,11 @@ class Stepper:
         coefficient = to_mean * self.clipping.coefficient_on_device(length)
         self._step_optimizers((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
         self.counters.applied += 1
-        self.sums.merge(self._step_sums)
         previous = self.settle()
         row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = _Pending(step, row, arrived, norms)
+        self._pending = _Pending(step, row, arrived, norms, self._step_sums)
         return previous
 
     def _step_optimizers(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:

@@ -24,6 +24,10 @@ class Failure:
     traceback: str = ""
     for_user: bool = False  # the message says what to do: no traceback needed
 
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.for_user else 1
+
     def text(self, log: Path | None = None) -> str:
         if self.for_user:
             return f"lockstep: {self.message}"

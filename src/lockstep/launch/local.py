@@ -53,8 +53,13 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
-def run(command: Sequence[str], nproc: int, log_dir: Path, env: Mapping[str, str] = os.environ) -> int:
-    """Run `command` as `nproc` ranks. Rank 0 has the terminal, the others write to their logs. Returns an exit code."""
+def run(
+    command: Sequence[str], nproc: int, log_dir: Path, env: Mapping[str, str] = os.environ
+) -> failure.Failure | None:
+    """Run `command` as `nproc` ranks: rank 0 has the terminal, the others write to their logs.
+
+    Returns the first failure, which has been printed, or None.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as failures, _listener() as listener:
         alive, lifeline = os.pipe()
@@ -106,14 +111,14 @@ def _start(
         )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], failures: Path, log_dir: Path) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], failures: Path, log_dir: Path) -> failure.Failure | None:
     while True:
         codes = {rank: process.poll() for rank, process in enumerate(ranks)}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if any(ended.values()):
             break
         if len(ended) == len(ranks):
-            return 0
+            return None
         time.sleep(POLL_S)
     deadline = time.monotonic() + OTHERS_S
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
@@ -124,7 +129,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], failures: Path, log_dir: Path) -
     print(culprit.text(log_dir / f"rank-{culprit.rank}.log"), file=sys.stderr)
     if not culprit.for_user and len(ranks) > 1:
         print(f"{len(ranks) - 1} other rank(s) stopped because of it", file=sys.stderr)
-    return 2 if culprit.for_user else 1
+    return culprit
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:

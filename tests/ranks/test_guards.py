@@ -1,0 +1,430 @@
+"""Mistakes that would train a wrong model, or hang: every rank stops with the right words, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.engine.own_loop import OwnRun
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import (
+    JOBS,
+    Perceptron,
+    WeightedRegression,
+    assert_exact,
+    assert_user_errors,
+    fit,
+    flat,
+    watched_run,
+    weighted_regression,
+    windows,
+)
+
+VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 6}
+
+
+class Regression(Task):
+    """A plain task whose loss and model tests replace."""
+
+    def __init__(
+        self,
+        predict: Callable[[Regression, nn.Module, Tensor], Tensor] = lambda task, model, x: model(x),
+        network: Callable[[], nn.Module] = Perceptron,
+        before_loss: Callable[[Regression, int], None] = lambda task, call: None,
+    ):
+        self.predict, self.network, self.before_loss = predict, network, before_loss
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        self.net = self.network()
+        return self.net
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(40, 5, generator=g), torch.randn(40, generator=g))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.before_loss(self, self.calls)
+        self.calls += 1
+        x, y = batch
+        return Loss(((self.predict(self, model, x) - y) ** 2).sum(), len(x))
+
+
+# ---- the forward goes through the wrapper ---------------------------------------------------------------
+
+
+def through_parts(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+    return model.out(torch.tanh(model.hidden(x))).squeeze(-1)
+
+
+def the_second_time(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+    return (task.net if task.calls % 2 == 0 else model)(x)
+
+
+BYPASSES = {
+    "self.net": lambda task, model, x: task.net(x),
+    "model.module": lambda task, model, x: model.module(x),
+    "its parts": through_parts,
+    "only in the second micro-batch": the_second_time,
+}
+
+
+@pytest.mark.parametrize("way", sorted(BYPASSES))
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_a_forward_that_bypasses_the_wrapper(pool: Pool, way: str, job: str) -> None:
+    errors = pool.errors(JOBS[job], Regression(BYPASSES[way]), VALUES, world=2)
+    assert_user_errors(errors, "a loss made without it: Perceptron", "call `model(...)`, not `self.net(...)`")
+
+
+def test_what_the_loss_gets_looks_like_the_users_model(pool: Pool) -> None:
+    """`next(model.parameters())` is how many a loss finds its device and number format."""
+
+    def predict(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+        assert model.hidden is task.net.hidden
+        assert next(model.parameters()) is next(task.net.parameters()), "the first parameter is not the user's"
+        assert len(list(model.parameters())) == len(list(task.net.parameters()))
+        return model(x)
+
+    for size in (1, 2):
+        pool.run(fit, Regression(predict), VALUES, world=size)
+
+
+# ---- what is trainable stays trainable ------------------------------------------------------------------
+
+
+def half_frozen() -> nn.Module:
+    model = Perceptron()
+    model.hidden.weight.requires_grad_(False)
+    return model
+
+
+def unfreeze(task: Regression, call: int) -> None:
+    if call == 5:
+        task.net.hidden.weight.requires_grad_(True)
+
+
+def freeze(task: Regression, call: int) -> None:
+    if call == 4:  # the first micro-batch of a step: the parameter has a gradient in none
+        task.net.out.bias.requires_grad_(False)
+
+
+def replace(task: Regression, call: int) -> None:
+    if call == 4:
+        task.net.out = nn.Linear(6, 1)
+
+
+def add(task: Regression, call: int) -> None:
+    if call == 5:
+        task.net.extra = nn.Parameter(torch.zeros(3))
+
+
+def test_a_parameter_unfrozen_after_wrapping(pool: Pool) -> None:
+    task = Regression(network=half_frozen, before_loss=unfreeze)
+    assert_user_errors(pool.errors(fit, task, VALUES, world=2), "'hidden.weight' was unfrozen", "in model()")
+
+
+def test_a_parameter_frozen_after_wrapping(pool: Pool) -> None:
+    errors = pool.errors(fit, Regression(before_loss=freeze), VALUES, world=2)
+    assert_user_errors(errors, "out.bias")
+
+
+@pytest.mark.parametrize(("change", "name"), [(replace, "out.weight"), (add, "extra")])
+def test_parameters_replaced_or_added(pool: Pool, change: Callable[..., None], name: str) -> None:
+    errors = pool.errors(fit, Regression(before_loss=change), VALUES | {"checks.every": 3}, world=2)
+    assert_user_errors(errors, name)
+
+
+def test_half_precision_weights(pool: Pool) -> None:
+    errors = pool.errors(fit, Regression(network=lambda: Perceptron().bfloat16()), VALUES, world=2)
+    assert_user_errors(errors, "4 stored in half precision, first 'hidden.weight'", "model.float()")
+
+
+class HalfTrunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(5, 5).bfloat16().requires_grad_(False), Perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x.bfloat16()).float())
+
+
+def test_frozen_half_precision_is_fine(pool: Pool) -> None:
+    pool.run(fit, Regression(network=HalfTrunk), VALUES, world=2)
+
+
+# ---- frozen modules -------------------------------------------------------------------------------------
+
+
+class Trunk(nn.Module):
+    """Frozen; its buffer differs between ranks."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("note", torch.full((3,), float(rank)))
+        self.requires_grad_(False)
+
+
+class TrunkAndHead(nn.Module):
+    def __init__(self, rank: int):
+        super().__init__()
+        self.trunk, self.head = Trunk(rank), Perceptron()
+        self.head.register_buffer("note", torch.full((3,), float(rank)))
+        if rank:
+            nn.init.zeros_(self.head.out.weight)  # trainable: rank 0's is given to all
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk.linear(x))
+
+
+def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
+    task = Regression(network=lambda: TrunkAndHead(world.rank))
+    with watched_run(world, store, VALUES) as run:
+        driver = run.adopt(task.model(), task.optimizer)
+        run.open(task.data(), task.collate)
+        frozen = task.net.trunk.linear.weight.clone()
+        for share in run.shares():
+            run.finish(share, run.stepper.step(share, task.loss))
+        return {
+            "names": driver.names,
+            "ignored": set(driver.call.parameters_to_ignore),
+            "trunk note": task.net.trunk.note.tolist(),
+            "head note": task.net.head.note.tolist(),
+            "frozen": torch.equal(task.net.trunk.linear.weight, frozen),
+            "weights": flat({name: p.detach() for name, p in task.net.named_parameters()}),
+        }
+
+
+def test_frozen_modules_are_not_wrapped(pool: Pool) -> None:
+    first, second = pool.run(frozen_trunk, world=2)
+    for rank, found in enumerate((first, second)):
+        assert not any(name.startswith("trunk") for name in found["names"])
+        ignored = {name.removeprefix("model.") for name in found["ignored"]}
+        assert ignored >= {"trunk.linear.weight", "trunk.linear.bias", "trunk.note"}
+        assert not any(name.startswith("head") for name in ignored)
+        assert found["trunk note"] == [float(rank)] * 3, "the buffer of a frozen module was touched"
+        assert found["head note"] == [0.0] * 3, "the buffer of a trained module was not made equal"
+        assert found["frozen"]
+    assert torch.equal(first["weights"], second["weights"])
+
+
+def test_frozen_parts_that_differ_between_ranks(pool: Pool) -> None:
+    class Different(TrunkAndHead):
+        def __init__(self) -> None:
+            super().__init__(0)
+            nn.init.constant_(self.trunk.linear.bias, float(dist.get_rank()))
+
+    errors = pool.errors(fit, Regression(network=Different), VALUES, world=2)
+    assert_user_errors(errors, "'trunk.linear.bias' differs between rank 0 and rank 1")
+
+
+# ---- data and configuration -----------------------------------------------------------------------------
+
+
+class SameSamples(Regression):
+    def data(self) -> Any:
+        return TensorDataset(torch.ones(40, 5), torch.ones(40))
+
+
+def test_equal_first_batches(pool: Pool) -> None:
+    errors = pool.errors(fit, SameSamples(), VALUES, world=3)
+    assert_user_errors(errors, "ranks 0 and 1 read the same first batch", "checks.first_batch=false")
+    pool.run(fit, SameSamples(), VALUES | {"checks.first_batch": False}, world=3)
+
+
+def fit_with_own_seed(world: World, store: Any) -> None:
+    fit(world, store, Regression(), VALUES | {"seed": 5 + world.rank // 2, "log.every": 7})
+
+
+def test_unequal_configuration(pool: Pool) -> None:
+    errors = pool.errors(fit_with_own_seed, world=3)
+    assert_user_errors(errors, "seed is 5 on rank 0 and 6 on rank 2", "same file and the same key=value")
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"global_batch": 3}, "type global_batch=4 or more, or --nproc 3"),
+        ({"global_batch": 8, "micro_batch": 4}, "type micro_batch=2 or less"),
+    ],
+)
+def test_a_batch_that_cannot_be_split(pool: Pool, values: dict[str, Any], fix: str) -> None:
+    errors = pool.errors(fit, Regression(), {"steps": 2} | values, world=4)
+    assert_user_errors(errors, "a batch that cannot be split", fix)
+
+
+# ---- parameters that take no part -----------------------------------------------------------------------
+
+
+class WithBranch(nn.Module):
+    """The branch is used where some sample's first input is positive, or everywhere, or nowhere."""
+
+    def __init__(self, use: Callable[[Tensor], bool]):
+        super().__init__()
+        self.main, self.branch, self.use = Perceptron(), nn.Linear(5, 1), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.main(x)
+        if self.use(x):
+            found = found + torch.where(x[:, 0] > 0, self.branch(x).squeeze(-1), 0.0)
+        return found
+
+
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_an_unused_parameter_is_named(pool: Pool, job: str) -> None:
+    task = Regression(network=lambda: WithBranch(lambda x: False))
+    errors = pool.errors(JOBS[job], task, VALUES, world=2)
+    assert_user_errors(errors, "no gradient for branch.weight, branch.bias", "ddp.find_unused_parameters=true")
+
+
+def test_a_parameter_unused_in_the_last_micro_batch(pool: Pool) -> None:
+    """It has a gradient, from an earlier micro-batch, and yet its bucket is never sent."""
+    task = Regression(network=lambda: WithBranch(lambda x: False))
+    task.before_loss = lambda task, call: setattr(task.net, "use", lambda x: call % 2 == 0)
+    errors = pool.errors(fit, task, VALUES, world=2)
+    assert_user_errors(errors, "branch.weight", "ddp.find_unused_parameters=true")
+
+
+def test_a_parameter_unused_on_one_rank(pool: Pool) -> None:
+    """Its peer waits for a bucket that never comes; it must not wait for long."""
+    task = Regression(network=lambda: WithBranch(lambda x: dist.get_rank() == 0))
+    errors = pool.errors(fit, task, VALUES, world=2)
+    assert_user_errors(errors[1:], "no gradient for branch.weight, branch.bias")
+    assert errors[0] is not None, "rank 0 went on alone"
+
+
+class Branching(WeightedRegression):
+    def network(self) -> nn.Module:
+        return WithBranch(lambda x: bool((x[:, 0] > 0).any()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_find_unused_parameters_is_exact(pool: Pool, world: int, micro_batch: int) -> None:
+    """Used by some ranks, in some micro-batches, and in the second epoch's first step by nobody."""
+    made = weighted_regression(24, seed=10)
+    samples = windows(24, 8, "short", 5)
+    made.tensors[0][samples[1], 0] = -1.0
+    task = Branching(made.tensors)
+    values = {"global_batch": 8, "micro_batch": micro_batch, "steps": 5, "ddp.find_unused_parameters": True}
+    traces = pool.run(fit, task, values, world=world)
+    assert_exact(task, traces, samples)
+    used = [bool((made.tensors[0][ids, 0] > 0).any()) for ids in samples]
+    assert used[:3] == [True, False, True]
+
+
+# ---- the own loop ---------------------------------------------------------------------------------------
+
+
+def own(world: World, store: Any, body: Callable[..., None]) -> None:
+    """A loop whose body a test gets wrong."""
+    task = Regression()
+    with watched_run(world, store, VALUES) as run:
+        loop = OwnRun(run)
+        plain = task.model()
+        model, optimizer = loop.setup(plain, task.optimizer(plain))
+        for step in loop.steps(task.data()):
+            body(task, model, optimizer, step)
+        loop.close()
+
+
+def forgets_apply(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        loss = task.loss(model, batch)
+        step.backward(loss.total, loss.weight)
+
+
+def steps_the_optimizer(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    forgets_apply(task, model, optimizer, step)
+    optimizer.step()
+
+
+def applies_too_early(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        loss = task.loss(model, batch)
+        step.backward(loss.total, loss.weight)
+        step.apply()
+
+
+def forgets_backward(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        task.loss(model, batch)
+    step.apply()
+
+
+def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        for _ in range(2):
+            loss = task.loss(model, batch)
+            step.backward(loss.total, loss.weight)
+    step.apply()
+
+
+MISTAKES = [
+    (forgets_apply, ("step 0 ended without it", "call step.apply()")),
+    (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
+    (applies_too_early, ("1 of", "batches went backward")),
+    (forgets_backward, ("one step.backward", "0 for batch 0")),
+    (goes_backward_twice, ("one step.backward", "2 for batch 0")),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), MISTAKES, ids=[body.__name__ for body, _ in MISTAKES])
+def test_mistakes_in_the_own_loop(pool: Pool, body: Callable[..., None], words: tuple[str, ...]) -> None:
+    for size in (1, 2):
+        assert_user_errors(pool.errors(own, body, world=size), *words)
+
+
+def mends_its_loop(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    forgets_apply(task, model, optimizer, step)
+    try:
+        optimizer.step()
+    except UserError:
+        step.apply()
+    else:
+        raise AssertionError("a direct optimizer.step() went through")
+
+
+def test_the_refused_step_changes_nothing(pool: Pool) -> None:
+    pool.run(own, mends_its_loop, world=2)
+
+
+# ---- replicas -------------------------------------------------------------------------------------------
+
+
+def one_bit(weight: Tensor) -> None:
+    weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(9.0))
+
+
+DRIFTS: dict[str, Callable[[Tensor], Any]] = {
+    "one element": lambda weight: weight.view(-1)[0].add_(0.5),
+    "one bit": one_bit,
+    "the sign": lambda weight: weight.neg_(),
+    "the order": lambda weight: weight.copy_(weight.flip(0)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(DRIFTS))
+def test_replicas_that_drift_are_named(pool: Pool, kind: str) -> None:
+    def drift(task: Regression, call: int) -> None:
+        if call == 5 and dist.get_rank() == 1:
+            DRIFTS[kind](task.net.hidden.weight.data)
+
+    errors = pool.errors(fit, Regression(before_loss=drift), VALUES | {"checks.every": 3}, world=2)
+    assert_user_errors(errors, "'hidden.weight' differs between rank 0 and rank 1")
+
+
+def test_replicas_that_do_not_drift(pool: Pool) -> None:
+    pool.run(fit, Regression(), VALUES | {"checks.every": 1}, world=3)
