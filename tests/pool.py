@@ -202,6 +202,7 @@ def main() -> None:
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     faulthandler.register(DUMP, all_threads=True)
+    # The first optimizer imports it anyway; imported while a group exists, it keeps that group open for ever.
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", store_port, is_master=False)

@@ -21,16 +21,18 @@ WORLDS = (1, 2, 3, 4)
 class Scored(Task):
     """A classifier with ragged sample weights, and metrics with and without a weight of their own."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
         g = torch.Generator().manual_seed(count)
         labels, weights = torch.randint(0, 3, (count,), generator=g), torch.randint(0, 4, (count,), generator=g)
-        self.held_out = Rows([torch.arange(count), torch.randn(count, 5, generator=g), labels, weights])
+        inputs = torch.randn(count, 5, generator=g, dtype=dtype)
+        self.held_out = Rows([torch.arange(count), inputs, labels, weights])
         self.training = Rows([tensor[: min(8, count)] for tensor in self.held_out.tensors])
         self.seen: list[int] = []  # ids that this rank evaluated
         self.in_training_mode: set[bool] = set()
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+        return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).to(self.dtype)
 
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay those that the reference has
@@ -94,14 +96,15 @@ def values(**more: Any) -> dict[str, Any]:
     return {"global_batch": 8, "steps": 1} | more
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # sums of float32 are exact in Python's floats
 @pytest.mark.parametrize("count", [101, 2])
 @pytest.mark.parametrize(
     "settings",
     [values(micro_batch=2, **{"evaluate.batch": 7}), values(micro_batch=2)],
     ids=["evaluate.batch", "micro_batch"],
 )
-def test_the_same_float_at_any_world_size(pool: Pool, count: int, settings: dict[str, Any]) -> None:
-    task = Scored(count)
+def test_the_same_float_at_any_world_size(pool: Pool, count: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    task = Scored(count, dtype)
     by_world = {size: pool.run(evaluate, task, settings, world=size) for size in WORLDS}
     one = by_world[1][0]
     loss, metrics = reference(task, one.weights)

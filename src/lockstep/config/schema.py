@@ -76,8 +76,7 @@ class DataConfig(Section):
 
 class DDPConfig(Section):
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
-    find_unused_parameters: bool = _key(False, "look for parameters without gradient, every step (slow)")
-    static_graph: bool = _key(False, "promise that every step uses the same parameters")
+    find_unused_parameters: bool = _key(False, "allow parameters without a gradient; exchanges after backward")
 
 
 class LogConfig(Section):

@@ -81,6 +81,10 @@ class MapSource:
     def commit(self, share: Share, result: StepResult | None) -> None:
         self.position = self._after(self._window(self.position))
 
+    def close(self) -> None:
+        """End the worker processes."""
+        self._ahead = None
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "length": self.length}
 
@@ -181,6 +185,10 @@ class StreamSource:
         if result is not None and result.exhausted and self._ended:
             self.epoch, self._batches = self.epoch + 1, None
             self._ended = self._began = False
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "approximate": True}

@@ -129,24 +129,24 @@ class OwnStep:
         self._run, self._share = run, share
         self.index = run.stepper.counters.step
         self.ended = False
+        self._taken = 0  # batches handed out so far
         self.result: StepResult | None = None
         run.stepper.begin(share)
 
     def __iter__(self) -> Iterator[Any]:
         stepper = self._run.stepper
-        for number, micro in enumerate(self._share):
+        for micro in self._share:
+            self._taken += 1
             stepper.prepare(micro)
             with self._run.precision.autocast():  # on while the loop's body runs
                 yield micro.data
-            if stepper.backwards_done != number + 1:
-                raise UserError(
-                    "one step.backward(loss_sum, weight) for every batch",
-                    f"{stepper.backwards_done - number} for batch {number} of step {self.index}",
-                    "call step.backward exactly once per batch; pass weight=0 to let a batch count nothing",
-                )
+            if stepper.backwards_done != self._taken:
+                raise self._miscounted(0)
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is how many terms it has."""
+        if self._run.stepper.backwards_done == self._taken:
+            raise self._miscounted(2)
         with full_precision(self._run.precision):
             self._run.stepper.backward(Loss(loss_sum, weight, metrics))
 
@@ -161,3 +161,10 @@ class OwnStep:
         self.ended = True
         self.result = self._run.stepper.apply()
         return self.result
+
+    def _miscounted(self, count: int) -> UserError:
+        return UserError(
+            "one step.backward(loss_sum, weight) for every batch of `for batch in step`",
+            f"{count} for batch {self._taken - 1} of step {self.index}",
+            "call step.backward exactly once per batch; pass weight=0 to let a batch count nothing",
+        )

@@ -20,7 +20,7 @@ from lockstep.engine.announce import facts
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.folder import open_run_dir, write_head, write_tail
 from lockstep.engine.optim import LearningRate
-from lockstep.engine.selfcheck import TrainableGuard, check_first_batches, check_replicas, check_same_config
+from lockstep.engine.selfcheck import TrainableGuard, check_replicas, check_same_config, first_share
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.observe.recorder import Recorder
@@ -90,10 +90,8 @@ class Run:
         self.recorder.start_clock()
         while self.stepper.counters.step < self.plan.steps and not self._stopped:
             self.guard.check()
-            share = self.source.take()
-            if self.stepper.counters.step == 0 and self.config.checks.first_batch and not self.runtime.world.alone:
-                share.batches = batches = list(share)
-                check_first_batches(batches[0], self.runtime)
+            first = self.stepper.counters.step == 0 and self.config.checks.first_batch and not self.runtime.world.alone
+            share = first_share(self.source, self.runtime) if first else self.source.take()
             share.batches = self._timed(share.batches)
             yield share
 
@@ -141,6 +139,7 @@ class Run:
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Wait for the last outcome, save the weights, and write the summary and the report."""
+        self._end_loaders()
         self.stepper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
@@ -157,10 +156,15 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Leave what is known on disk; the error itself goes on its way."""
+        self._end_loaders()
         self.recorder.event("error", type=type(error).__name__, message=str(error))
         self.recorder.close()
         if self.runtime.is_main:
             write_report(self.run_dir)
+
+    def _end_loaders(self) -> None:
+        if self.opened and hasattr(self.source, "close"):
+            self.source.close()
 
     def _timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         iterator = iter(batches)

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import RunConfig, flatten
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
-from lockstep.task import MicroBatch
+from lockstep.task import BatchSource, Share
 
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
@@ -30,9 +30,28 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
             )
 
 
-def check_first_batches(micro: MicroBatch, runtime: Runtime) -> None:
-    """Two ranks that read the same samples double their weight, and nothing else would ever show it."""
-    digests = runtime.collectives.gather_json(None if micro.padding else digest(micro.data))
+def first_share(source: BatchSource, runtime: Runtime) -> Share:
+    """The first share of every rank, or the same error on every rank.
+
+    Two ranks that read the same samples double their weight, and nothing else would ever show it.
+    """
+    share, problem, mine = None, None, None
+    try:
+        share = source.take()
+        share.batches = batches = list(share)
+        mine = None if batches[0].padding else digest(batches[0].data)
+    except UserError as error:
+        problem = error
+    everybody = runtime.collectives.gather_json([mine, problem and [problem.asked, problem.found, problem.fix]])
+    for rank, (_, trouble) in enumerate(everybody):
+        if trouble:
+            raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
+    _check_different([value for value, _ in everybody])
+    assert share is not None
+    return share
+
+
+def _check_different(digests: list[str | None]) -> None:
     seen: dict[str, int] = {}
     for rank, value in enumerate(digests):
         if value is not None and value in seen:
@@ -103,13 +122,18 @@ class TrainableGuard:
         )
 
 
+def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+    """The sum of its bits as whole numbers: any single change shows, which a norm in floating point may swallow."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return parameter.detach().contiguous().view(whole).sum(dtype=torch.int64)
+
+
 def check_replicas(model: nn.Module, runtime: Runtime) -> None:
-    """Replicas must hold the same bits. Compares a length per parameter; names the first that differs."""
+    """Replicas must hold the same bits. Compares a checksum per parameter; names the first that differs."""
     if runtime.world.alone:
         return
     names, parameters = zip(*model.named_parameters(), strict=True)
-    lengths = torch.stack([n.double() for n in torch._foreach_norm([p.detach() for p in parameters])])
-    everybody = runtime.collectives.gather_json([length.hex() for length in lengths.tolist()])
+    everybody = runtime.collectives.gather_json(torch.stack([_checksum(p) for p in parameters]).tolist())
     for rank, theirs in enumerate(everybody):
         for name, mine, other in zip(names, everybody[0], theirs, strict=True):
             if mine != other:

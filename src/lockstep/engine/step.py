@@ -162,7 +162,7 @@ class Stepper:
 
     def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor) -> StepResult | None:
         """The same arithmetic as in `apply`, left to the device; the optimizer skips by itself."""
-        to_mean = self.driver.gradient_factor / (packed[0].double() + packed[1])
+        to_mean = self.driver.gradient_factor / self.driver.codec.weight(packed)
         length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
         coefficient = to_mean * self.clipping.coefficient_on_device(length)
         self._step_optimizers((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
@@ -185,8 +185,8 @@ class Stepper:
     def _word(self) -> Word:
         return Word(
             weight=self._weight,
-            stop=float(self.stop_requested),
-            exhausted=float(self._share.exhausted),
+            stop=int(self.stop_requested),
+            exhausted=int(self._share.exhausted),
             step=self.counters.step % STEP_MODULUS,
             scale=math.log2(self.scaler.value) if self.scaler else 0.0,
         )
@@ -194,8 +194,8 @@ class Stepper:
     def _settle(self, step: int, word: Word, length: float, applied: bool, norms: Tensor) -> StepResult:
         ranks, weight = self.runtime.world.size, float(word.weight)
         if word.step != ranks * (step % STEP_MODULUS):
-            raise RuntimeError(f"the ranks have fallen out of step: their step numbers add up to {word.step:.0f}")
-        if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-4:
+            raise RuntimeError(f"the ranks have fallen out of step: their step numbers add up to {word.step}")
+        if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
         result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
         if weight == 0:  # nothing to learn in this step, and nothing wrong with it

@@ -7,6 +7,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
+from lockstep.parallel.flat import FlatDriver
 from lockstep.runtime.context import Runtime
 
 
@@ -17,6 +18,8 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
+    if config.ddp.find_unused_parameters:
+        return FlatDriver(model, runtime)
     return DDPDriver(model, config.ddp, runtime)
 
 

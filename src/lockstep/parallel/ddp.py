@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Word, WordCodec, trainable
+from lockstep.parallel.drivers import LENGTH, Word, WordCodec, trainable
 from lockstep.runtime.context import Runtime
 
 # torch 2.13 renamed it.
@@ -31,18 +31,18 @@ class _WithWord(nn.Module):
     step of a small model).
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
+    def __init__(self, model: nn.Module, word: Tensor):
         super().__init__()
         self.model = model
-        # Last in the list: DDP fills buckets from the back, and this gradient is known first.
-        self.word = nn.Parameter(torch.zeros(Word.length(), dtype=dtype, device=device))
+        # In a module of its own, after the model: DDP fills buckets from the back, and this gradient is known first.
+        self.last = nn.ParameterList([nn.Parameter(word)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
 
 class Replica(DistributedDataParallel):
-    """What the task calls. Attributes of the user's model stay readable through it."""
+    """What the task calls. Apart from the exchange it looks like the user's model: same parameters, same names."""
 
     def __init__(self, carrier: _WithWord, **options: Any):
         super().__init__(carrier, **options)
@@ -56,36 +56,44 @@ class Replica(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            carrier: Any = super().__getattr__("module")
-            return getattr(carrier.model, name)
+            return getattr(self._users_model(), name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._users_model().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._users_model().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._users_model().load_state_dict(*args, **kwargs)
+
+    def _users_model(self) -> nn.Module:
+        carrier: Any = super().__getattr__("module")
+        return carrier.model
 
 
 class DDPDriver:
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime):
-        self.model, self.runtime, self.config = model, runtime, config
+        self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = float(runtime.world.size)  # DDP leaves the mean over ranks; we want the sum
-        # Unused-parameter search walks the graph from the outputs, where the word does not appear.
-        self.word_rides_along = not (config.find_unused_parameters or config.static_graph)
-        dtype = self.parameters[-1].dtype if self.word_rides_along else torch.float64
-        carrier = _WithWord(model, dtype, runtime.device)
-        carrier.word.requires_grad_(self.word_rides_along)
+        dtype = self.parameters[-1].dtype
+        self.codec = WordCodec(runtime.device, dtype)
+        carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         _ignore_frozen(carrier)
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
-            find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
             gradient_as_bucket_view=True,
             **{_BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
         )
+        self._word_parameter = carrier.last[0]
         self.call: nn.Module = self._replica
-        self.codec = WordCodec(runtime.device, dtype)
 
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        self._replica.module.word.grad = None
+        self._word_parameter.grad = None
 
     def arm(self, last: bool) -> None:
         self._replica.require_backward_grad_sync = last
@@ -96,34 +104,28 @@ class DDPDriver:
             raise _bypassed(type(self.model).__name__)
         if word is None:
             torch.autograd.backward(total, start)
-        elif self.word_rides_along:
-            # `times` the world size, since DDP will divide by it: whole numbers stay exact.
-            carried = self.codec.pack(word, times=self.gradient_factor)
-            parameter = self._replica.module.word
-            torch.autograd.backward((total, parameter), (start, carried))
-            assert parameter.grad is not None
-            self._summed = parameter.grad
-        else:
-            self._summed = self.codec.pack(word, times=1.0)
-            work = dist.all_reduce(self._summed, async_op=True)  # overlaps with backward
-            torch.autograd.backward(total, start)
-            work.wait()
-        if word is not None:
-            self._check_complete()
+            return
+        # `times` the world size, since DDP will divide by it.
+        carried = self.codec.pack(word, times=self.gradient_factor)
+        torch.autograd.backward((total, self._word_parameter), (start, carried))
+        self._check_complete()
 
     def word(self) -> Tensor:
-        return self._summed
+        assert self._word_parameter.grad is not None
+        return self._word_parameter.grad
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _check_complete(self) -> None:
-        """A parameter without a gradient leaves its bucket unsent: DDP says so one step later, without names."""
-        unused = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
-        if unused and not self.config.find_unused_parameters:
+        """A parameter that the last backward did not reach leaves its bucket unsent: DDP says so one step later,
+        without names, and after the last step not at all. What was exchanged is a view into a bucket."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
+        if unsent:
             raise UserError(
-                "every trainable parameter takes part in the loss",
-                f"no gradient for {_some(unused)}",
+                "every trainable parameter takes part in the loss of every micro-batch",
+                f"no gradient for {_some(unsent)}",
                 "freeze them (requires_grad=False) before training, or type ddp.find_unused_parameters=true",
             )
 

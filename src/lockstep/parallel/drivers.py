@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,43 +20,49 @@ class Word:
     """
 
     weight: float | Tensor = 0.0
-    stop: float = 0.0
-    exhausted: float = 0.0
-    step: float = 0.0  # modulo 4096; equal on all ranks, or they have fallen out of step
+    stop: int = 0
+    exhausted: int = 0
+    step: int = 0  # modulo 4096; equal on all ranks, or they have fallen out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
 
-    @classmethod
-    def length(cls) -> int:
-        return len(fields(cls)) + 1  # the weight takes two places, see `pack`
 
-
-LOW = 4096.0  # a weight travels as a multiple of LOW and a remainder: exact in float32 far beyond 2**24
+LENGTH = 7  # of a packed word: the weight takes three places
+LOW = 4096.0
 STAGES = 4  # pinned buffers in turn: the host is never that many steps ahead of the GPU
 
 
 class WordCodec:
-    """Words as tensors that can be added over ranks, without making the host wait for a GPU."""
+    """Words as tensors that can be added over ranks, without making the host wait for a GPU.
+
+    An exchange may multiply by a rounded 1/N on the way, so whole numbers are rounded back. A weight travels as a
+    multiple of LOW, the whole rest and the fraction: each part is exact in float32, far beyond 2**24.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype, self._turn = device, dtype, 0
         on_cuda = device.type == "cuda"
-        self._stages = [torch.zeros(Word.length(), dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
+        self._stages = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
 
     def pack(self, word: Word, times: float) -> Tensor:
         """`times` the word, as a new tensor on the device."""
-        weight, rest = word.weight, (word.stop, word.exhausted, word.step, word.scale)
-        host_weight = 0.0 if isinstance(weight, Tensor) else weight
-        low = host_weight % LOW
-        values = [(host_weight - low) * times, low * times, *(value * times for value in rest)]
-        packed = self._on_device(values)
-        if isinstance(weight, Tensor):  # still being computed by the GPU
-            low = torch.remainder(weight.double(), LOW)
-            packed[0] = (weight - low) * times
-            packed[1] = low * times
+        weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
+        whole, fraction = math.floor(weight), weight % 1.0
+        values = (whole - whole % LOW, whole % LOW, fraction, word.stop, word.exhausted, word.step, word.scale)
+        packed = self._on_device([value * times for value in values])
+        if isinstance(word.weight, Tensor):  # still being computed by the GPU
+            exact = word.weight.double()
+            high, low = exact - exact.remainder(LOW), exact.floor().remainder(LOW)
+            packed[:3] = torch.stack([high, low, exact.frac()]) * times
         return packed
 
     def unpack(self, values: list[float]) -> Word:
-        return Word(values[0] + values[1], *values[2:])
+        weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
+        return Word(weight, round(values[3]), round(values[4]), round(values[5]), values[6])
+
+    def weight(self, packed: Tensor) -> Tensor:
+        """The weight alone, in float64, still on the device."""
+        exact = packed.double()
+        return (exact[0] / LOW).round() * LOW + exact[1].round() + exact[2]
 
     def _on_device(self, values: list[float]) -> Tensor:
         if not self._stages:

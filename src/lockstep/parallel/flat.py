@@ -1,0 +1,55 @@
+"""Replicas that exchange all gradients at once, after the last backward. Slower than DDP's buckets, which travel while
+backward runs, but nothing is expected of the graph: parameters may be unused on some ranks, in some micro-batches, or
+everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.drivers import LENGTH, Word, WordCodec, trainable
+from lockstep.runtime.context import Runtime
+
+
+class FlatDriver:
+    gradient_factor = 1.0
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        self.model = self.call = model
+        self.runtime = runtime
+        self.names, self.parameters = trainable(model)
+        self.codec = WordCodec(runtime.device, torch.float64)
+        runtime.collectives.broadcast_([p.detach() for p in self.parameters])
+        self.sync_buffers()
+
+    def begin(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def arm(self, last: bool) -> None:
+        pass
+
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+        torch.autograd.backward(total, start)
+        if word is not None:
+            self._exchange(word)
+
+    def word(self) -> Tensor:
+        return self._word
+
+    def sync_buffers(self) -> None:
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
+    def _exchange(self, word: Word) -> None:
+        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
+        packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
+        self.runtime.collectives.sum_(packed)
+        self._word, users = packed[:LENGTH], packed[LENGTH:].tolist()
+        # Unused by everybody: no gradient at all, so that the optimizer leaves it alone, as in a single process.
+        live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
+        for dtype in {p.dtype for p in live}:
+            group = [p for p in live if p.dtype == dtype]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+            flat = self.runtime.collectives.sum_(torch.cat([grad.flatten() for grad in grads]))
+            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                p.grad = part.view_as(p)
