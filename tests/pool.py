@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -202,7 +203,10 @@ def main() -> None:
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     faulthandler.register(DUMP, all_threads=True)
-    # The first optimizer imports it anyway; imported while a group exists, it keeps that group open for ever.
+    for name in ("torch._dynamo", "torch.distributed.nn"):
+        # The first optimizer imports them anyway. Imported while a group exists, they keep it open for ever, as the
+        # default value of arguments.
+        importlib.import_module(name)
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", store_port, is_master=False)
@@ -244,11 +248,11 @@ def _hold_destroyed_groups() -> list[Any]:
 
 def _answer(job: Job, store: Any, held: list[Any]) -> bytes:
     result = _attempt(job, store)
-    left = _left_behind()
+    left = _destroy_group()
     gc.collect()
     held.clear()  # only now are the sockets closed, and peers that wait for a failed rank freed
-    if left and not isinstance(result, Failure):
-        result = Failure(job.rank, RuntimeError(f"the job left {left} behind"), "", time.time())
+    if not isinstance(result, Failure) and (left or _gloo_threads()):
+        result = Failure(job.rank, RuntimeError("the job left its process group behind"), "", time.time())
     try:
         return cloudpickle.dumps(result)
     except Exception as error:  # whatever a result's own pickling raises
@@ -275,16 +279,22 @@ def _failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, error, trace, now)
 
 
-def _left_behind() -> str | None:
-    """A process group that outlives its job would meet the next job's."""
+def _destroy_group() -> bool:
+    """Whether there was one: a process group that outlives its job would meet the next job's."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        # A failed start leaves torch's counter of groups ahead, and the next group under a name of its own.
-        dist.distributed_c10d._world.group_count = 0
-        return None
-    dist.destroy_process_group()
-    return "its process group"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        return True
+    # A failed start leaves torch's counter of groups ahead, and the next group under a name of its own.
+    dist.distributed_c10d._world.group_count = 0
+    return False
+
+
+def _gloo_threads() -> int:
+    """A group that somebody still holds keeps its threads, and its peers waiting."""
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").glob("*")]
+    return sum("gloo" in name for name in names)
 
 
 if __name__ == "__main__":

@@ -337,11 +337,21 @@ def test_a_stream_that_shards_itself(pool: Pool) -> None:
 
 
 def test_a_stream_with_fewer_samples_than_ranks(pool: Pool) -> None:
-    """One rank has nothing at all to work on, not even padding: it says so, and nobody waits for it."""
+    """One rank has nothing at all to work on, not even padding: everybody says so."""
     values = {"global_batch": 4, "micro_batch": 1, "steps": 2}
-    errors = pool.errors(collect, Stream(3), values, world=4)
-    assert_user_errors(errors[3:], "rank 3 of 4 got none")
-    assert all(errors), "a rank went on"
+    assert_user_errors(pool.errors(collect, Stream(3), values, world=4), "rank 3 of 4 got none in epoch 0")
+
+
+class OnceOnly(Stream):
+    """A generator: the second epoch finds it empty."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 0 if epoch else self.length
+
+
+def test_a_stream_that_can_be_read_only_once(pool: Pool) -> None:
+    values = {"global_batch": 4, "micro_batch": 1, "steps": 9}
+    assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got none in epoch 1")
 
 
 def test_a_stream_cannot_be_dealt_unevenly(pool: Pool) -> None:

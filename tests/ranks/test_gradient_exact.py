@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from pool import Failure, Pool
+from pool import Pool
 from ranks.support import (
     JOBS,
+    Perceptron,
     ReferenceTask,
     Trace,
+    WeightedRegression,
     assert_exact,
-    assert_user_errors,
     fit,
     masked_tokens,
     steps_past_an_epoch,
@@ -157,17 +159,30 @@ def test_weights_beyond_what_float32_counts(pool: Pool, world: int) -> None:
     assert_exact(task, traces, windows(16, 16, "short", 2))
 
 
-@pytest.mark.parametrize("micro_batch", [4, 2])
-def test_a_static_graph_is_exact_or_refused(pool: Pool, micro_batch: int) -> None:
-    """torch's static graph cannot begin with a backward that exchanges nothing, as accumulation does."""
-    task = weighted_regression(16, seed=4)
-    values = {"global_batch": 8, "micro_batch": micro_batch, "steps": 4, "ddp.static_graph": True}
-    found = pool.outcomes(fit, task, values, world=2)
-    errors = [result.error for result in found if isinstance(result, Failure)]
-    if errors and micro_batch == 2:
-        assert_user_errors(errors, "static_graph")
-    else:
-        assert_exact(task, pool.run(fit, task, values, world=2), windows(16, 8, "short", 4))
+class MixedFormats(WeightedRegression):
+    """Half of the parameters in float64, so that gradients travel in two pieces."""
+
+    def model(self) -> nn.Module:
+        model = Mixed()
+        model.hidden.double()
+        return model
+
+    def network(self) -> nn.Module:
+        return Mixed()
+
+
+class Mixed(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.hidden(x.to(self.hidden.weight.dtype)))
+        return self.out(hidden.to(self.out.weight.dtype)).squeeze(-1)
+
+
+@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_parameters_of_two_formats(pool: Pool, world: int, exchange: str) -> None:
+    task = MixedFormats(weighted_regression(20, seed=11).tensors)
+    values = {"global_batch": 12, "micro_batch": 3, "steps": 4} | EXCHANGES[exchange]
+    assert_exact(task, pool.run(fit, task, values, world=world), windows(20, 12, "short", 4))
 
 
 def test_seven_ranks(pool: Pool) -> None:

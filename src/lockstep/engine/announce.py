@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.engine.optim import LearningRate
@@ -21,15 +22,18 @@ def facts(
 ) -> dict[str, str]:
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
-    return {
+    told = {
         "world": _world(runtime),
         "parameters": f"{trainable:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
         "precision": f"{precision.name}: {precision.contract()}",
         "batch": _batch(plan),
         "data": _data(plan, config),
-        "learning rate": landmarks + _scaling(config, plan),
+        "learning rate": ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
+        + _scaling(config, plan),
     }
+    if config.micro_batch is None and any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules()):
+        told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
+    return told
 
 
 def _world(runtime: Runtime) -> str:

@@ -76,11 +76,7 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, reasons: dict
         even = math.ceil(global_batch / world)
         # 9 samples on 4 ranks: pieces of 3 would leave a rank idle in every step, pieces of 2 do not.
         micro = even if math.ceil(global_batch / even) >= world else global_batch // world
-        reasons["micro_batch"] = (
-            f"global_batch {global_batch} / {world} ranks; set micro_batch for the same dropout at any number of ranks"
-            if world > 1
-            else "the whole batch"
-        )
+        reasons["micro_batch"] = f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
         return micro
     count = math.ceil(global_batch / config.micro_batch)
     if count < world:
