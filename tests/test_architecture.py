@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors"},
-    {"config"},
+    {"config", "machine"},
     {"runtime", "launch"},
     {"task", "precision"},
     {"plan", "data", "observe"},

@@ -59,7 +59,13 @@ def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
     targets.check(target)
     check(layers)  # misspelt keys are reported before torch is imported
     count = local.choose_nproc(nproc)
-    if count == 1 or World.launched():
+    if nproc is not None and World.launched():
+        raise UserError(
+            f"--nproc {nproc}",
+            "RANK and WORLD_SIZE in the environment: some launcher has already made this process a rank",
+            "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
+        )
+    if count == 1:
         run_target(target, layers)
         return 0
     given = [values["run_dir"] for _, values in layers if values.get("run_dir")]
@@ -130,7 +136,10 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         try:
             yield own
         except BaseException as error:
-            run.fail(error)
+            if isinstance(error, SystemExit) and not error.code:
+                own.close()  # the script ends here, and well
+            else:
+                run.fail(error)
             raise
         own.close()
 
@@ -171,7 +180,7 @@ def _shipped(task: Task) -> Iterator[str]:
 
 
 def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> int:
-    command = [sys.executable, "-m", "lockstep.worker", json.dumps({**spec, "path": sys.path})]
+    command = [sys.executable, "-m", "lockstep.worker", json.dumps({**spec, "path": sys.path}, default=str)]
     culprit = local.run(command, count, run_dir / "logs")
     if culprit is None:
         return 0

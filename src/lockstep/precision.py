@@ -36,9 +36,13 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.compute)
 
-    def contract(self) -> str:
+    def contract(self, stored: torch.dtype) -> str:
+        """`stored`: the dtype of the parameters, in which gradients are reduced and the optimizer works."""
+        own = str(stored).removeprefix("torch.")
+        if stored == torch.float64 and not self.casts:
+            return "everything float64"
         compute = "tf32" if self.name == "tf32" else str(self.compute).removeprefix("torch.")
-        return f"stored float32, computed {compute}, reduced float32, optimizer float32"
+        return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
 
 
 def choose(config: RunConfig, device: torch.device) -> Precision:
@@ -81,6 +85,7 @@ class DynamicScaler:
         self.value = float(self.config.initial)
         self.clean_steps = 0  # since the last overflow or growth
         self.overflows_left = self.config.hysteresis
+        self.unit_weight: float | None = None  # what a usual step weighs: we scale sums, `value` is meant for means
         self.history: deque[tuple[float, bool]] = deque(maxlen=100)  # (scale, overflowed) of recent steps
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -112,6 +117,7 @@ class DynamicScaler:
             "scale": self.value,
             "clean_steps": self.clean_steps,
             "overflows_left": self.overflows_left,
+            "unit_weight": self.unit_weight,
             "history": [list(entry) for entry in self.history],
         }
 
@@ -125,6 +131,7 @@ class DynamicScaler:
         self.value = float(state["scale"])
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])
+        self.unit_weight = state["unit_weight"]
         self.history = deque(((float(s), bool(o)) for s, o in state["history"]), maxlen=100)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import io
 import json
 import os
 import signal
@@ -19,26 +22,36 @@ from lockstep.launch.local import FAILURES, LIFELINE
 def main() -> None:
     _die_with_launcher(int(os.environ.pop(LIFELINE)))
     rank, failures = int(os.environ["RANK"]), Path(os.environ.pop(FAILURES))
+    signal.signal(signal.SIGTERM, _interrupt)  # the launcher stops us: close files and the display on the way out
     try:
         _work(json.loads(sys.argv[1]))
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            _leave(0)
         failure.record(failures, rank, error)
         if rank != 0:  # rank 0 has the terminal, where the launcher prints the first failure
             traceback.print_exc()
         _leave(1)  # without waiting for threads: their collectives can no longer end
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
     _leave(0)
 
 
 def _leave(code: int) -> NoReturn:
     """End here and now. An ordinary exit tears the interpreter down while gloo's threads may still let go of
-    tensors, which aborts the process now and then (pytorch#179291)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    tensors, which aborts the process now and then (pytorch#179291). What an exit does for the user is done by hand."""
+    if code == 0:
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter):  # files that the user left open
+            with contextlib.suppress(ValueError, OSError):
+                thing.flush()
     os._exit(code)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _work(spec: dict[str, Any]) -> None:

@@ -87,13 +87,13 @@ class WatchedRun(Run):
     def finish(self, share: Share, result: StepResult | None) -> None:
         assert result is not None, "on a CPU the outcome is known at once"
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
         note = StepNote(
             result,
             self._pieces,
             self.stepper.lr,
             self.stepper.scaler.value if self.stepper.scaler else None,
-            {name: None if grad is None else grad.clone() for name, grad in grads.items()},
+            {name: None if grad is None else grad.cpu().clone() for name, grad in grads.items()},
             self._weights(),
             [float(group["lr"]) for group in groups],
         )
@@ -107,7 +107,7 @@ class WatchedRun(Run):
             yield micro
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.driver.model.named_parameters()}
+        return {name: p.detach().cpu().clone() for name, p in self.driver.model.named_parameters()}
 
 
 def configured(values: dict[str, Any]) -> Resolved:
@@ -175,6 +175,36 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.hidden(x))).squeeze(-1)
+
+
+class Regression(Task):
+    """A plain task whose loss and model tests replace."""
+
+    def __init__(
+        self,
+        predict: Callable[[Regression, nn.Module, Tensor], Tensor] = lambda task, model, x: model(x),
+        network: Callable[[], nn.Module] = Perceptron,
+        before_loss: Callable[[Regression, int], None] = lambda task, call: None,
+    ):
+        self.predict, self.network, self.before_loss = predict, network, before_loss
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        self.net = self.network()
+        return self.net
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(40, 5, generator=g), torch.randn(40, generator=g))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.before_loss(self, self.calls)
+        self.calls += 1
+        x, y = batch
+        return Loss(((self.predict(self, model, x) - y) ** 2).sum(), len(x))
 
 
 class NextToken(nn.Module):

@@ -336,6 +336,48 @@ def test_a_stream_that_shards_itself(pool: Pool) -> None:
     assert sorted(ids_by("epoch", pool.run(collect, OwnShards(16), values, world=2))[0]) == list(range(16))
 
 
+class Shuffled(IterableDataset):
+    """Shuffles itself, each time anew, with generators that training draws from as well; and augments."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = list(range(24))
+        random.shuffle(order)
+        order = [order[i] for i in torch.randperm(24).tolist()]
+        for index in order:
+            yield torch.tensor([float(index), torch.rand(()).item(), random.random()])
+
+
+class KeepsRows(Task):
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
+
+    def data(self) -> Any:
+        return Shuffled()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        self.rows += batch.tolist()
+        return Loss(model(batch).sum(), len(batch))
+
+
+def rows_of(world: World, store: Any, values: dict[str, Any]) -> list[list[float]]:
+    task = KeepsRows()
+    fit(world, store, task, values)
+    return task.rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_stream_that_shuffles_itself_is_dealt_once(pool: Pool, size: int, workers: int) -> None:
+    """Two epochs: every sample once in each, in another order, with other random numbers."""
+    values = {"global_batch": 12, "micro_batch": 2, "steps": 4, "data.workers": workers}
+    rows = [row for rank in pool.run(rows_of, values, world=size) for row in rank]
+    assert sorted(row[0] for row in rows) == sorted([float(i) for i in range(24)] * 2)
+    assert len({row[1] for row in rows}) == len({row[2] for row in rows}) == 48
+
+
 def test_a_stream_with_fewer_samples_than_ranks(pool: Pool) -> None:
     """One rank has nothing at all to work on, not even padding: everybody says so."""
     values = {"global_batch": 4, "micro_batch": 1, "steps": 2}

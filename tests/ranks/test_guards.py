@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
-from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import (
     JOBS,
     Perceptron,
+    Regression,
     WeightedRegression,
     assert_exact,
     assert_user_errors,
@@ -30,36 +30,6 @@ from ranks.support import (
 )
 
 VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 6}
-
-
-class Regression(Task):
-    """A plain task whose loss and model tests replace."""
-
-    def __init__(
-        self,
-        predict: Callable[[Regression, nn.Module, Tensor], Tensor] = lambda task, model, x: model(x),
-        network: Callable[[], nn.Module] = Perceptron,
-        before_loss: Callable[[Regression, int], None] = lambda task, call: None,
-    ):
-        self.predict, self.network, self.before_loss = predict, network, before_loss
-        self.calls = 0
-
-    def model(self) -> nn.Module:
-        self.net = self.network()
-        return self.net
-
-    def optimizer(self, model: nn.Module) -> Any:
-        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-    def data(self) -> Any:
-        g = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(40, 5, generator=g), torch.randn(40, generator=g))
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        self.before_loss(self, self.calls)
-        self.calls += 1
-        x, y = batch
-        return Loss(((self.predict(self, model, x) - y) ** 2).sum(), len(x))
 
 
 # ---- the forward goes through the wrapper ---------------------------------------------------------------
@@ -242,6 +212,20 @@ def test_equal_first_batches(pool: Pool) -> None:
     errors = pool.errors(fit, SameSamples(), VALUES, world=3)
     assert_user_errors(errors, "ranks 0 and 1 read the same first batch", "checks.first_batch=false")
     pool.run(fit, SameSamples(), VALUES | {"checks.first_batch": False}, world=3)
+
+
+class FewSamples(Regression):
+    """Four different samples, many times: two ranks may well hold the same ones."""
+
+    def data(self) -> Any:
+        x = torch.eye(5)[:4].repeat(10, 1)
+        return TensorDataset(x, x.sum(1))
+
+
+def test_equal_batches_of_a_dataset_that_repeats_itself_are_fine(pool: Pool) -> None:
+    for seed in range(4):
+        values = VALUES | {"global_batch": 2, "micro_batch": 1, "steps": 1, "seed": seed}
+        pool.run(fit, FewSamples(), values, world=2)
 
 
 def fit_with_own_seed(world: World, store: Any) -> None:

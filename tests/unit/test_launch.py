@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import failure, local
+from lockstep.machine import visible_gpus
 
 RECORD = "import os, pathlib; from lockstep.launch import failure; F = pathlib.Path(os.environ['LOCKSTEP_FAILURES'])"
 
@@ -123,7 +124,7 @@ def test_records_survive_the_round_trip(tmp_path):
             raise KeyError(f"rank {rank}")
         except KeyError as error:
             failure.record(tmp_path, rank, error)
-    found = failure.first(tmp_path, {0: 1, 1: 1})
+    found = failure.first(tmp_path, {0: failure.Exit(1, 9e9), 1: failure.Exit(1, 9e9)})
     assert found.rank == 1  # the earlier one
     assert "KeyError" in found.traceback
     assert json.loads((tmp_path / "rank-0.json").read_text())["kind"] == "KeyError"
@@ -136,6 +137,6 @@ def test_wrong_process_counts_are_refused(asked):
 
 
 def test_gpus_are_counted_without_torch():
-    assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
-    assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0

@@ -61,7 +61,9 @@ class ScalerConfig(Section):
 
 class EvaluateConfig(Section):
     every: int | None = _key(None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1)
-    batch: int | None = _key(None, "samples per evaluation forward; null: the micro-batch", example=8, ge=1)
+    batch: int | None = _key(
+        None, "samples per evaluation forward; null: micro_batch if set, else at most 32", example=8, ge=1
+    )
     at_end: bool = _key(True, "evaluate after the last step")
 
 

@@ -68,10 +68,6 @@ def _only(items: list[Any]) -> Any:
     return items[0]
 
 
-def _one_thread(_worker: int) -> None:
-    torch.set_num_threads(1)
-
-
 def read_ahead(
     reader: Reader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
 ) -> Iterator[Any]:
@@ -83,7 +79,6 @@ def read_ahead(
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
-        worker_init_fn=_one_thread,
     )
     return iter(loader)
 

@@ -15,6 +15,7 @@ from lockstep.data.loader import Reader, Request, pin, read_ahead, to_device
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
+from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, MicroBatch, Share, StepResult
 
@@ -48,7 +49,7 @@ def open_source(
         )
     pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        return StreamSource(data, collate, shape, config, world, device, pin)
+        return StreamSource(data, collate, shape, config, seed, world, device, pin)
     return MapSource(Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
 
 
@@ -80,6 +81,11 @@ class MapSource:
 
     def commit(self, share: Share, result: StepResult | None) -> None:
         self.position = self._after(self._window(self.position))
+
+    def some_samples(self, most: int = 8) -> list[Any]:
+        """A few samples from all over the dataset, each alone."""
+        ids = sorted({index * self.length // most for index in range(most)})
+        return [self.reader((0, [index])) for index in ids]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -146,11 +152,12 @@ class StreamSource:
         collate: Callable[[list[Any]], Any],
         shape: BatchShape,
         config: DataConfig,
+        seed: int,
         world: World,
         device: torch.device,
         pin_memory: bool,
     ):
-        self.dataset, self.collate, self.shape, self.config = dataset, collate, shape, config
+        self.dataset, self.collate, self.shape, self.config, self.seed = dataset, collate, shape, config, seed
         self.world, self.device, self.pin_memory = world, device, pin_memory
         self.samples, rest = divmod(shape.global_batch, world.size)  # this rank's, per global step
         if rest or self.samples % shape.micro_batch:
@@ -161,6 +168,7 @@ class StreamSource:
             )
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
+        self._next: Any = None
         self._began = self._ended = False  # whether this epoch has given samples, and whether it is over
         self._last: MicroBatch | None = None
 
@@ -188,7 +196,7 @@ class StreamSource:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches = None
+        self._batches = self._next = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "approximate": True}
@@ -199,9 +207,13 @@ class StreamSource:
     def _pull(self) -> list[MicroBatch]:
         if self._batches is None:
             self._batches = iter(self._open())
+            self._next = next(self._batches, None)
         count = self.samples // self.shape.micro_batch
-        found = list(itertools.islice(self._batches, count))
-        self._ended = len(found) < count
+        found = []
+        while self._next is not None and len(found) < count:
+            found.append(self._next)
+            self._next = next(self._batches, None)  # one ahead: the end is known with the last batch, not after it
+        self._ended = self._next is None
         first = self.world.rank * count
         return [
             MicroBatch(to_device(batch, self.device), first + i, samples, self.epoch)
@@ -213,7 +225,7 @@ class StreamSource:
             self.dataset.set_epoch(self.epoch)
         workers = self.config.workers
         return DataLoader(
-            _Shard(self.dataset, self.world.rank, self.world.size, self.config.sharding, self.shape.micro_batch),
+            _Shard(self.dataset, self.world, self.config.sharding, self.shape.micro_batch, (self.seed, self.epoch)),
             batch_size=None,  # the shard already cuts micro-batches
             collate_fn=_Collate(self.collate),
             num_workers=workers,
@@ -223,20 +235,40 @@ class StreamSource:
 
 
 class _Shard(IterableDataset):
-    """The samples of one (rank, worker) of a stream, in micro-batches: every k-th one, unless the dataset
-    shards itself. Reading and dropping the others is slow but right for any stream."""
+    """The samples of one (rank, worker) of a stream, in micro-batches.
 
-    def __init__(self, dataset: Any, rank: int, size: int, sharding: str, micro: int):
-        self.dataset, self.rank, self.size, self.sharding, self.micro = dataset, rank, size, sharding, micro
+    `stride`: every k-th sample. All ranks and workers read the whole stream, with the same random numbers at the same
+    position, so a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
+    `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
+    """
+
+    def __init__(self, dataset: Any, world: World, sharding: str, micro: int, key: tuple[int, int]):
+        self.dataset, self.rank, self.size, self.sharding = dataset, world.rank, world.size, sharding
+        self.micro, self.key = micro, key
 
     def __iter__(self) -> Iterator[list[Any]]:
-        samples = iter(self.dataset)
-        if self.sharding == "stride":
-            info = get_worker_info()
-            workers, worker = (info.num_workers, info.id) if info else (1, 0)
-            samples = itertools.islice(samples, self.rank * workers + worker, None, self.size * workers)
+        info = get_worker_info()
+        workers, worker = (info.num_workers, info.id) if info else (1, 0)
+        place, places = self.rank * workers + worker, self.size * workers
+        if self.sharding == "own":
+            samples = self._keyed(place)
+        else:
+            samples = itertools.islice(self._keyed(0), place, None, places)
         while chunk := list(itertools.islice(samples, self.micro)):
             yield chunk
+
+    def _keyed(self, place: int) -> Iterator[Any]:
+        seed, epoch = self.key
+        seed_everything(derive(seed, "stream", epoch, place))
+        samples = iter(self.dataset)
+        for position in itertools.count():
+            # Before each sample anew: between two of them the training has drawn from the same generators.
+            seed_everything(derive(seed, "stream", epoch, place, position))
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            yield sample
 
 
 @dataclass

@@ -25,7 +25,7 @@ def facts(
     told = {
         "world": _world(runtime),
         "parameters": f"{trainable:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
-        "precision": f"{precision.name}: {precision.contract()}",
+        "precision": f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}",
         "batch": _batch(plan),
         "data": _data(plan, config),
         "learning rate": ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())

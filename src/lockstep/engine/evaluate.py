@@ -48,12 +48,14 @@ def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluati
     if len(evaluator.reader.dataset) == 0:
         raise UserError("a dataset to evaluate on", "one with no samples", "return None for no evaluation at all")
     driver.sync_buffers()
+    modes = [(module, module.training) for module in driver.model.modules()]
     driver.model.eval()
     try:
         with torch.no_grad():
             rows, samples = _run_my_batches(evaluator, driver.model, runtime)
     finally:
-        driver.model.train()
+        for module, training in modes:  # each as it was: a part may be kept in eval mode on purpose
+            module.training = training
     everything = runtime.collectives.gather_json({"rows": rows, "samples": samples})
     return _combine([row for part in everything for row in part["rows"]], sum(part["samples"] for part in everything))
 

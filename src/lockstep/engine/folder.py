@@ -19,6 +19,12 @@ def open_run_dir(asked: str | None, name: str, runtime: Runtime) -> Path:
     """The folder, made by rank 0 and agreed by all: the default name holds a time, which differs between ranks."""
     mine = str(asked or new_run_dir(name)) if runtime.is_main else None
     path = Path(runtime.collectives.gather_json(mine)[0])
+    if runtime.collectives.any(runtime.is_main and (path / "metrics.jsonl").exists()):
+        raise UserError(
+            f"run_dir={path}",
+            "a folder that already holds a run",
+            "type another run_dir, or remove this one; without run_dir every run gets a folder of its own",
+        )
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -44,9 +50,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_tail(run_dir: Path, summary: dict[str, Any], model: nn.Module) -> None:
-    """What is known after the last: the summary, and the weights under the model's own names."""
+def save_weights(run_dir: Path, model: nn.Module) -> None:
+    """Under the model's own names; tied weights are stored once."""
     from safetensors.torch import save_model
 
-    save_model(model, str(run_dir / "model.safetensors"))  # tied weights are stored once
+    save_model(model, str(run_dir / "model.safetensors"))
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     """
     for every global step:  take -> forward, backward, exchange, apply -> commit
     now and then:           log, evaluate
-    at the end:             evaluate, show, save
+    at the end:             save, evaluate, show
     """
     run.adopt(task.model(), task.optimizer)
     run.open(task.data(), task.collate)
@@ -29,6 +30,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate)
 
+    run.save()
     already = every and run.stepper.counters.step % every == 0
     if held_out is not None and run.config.evaluate.at_end and not already:
         run.evaluate(held_out, task.eval_loss, task.collate)
@@ -36,11 +38,13 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
 
 
 def _show(task: Task, run: Run) -> str | None:
+    """The weights are saved: an error in a sample's code is told, and does not spoil the run."""
     if not run.runtime.is_main:
         return None
     run.driver.model.eval()
-    with (
-        torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):  # growing inputs would compile again and again
-        return task.show(run.driver.model)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # growing inputs would compile again and again
+            return task.show(run.driver.model)
+    except Exception:
+        run.recorder.event("warning", reason=f"show() failed:\n{traceback.format_exc()}")
+        return None

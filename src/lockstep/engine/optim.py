@@ -115,14 +115,3 @@ class Clipping:
             for grad, weight, length in zip(grads, weights, lengths, strict=True):
                 limit = self.config.adaptive * weight.clamp(min=1e-3)
                 grad.mul_((limit / (length + 1e-6)).clamp(max=1.0))
-
-
-def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Fused optimizers divide gradients by a factor and skip on overflow inside their one pass.
-
-    They hold that factor in float32, so float64 parameters are scaled before the step instead.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        p.dtype == torch.float32 for p in parameters
-    )

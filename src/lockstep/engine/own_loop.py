@@ -11,6 +11,7 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from lockstep.errors import UserError
 from lockstep.precision import full_precision
 from lockstep.task import Loss, Metric, Share, StepResult, Weight
 
+LEAVE_TOGETHER = timedelta(seconds=30)
+
 
 class OwnRun:
     """What `lockstep.start` gives."""
 
     def __init__(self, run: Run):
         self._run = run
+        self._left_early = False
 
     @property
     def rank(self) -> int:
@@ -60,8 +64,7 @@ class OwnRun:
                 )
             return model.to(self.device)
         driver = self._run.adopt(model, lambda _: list(optimizers))
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._refuse_direct_step)
+        self._run.optimizers.refuse_direct_steps()
         return driver.call, *optimizers
 
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
@@ -78,6 +81,7 @@ class OwnRun:
                 "set epochs or steps in lockstep.start(...), and call run.steps once",
             )
         self._run.open(dataset, collate)
+        self._left_early = True  # until the loop has come to its end
         for share in self._run.shares():
             step = OwnStep(self._run, share)
             yield step
@@ -88,6 +92,7 @@ class OwnRun:
                     "call step.apply() after the loop over its batches",
                 )
             self._run.finish(share, step.result)
+        self._left_early = False
 
     def evaluate(
         self,
@@ -111,14 +116,19 @@ class OwnRun:
 
     def close(self) -> None:
         if self._run.opened:
+            if self._left_early:
+                self._meet_after_break()
+            self._run.save()
             self._run.close()
 
-    def _refuse_direct_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._run.stepper.updating:
+    def _meet_after_break(self) -> None:
+        """Leaving the loop early is fine if all ranks do; one alone would leave the others waiting for ever."""
+        world, step = self._run.runtime.world, self._run.stepper.counters.step
+        if not self._run.runtime.meet(f"left-at-{step}", LEAVE_TOGETHER):
             raise UserError(
-                "optimizer.step() in a Lockstep loop",
-                "a direct call: the gradients are sums over the batch, not yet divided, checked or clipped",
-                "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+                "all ranks leave `for step in run.steps(...)` together",
+                f"rank {world.rank} of {world.size} left it at step {step}, and not all of the others did",
+                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
 
 
@@ -142,6 +152,11 @@ class OwnStep:
                 yield micro.data
             if stepper.backwards_done != self._taken:
                 raise self._miscounted(0)
+
+    @property
+    def padding(self) -> bool:
+        """Whether this batch only keeps the rank in step with the others: it weighs nothing, whatever you pass."""
+        return self._run.stepper.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is how many terms it has."""

@@ -6,11 +6,11 @@ of every transaction. It decides nothing about gradients: that is the Stepper's.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.config import Resolved
@@ -18,9 +18,17 @@ from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.engine.announce import facts
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
-from lockstep.engine.folder import open_run_dir, write_head, write_tail
+from lockstep.engine.folder import open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.optim import LearningRate
-from lockstep.engine.selfcheck import TrainableGuard, check_replicas, check_same_config, first_share
+from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.selfcheck import (
+    TrainableGuard,
+    check_even_work,
+    check_replicas,
+    check_same_config,
+    check_supported,
+    first_share,
+)
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.observe.recorder import Recorder
@@ -60,9 +68,9 @@ class Run:
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
         check_storage(model)
+        check_supported(model)
         self.driver = apply(model, self.config, self.runtime)
-        made = optimizers(self.driver.model)
-        self.optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
+        self.optimizers = Optimizers(optimizers(self.driver.model), model)
         self.guard = TrainableGuard(model)
         check_replicas(model, self.runtime)  # frozen parts are not broadcast: they must be equal by themselves
         return self.driver
@@ -71,11 +79,12 @@ class Run:
         """With the data known, everything that depends on its size is decided, written down and told."""
         config, runtime = self.config, self.runtime
         self.plan = plan = make_plan(config, runtime.world.size, len(data) if hasattr(data, "__len__") else None)
+        check_even_work(self.driver.model, plan, config.tail)
         shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail)
         self.source: BatchSource = open_source(
             data, collate, shape, config.data, config.seed, runtime.world, runtime.device
         )
-        rate = LearningRate(config.lr, self.optimizers, plan.steps, plan.global_batch)
+        rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
@@ -86,7 +95,6 @@ class Run:
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
-        self.driver.model.train()
         self.recorder.start_clock()
         while self.stepper.counters.step < self.plan.steps and not self._stopped:
             self.guard.check()
@@ -121,7 +129,8 @@ class Run:
             raise UserError(
                 "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
             )
-        batch = self.config.evaluate.batch or self.plan.micro_batch
+        # Not the derived micro-batch, which follows the number of ranks: the same batches give the same number.
+        batch = self.config.evaluate.batch or self.config.micro_batch or min(self.plan.global_batch, 32)
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
         found = evaluate(evaluator, self.driver, self.runtime)
         self.evaluation = found
@@ -137,30 +146,39 @@ class Run:
         self.recorder.start_clock()  # the time of an evaluation is not the time of a step
         return found
 
-    def close(self, text: str | None = None) -> dict[str, Any]:
-        """Wait for the last outcome, save the weights, and write the summary and the report."""
+    def save(self) -> None:
+        """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self._end_loaders()
         self.stepper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
+        if self.runtime.is_main:
+            save_weights(self.run_dir, self.driver.model)
+
+    def close(self, text: str | None = None) -> dict[str, Any]:
+        """Write the summary and the report."""
+        self.optimizers.release()
         summary = self._summary()
         if text:
             self.recorder.event("sample", text=text)
         self.recorder.event("end", **summary)
         self.recorder.close()
         if self.runtime.is_main:
-            write_tail(self.run_dir, summary, self.driver.model)
+            write_summary(self.run_dir, summary)
             write_report(self.run_dir)
         self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
         return summary
 
     def fail(self, error: BaseException) -> None:
-        """Leave what is known on disk; the error itself goes on its way."""
-        self._end_loaders()
-        self.recorder.event("error", type=type(error).__name__, message=str(error))
-        self.recorder.close()
-        if self.runtime.is_main:
-            write_report(self.run_dir)
+        """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
+        with contextlib.suppress(Exception):
+            self._end_loaders()
+            if hasattr(self, "optimizers"):
+                self.optimizers.release()
+            self.recorder.event("error", type=type(error).__name__, message=str(error))
+            self.recorder.close()
+            if self.runtime.is_main:
+                write_report(self.run_dir)
 
     def _end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
@@ -187,6 +205,9 @@ class Run:
             facts["epoch"] = counters.step / self.plan.steps_per_epoch
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
+        if stepper.new_metrics:  # all ranks have heard of it, in the same step
+            self.recorder.agree_on_names(stepper.metrics_seen)
+            stepper.metrics_known, stepper.new_metrics = set(self.recorder.names), False
         self.recorder.interval(stepper.sums, steps, samples, facts)
 
     def _on_skip(self, result: StepResult, reason: str) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.config import RunConfig, flatten
+from lockstep.data.sources import MapSource
 from lockstep.errors import UserError
+from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Share
 
@@ -46,8 +48,10 @@ def first_share(source: BatchSource, runtime: Runtime) -> Share:
     for rank, (_, trouble) in enumerate(everybody):
         if trouble:
             raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
-    _check_different([value for value, _ in everybody])
     assert share is not None
+    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
+    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
+        _check_different([value for value, _ in everybody])
     return share
 
 
@@ -85,6 +89,35 @@ def _feed(sha: Any, data: Any) -> None:
             _feed(sha, value)
     else:
         sha.update(repr(data).encode())
+
+
+def check_supported(model: nn.Module) -> None:
+    """What the step cannot carry yet is refused by name."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UserError(
+                "dense gradients", f"{name!r} has sparse=True", "leave sparse=True out: its gradient is then dense"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UserError(
+                "real trainable parameters", f"{name!r} is complex", "store it as real numbers (torch.view_as_real)"
+            )
+
+
+def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
+    """SyncBatchNorm talks to all ranks in every forward, so all must run equally many."""
+    if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return
+    short = tail == "short" and (plan.samples or 0) % plan.global_batch
+    if plan.micro_batches % plan.world or short:
+        raise UserError(
+            "SyncBatchNorm, whose forward waits for all ranks",
+            f"ranks that run different numbers of micro-batches ({plan.micro_batches} on {plan.world} ranks"
+            + (", and a short last step" if short else "")
+            + ")",
+            f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
+        )
 
 
 class TrainableGuard:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.engine.optim import Clipping, LearningRate, takes_scale
+from lockstep.engine.optim import Clipping, LearningRate
+from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.skips import SkipPolicy
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
-from lockstep.parallel.drivers import Driver, Word
+from lockstep.parallel.drivers import Driver
+from lockstep.parallel.word import Word
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_torch
@@ -46,6 +48,7 @@ class _Pending:
     row: Tensor  # (gradient norm, packed word), on its way to pinned host memory
     arrived: torch.cuda.Event
     norms: Tensor
+    used: list[str]
     sums: Sums
 
 
@@ -53,7 +56,7 @@ class Stepper:
     def __init__(
         self,
         driver: Driver,
-        optimizers: list[torch.optim.Optimizer],
+        optimizers: Optimizers,
         learning_rate: LearningRate,
         precision: Precision,
         config: RunConfig,
@@ -70,17 +73,18 @@ class Stepper:
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
         self.clipping = Clipping(config.clip)
         self.skips = SkipPolicy(config.nonfinite)
-        self.folds = not self.clipping.changes_elements and all(map(takes_scale, optimizers))
+        self.folds = optimizers.folds and not self.clipping.changes_elements
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
         self.stop_requested = False
-        self.updating = False  # true while the optimizers step
+        self.metrics_seen: set[str] = set()  # on this rank
+        self.metrics_known: set[str] = set()  # on all ranks: what the log may show
+        self.new_metrics = False  # some rank has seen one that is not known yet
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds
+        self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds and optimizers.skips_by_itself
         self._pending: _Pending | None = None
-        self._unit_weight: float | None = None  # fp16: see `_usual_weight`
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
@@ -98,6 +102,10 @@ class Stepper:
         self._share, self.backwards_done, self._weight = share, 0, 0.0
         self._step_sums = Sums()
 
+    @property
+    def padding(self) -> bool:
+        return self._micro.padding
+
     def prepare(self, micro: MicroBatch) -> None:
         self._micro = micro
         seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index), self.runtime.device)
@@ -105,8 +113,9 @@ class Stepper:
 
     def backward(self, loss: Loss) -> None:
         _check(loss)
-        if self.scaler and self._unit_weight is None:
-            self._unit_weight = self._usual_weight(loss.weight)
+        if self.scaler and self.scaler.unit_weight is None:
+            self.scaler.unit_weight = self._usual_weight(loss.weight)
+        self.metrics_seen.update(loss.metrics)
         if not self._micro.padding:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
@@ -127,7 +136,7 @@ class Stepper:
         step, self.counters.step = self.counters.step, self.counters.step + 1
         if self.late:
             return self._apply_late(step, norm, norms, packed)
-        word = driver.codec.unpack(packed.tolist())  # on a GPU: the one host synchronisation of this path
+        word = driver.codec.unpack(packed.tolist())  # on a GPU the host waits here, and for the norm
         weight = float(word.weight)
         to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
         length = float(norm) * to_mean
@@ -135,7 +144,7 @@ class Stepper:
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
             self.counters.applied += 1
             self.sums.merge(self._step_sums)
-        return self._settle(step, word, length, applied, norms)
+        return self._settle(step, word, length, applied, norms, self._used_names())
 
     def settle(self) -> StepResult | None:
         """The outcome of the last step, if it is still on its way."""
@@ -149,38 +158,31 @@ class Stepper:
             self.sums.merge(pending.sums)
         else:
             self.counters.applied -= 1  # it was counted on trust
-        return self._settle(pending.step, self.driver.codec.unpack(values), length, applied, pending.norms)
+        word = self.driver.codec.unpack(values)
+        return self._settle(pending.step, word, length, applied, pending.norms, pending.used)
 
     def _update(self, parameters: list, grads: list[Tensor], coefficient: float) -> None:
         if self.folds:
-            self._step_optimizers(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
+            self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
         torch._foreach_mul_(grads, coefficient)
         if self.clipping.changes_elements:
             self.clipping.clip_elements_(parameters, grads)
-        self._step_optimizers()
+        self.optimizers.step()
 
     def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor) -> StepResult | None:
         """The same arithmetic as in `apply`, left to the device; the optimizer skips by itself."""
         to_mean = self.driver.gradient_factor / self.driver.codec.weight(packed)
         length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
         coefficient = to_mean * self.clipping.coefficient_on_device(length)
-        self._step_optimizers((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
+        self.optimizers.step((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
         self.counters.applied += 1
         previous = self.settle()
         row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = _Pending(step, row, arrived, norms, self._step_sums)
+        self._pending = _Pending(step, row, arrived, norms, self._used_names(), self._step_sums)
         return previous
-
-    def _step_optimizers(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them."""
-        self.updating = True
-        for optimizer in self.optimizers:
-            optimizer.grad_scale, optimizer.found_inf = divisor, skip  # pyrefly: ignore[missing-attribute]
-            optimizer.step()
-        self.updating = False
 
     def _word(self) -> Word:
         return Word(
@@ -189,14 +191,18 @@ class Stepper:
             exhausted=int(self._share.exhausted),
             step=self.counters.step % STEP_MODULUS,
             scale=math.log2(self.scaler.value) if self.scaler else 0.0,
+            new_metrics=int(not self.metrics_seen <= self.metrics_known),
         )
 
-    def _settle(self, step: int, word: Word, length: float, applied: bool, norms: Tensor) -> StepResult:
+    def _settle(
+        self, step: int, word: Word, length: float, applied: bool, norms: Tensor, used: list[str]
+    ) -> StepResult:
         ranks, weight = self.runtime.world.size, float(word.weight)
         if word.step != ranks * (step % STEP_MODULUS):
             raise RuntimeError(f"the ranks have fallen out of step: their step numbers add up to {word.step}")
         if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
+        self.new_metrics = self.new_metrics or word.new_metrics > 0
         result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
         if weight == 0:  # nothing to learn in this step, and nothing wrong with it
             return result
@@ -206,14 +212,17 @@ class Stepper:
         if applied:
             self.skips.applied()
         else:
-            pairs = zip(self.driver.names, self.driver.parameters, strict=True)
-            used = [name for name, p in pairs if p.grad is not None]
             self.skips.skip(result, norms, used, scale_lowered=self._scale() < before)
         return result
 
+    def _used_names(self) -> list[str]:
+        """The parameters that have a gradient in this step: nearly always all."""
+        pairs = zip(self.driver.names, self.driver.parameters, strict=True)
+        return [name for name, p in pairs if p.grad is not None]
+
     def _scale(self) -> float:
         """What backward starts with: 1, or for fp16 the loss scale."""
-        return self.scaler.value / (self._unit_weight or 1.0) if self.scaler else 1.0
+        return self.scaler.value / (self.scaler.unit_weight or 1.0) if self.scaler else 1.0
 
     def _usual_weight(self, weight: Any) -> float:
         """The weight of a usual step, as a power of two; found once, at the first micro-batch, equal on all ranks.
@@ -234,7 +243,7 @@ class Stepper:
 
     def _as_number(self, weight: Any) -> float | Tensor:
         if isinstance(weight, Tensor) and weight.device.type == "cuda":
-            return weight.detach()
+            return weight.detach().double()
         return float(weight)
 
 
@@ -245,7 +254,8 @@ def _check(loss: Loss) -> None:
             f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
-    if not isinstance(loss.weight, Tensor) and not 0 <= loss.weight < math.inf:
+    on_gpu = isinstance(loss.weight, Tensor) and loss.weight.is_cuda  # looking at it would make the host wait
+    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
         raise UserError(
             "a loss weight: how many terms the sum has", f"{loss.weight}", "return a finite weight of 0 or more"
         )

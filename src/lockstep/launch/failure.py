@@ -52,20 +52,27 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
     os.replace(staged, folder / f"rank-{rank}.json")  # a reader never sees half a record
 
 
-def first(folder: Path, codes: dict[int, int]) -> Failure | None:
-    """The culprit among ranks that ended by themselves, with their exit codes.
+@dataclass(frozen=True)
+class Exit:
+    code: int
+    seen: float  # when the launcher noticed
 
-    A process killed by a signal leaves no record; the others then fail because it is gone, so it comes first.
+
+def first(folder: Path, ended: dict[int, Exit]) -> Failure | None:
+    """The culprit among the ranks that ended by themselves: whoever failed earliest.
+
+    A process killed by a signal leaves no record, so the time its end was noticed counts. Those it takes down with it
+    record their own errors after that; one that aborts because a peer is gone does so after the peer's record.
     """
-    for rank, code in sorted(codes.items()):
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (often: out of host memory)" if name == "SIGKILL" else ""
-            return Failure(rank, socket.gethostname(), time.time(), name, f"killed by signal {-code}{hint}")
     found = [Failure(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
-    if found:
-        return min(found, key=lambda failure: failure.time)
-    for rank, code in sorted(codes.items()):
-        if code > 0:
-            return Failure(rank, socket.gethostname(), time.time(), "exit", f"ended with code {code}")
-    return None
+    recorded = {failure.rank for failure in found}
+    found += [_unrecorded(rank, end) for rank, end in ended.items() if end.code and rank not in recorded]
+    return min(found, key=lambda failure: failure.time, default=None)
+
+
+def _unrecorded(rank: int, end: Exit) -> Failure:
+    if end.code > 0:
+        return Failure(rank, socket.gethostname(), end.seen, "exit", f"ended with code {end.code}")
+    name = signal.Signals(-end.code).name
+    hint = " (often: out of host memory)" if name == "SIGKILL" else ""
+    return Failure(rank, socket.gethostname(), end.seen, name, f"killed by signal {-end.code}{hint}")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch import failure
+from lockstep.machine import available_cores, visible_gpus
 
 LIFELINE = "LOCKSTEP_LIFELINE"  # a pipe that closes when the launcher dies, whatever killed it
 FAILURES = "LOCKSTEP_FAILURES"  # the folder for failure records
-POLL_S = 0.05
+POLL_S = 0.02
 OTHERS_S = 1.0  # how long to wait, after a failure, for the other ranks' own records
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 
@@ -35,7 +39,7 @@ def choose_nproc(asked: str | int | None) -> int:
     if asked is None:
         return 1
     if asked == "auto":
-        return visible_gpus() or min(2, len(os.sched_getaffinity(0)))
+        return visible_gpus() or min(2, available_cores())
     try:
         count = int(asked)
     except ValueError:
@@ -43,14 +47,6 @@ def choose_nproc(asked: str | int | None) -> int:
     if count < 1:
         raise UserError(f"--nproc {asked}", "neither a count nor auto", "type --nproc 2, or --nproc auto")
     return count
-
-
-def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """Counted without torch, which takes seconds to import."""
-    chosen = env.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([part for part in chosen.split(",") if part.strip() and part.strip() != "-1"])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def run(
@@ -66,13 +62,31 @@ def run(
         shared = _shared_environment(env, nproc, listener.getsockname()[1], alive, failures)
         ranks = []
         try:
-            for rank in range(nproc):
-                ranks.append(_start(command, rank, shared, listener.fileno(), alive, log_dir))
-            return _wait(ranks, Path(failures), log_dir)
+            with _termination_as_interrupt():
+                for rank in range(nproc):
+                    ranks.append(_start(command, rank, shared, listener.fileno(), alive, log_dir))
+                return _wait(ranks, Path(failures), log_dir)
         finally:
             _stop(ranks)
             os.close(alive)
             os.close(lifeline)
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the launcher the way Ctrl-C does: the ranks are stopped and temporary files removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _listener() -> socket.socket:
@@ -85,7 +99,7 @@ def _listener() -> socket.socket:
 
 def _shared_environment(env: Mapping[str, str], nproc: int, port: int, alive: int, failures: str) -> dict[str, str]:
     shared = dict(env)
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))  # or every rank takes every core
     shared |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
     return shared | {"MASTER_PORT": str(port), LIFELINE: str(alive), FAILURES: failures}
@@ -112,19 +126,18 @@ def _start(
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], failures: Path, log_dir: Path) -> failure.Failure | None:
-    while True:
-        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
-        ended = {rank: code for rank, code in codes.items() if code is not None}
-        if any(ended.values()):
-            break
-        if len(ended) == len(ranks):
-            return None
+    ended: dict[int, failure.Exit] = {}
+    deadline = math.inf
+    while len(ended) < len(ranks) and time.monotonic() < deadline:
+        for rank, process in enumerate(ranks):
+            if rank not in ended and (code := process.poll()) is not None:
+                ended[rank] = failure.Exit(code, time.time())
+        if deadline == math.inf and any(end.code for end in ended.values()):
+            deadline = time.monotonic() + OTHERS_S
         time.sleep(POLL_S)
-    deadline = time.monotonic() + OTHERS_S
-    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
-        time.sleep(POLL_S)
-    codes = {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
-    culprit = failure.first(failures, codes)
+    if not any(end.code for end in ended.values()):
+        return None
+    culprit = failure.first(failures, ended)
     assert culprit is not None
     print(culprit.text(log_dir / f"rank-{culprit.rank}.log"), file=sys.stderr)
     if not culprit.for_user and len(ranks) > 1:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.task import Loss, Weight
 
 FOLD_AT = 128  # entries kept before they are added up: appending to a list is all the hot path does
@@ -28,13 +29,16 @@ class Sums:
     def names(self) -> list[str]:
         return sorted(self._entries)
 
-    def pack(self, names: list[str], device: torch.device) -> Tensor:
-        """(sum, weight) of every name, flat, in float64 on the device. Names without entries count nothing."""
-        flat = [_add_up(part) for name in names for part in self._entries.get(name, ([], []))]
-        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in flat])
-
-    def clear(self) -> None:
-        self._entries = {}
+    def take(self, names: list[str], device: torch.device) -> Tensor:
+        """(sum, weight) of every name, flat, in float64 on the device; they start again from nothing."""
+        flat = [_add_up(part) for name in names for part in self._entries.pop(name, ([], []))]
+        on_cuda = device.type == "cuda"
+        known = [0.0 if isinstance(value, Tensor) else value for value in flat]
+        packed = torch.tensor(known, dtype=torch.float64, pin_memory=on_cuda).to(device, non_blocking=True)
+        for place, value in enumerate(flat):
+            if isinstance(value, Tensor):  # added on the device: the host does not wait for it
+                packed[place] += value
+        return packed
 
     def merge(self, other: Sums) -> None:
         for name, (totals, weights) in other._entries.items():
@@ -49,6 +53,8 @@ def terms(loss: Loss) -> Iterator[tuple[str, Weight, Weight]]:
     """The loss and each metric as (name, sum, weight), detached."""
     yield "loss", loss.total.detach(), loss.weight
     for name, value in loss.metrics.items():
+        if name == "loss":
+            raise UserError("a metric named 'loss'", "that name is the loss's own", "give the metric another name")
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
         yield name, total.detach() if isinstance(total, Tensor) else total, weight
 

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums, quotients
 from lockstep.observe.progress import Progress, make_progress
 from lockstep.observe.sinks import JsonlSink
@@ -27,7 +26,7 @@ class Recorder:
         self._views: list[Progress] = []
         self._metrics = JsonlSink(run_dir / "metrics.jsonl") if runtime.is_main else None
         self._events = JsonlSink(run_dir / "events.jsonl") if runtime.is_main else None
-        self._names: list[str] | None = None
+        self.names: list[str] = ["loss"]  # the metrics that all ranks know, in the order of the log
         self._waiting: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
         self._process = psutil.Process()
         self._since = time.perf_counter()
@@ -50,9 +49,8 @@ class Recorder:
 
     def interval(self, sums: Sums, steps: int, samples: int, facts: dict[str, Any]) -> None:
         """End an interval of `steps`: reduce its sums over ranks, and write them once they have arrived."""
-        names = self._agree_on_names(sums)
-        packed = self.runtime.collectives.sum_(sums.pack(names, self.runtime.device))
-        sums.clear()
+        names = list(self.names)
+        packed = self.runtime.collectives.sum_(sums.take(names, self.runtime.device))
         seconds = time.perf_counter() - self._since
         facts = {"time": time.time(), **facts, "memory_mb": self._memory_mb(), "step_s": seconds / steps}
         facts |= {
@@ -91,17 +89,10 @@ class Recorder:
                 part.close()
         self._views, self._metrics, self._events = [], None, None
 
-    def _agree_on_names(self, sums: Sums) -> list[str]:
-        if self._names is None:
-            everybody = self.runtime.collectives.gather_json(sums.names)
-            self._names = sorted({name for names in everybody for name in names} | {"loss"})
-        if new := sorted(set(sums.names) - set(self._names)):
-            raise UserError(
-                "the same metrics in every step",
-                f"{new[0]!r} appeared only after the first log line, which had {', '.join(self._names)}",
-                "return every metric from the start, with (0, 0) where there is nothing to count",
-            )
-        return self._names
+    def agree_on_names(self, mine: set[str]) -> None:
+        """Some rank has seen a metric for the first time: from now on all of them know it."""
+        everybody = self.runtime.collectives.gather_json(sorted(mine))
+        self.names = ["loss", *sorted({name for names in everybody for name in names} - {"loss"})]
 
     def _memory_mb(self) -> float:
         if self.runtime.device.type == "cuda":

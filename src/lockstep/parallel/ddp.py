@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import LENGTH, Word, WordCodec, trainable
+from lockstep.parallel.drivers import trainable
+from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
 
 # torch 2.13 renamed it.
@@ -47,9 +48,10 @@ class Replica(DistributedDataParallel):
     def __init__(self, carrier: _WithWord, **options: Any):
         super().__init__(carrier, **options)
         self.armed = False
+        self._complete = True  # from here on, what the user's model has is set there
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.armed = True  # torch prepares the exchange here, and only here
+        self.armed = torch.is_grad_enabled()  # torch prepares the exchange here, and only here
         return super().forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,6 +59,13 @@ class Replica(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._users_model(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if own.get("_complete") and name not in own and hasattr(self._users_model(), name):
+            setattr(self._users_model(), name, value)
+        else:
+            super().__setattr__(name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self._users_model().named_parameters(*args, **kwargs)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.drivers import LENGTH, Word, WordCodec, trainable
+from lockstep.parallel.drivers import trainable
+from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
 
 
@@ -47,7 +48,7 @@ class FlatDriver:
         self._word, users = packed[:LENGTH], packed[LENGTH:].tolist()
         # Unused by everybody: no gradient at all, so that the optimizer leaves it alone, as in a single process.
         live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
-        for dtype in {p.dtype for p in live}:
+        for dtype in dict.fromkeys(p.dtype for p in live):  # in one order on all ranks, which a set would not keep
             group = [p for p in live if p.dtype == dtype]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
             flat = self.runtime.collectives.sum_(torch.cat([grad.flatten() for grad in grads]))

@@ -44,7 +44,10 @@ class Collectives:
         if self.world.alone:
             return
         for tensor in tensors:
-            dist.broadcast(tensor, source)
+            data = tensor.detach().contiguous()
+            dist.broadcast(data.reshape(-1).view(torch.uint8), source)  # as bytes: gloo does not know every format
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data)
 
     def any(self, flag: bool) -> bool:
         return any(self.gather_json(bool(flag)))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.machine import available_cores
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.world import World
 
@@ -31,6 +32,18 @@ class Runtime:
     def is_main(self) -> bool:
         return self.world.rank == 0
 
+    def meet(self, place: str, patience: timedelta) -> bool:
+        """Whether all ranks come to `place` in time. Over the store, so it works while others wait in a collective."""
+        if self.world.alone:
+            return True
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{place}/{self.world.rank}", "here")
+        try:
+            store.wait([f"{place}/{rank}" for rank in range(self.world.size)], patience)
+        except dist.DistStoreError:
+            return False
+        return True
+
 
 @contextmanager
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
@@ -44,6 +57,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     try:
         yield Runtime(world, device, backend, Collectives(world, device), threads)
     finally:
+        if config.deterministic:
+            torch.use_deterministic_algorithms(False)
         if backend != "none":
             dist.destroy_process_group()
 
@@ -92,7 +107,7 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
     if asked is not None:
         torch.set_num_threads(asked)
     elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, available_cores() // world.local_size))
     return torch.get_num_threads()
 
 
@@ -100,6 +115,7 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
     if device.type == "cuda":
         # fp32 stays fp32 when asked for by name; the faster modes also let stray fp32 matmuls use TF32.
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

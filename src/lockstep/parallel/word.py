@@ -1,0 +1,72 @@
+"""The control word: what all ranks must agree on in every step, in a form that one sum over ranks carries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Word:
+    """What every rank tells every other once per step. All fields are added over ranks.
+
+    Only numbers that are equal, or flags of which "anybody" or "everybody" matters, so one sum serves them all.
+    """
+
+    weight: float | Tensor = 0.0
+    stop: int = 0
+    exhausted: int = 0
+    step: int = 0  # modulo 4096; equal on all ranks, or they have fallen out of step
+    scale: float = 0.0  # log2 of the loss scale; equal on all ranks
+    new_metrics: int = 0  # this rank has seen a metric that not all ranks know
+
+
+LENGTH = 8  # of a packed word: the weight takes three places
+LOW = 4096.0
+STAGES = 4  # pinned buffers in turn: the host is never that many steps ahead of the GPU
+
+
+class WordCodec:
+    """Words as tensors that can be added over ranks, without making the host wait for a GPU.
+
+    An exchange may multiply by a rounded 1/N on the way, so whole numbers are rounded back. A weight travels as a
+    multiple of LOW, the whole rest and the fraction: each part is exact in float32, far beyond 2**24.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype, self._turn = device, dtype, 0
+        on_cuda = device.type == "cuda"
+        self._stages = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
+
+    def pack(self, word: Word, times: float) -> Tensor:
+        """`times` the word, as a new tensor on the device."""
+        weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
+        whole, fraction = math.floor(weight), weight % 1.0
+        flags = (word.stop, word.exhausted, word.step, word.scale, word.new_metrics)
+        values = (whole - whole % LOW, whole % LOW, fraction, *flags)
+        packed = self._on_device([value * times for value in values])
+        if isinstance(word.weight, Tensor):  # still being computed by the GPU
+            exact = word.weight.double()
+            high, low = exact - exact.remainder(LOW), exact.floor().remainder(LOW)
+            packed[:3] = torch.stack([high, low, exact.frac()]) * times
+        return packed
+
+    def unpack(self, values: list[float]) -> Word:
+        weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
+        return Word(weight, round(values[3]), round(values[4]), round(values[5]), values[6], round(values[7]))
+
+    def weight(self, packed: Tensor) -> Tensor:
+        """The weight alone, in float64, still on the device."""
+        exact = packed.double()
+        return (exact[0] / LOW).round() * LOW + exact[1].round() + exact[2]
+
+    def _on_device(self, values: list[float]) -> Tensor:
+        if not self._stages:
+            return torch.tensor(values, dtype=self.dtype)
+        self._turn = (self._turn + 1) % STAGES
+        stage = self._stages[self._turn]
+        stage.numpy()[:] = values
+        return stage.to(self.device, non_blocking=True)

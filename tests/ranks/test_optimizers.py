@@ -1,0 +1,192 @@
+"""Optimizers and the model they belong to; metrics that come late; modes that stay; ends that come early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import resolve
+from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.selfcheck import check_even_work
+from lockstep.errors import UserError
+from lockstep.plan.plan import make_plan
+from lockstep.task import Loss
+from pool import Pool
+from ranks.support import Regression, assert_user_errors, fit, watched_run
+
+VALUES = {"global_batch": 4, "micro_batch": 2, "steps": 6}
+
+
+def test_a_parameter_in_no_optimizer_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"2 in none, first '1\.weight'"):
+        Optimizers(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+    model[1].requires_grad_(False)
+    Optimizers(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+
+
+def test_a_parameter_outside_the_model_is_refused():
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+    with pytest.raises(UserError, match="1 trainable parameters that the model does not have"):
+        Optimizers(torch.optim.SGD([*model.parameters(), temperature], lr=0.1), model)
+
+
+def test_lbfgs_and_strangers_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="LBFGS"):
+        Optimizers(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(UserError, match="a Linear"):
+        Optimizers(model, model)
+
+
+class Claims(torch.optim.SGD):
+    """Says it takes part in loss scaling, but expects a GradScaler, as some public optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+
+@pytest.mark.parametrize(
+    ("make", "folds", "skips"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), True, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), True, False),
+        (lambda p: torch.optim.AdamW(p), False, False),
+        (lambda p: Claims(p, lr=0.1), False, False),
+    ],
+)
+def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor(make, folds, skips):
+    model = nn.Linear(2, 2)
+    optimizers = Optimizers(make(model.parameters()), model)
+    assert (optimizers.folds, optimizers.skips_by_itself) == (folds, skips)
+    assert not Optimizers(make(model.double().parameters()), model).folds
+
+
+class LateMetric(Regression):
+    """One rank sees a metric first in a later step, and only that rank."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        import torch.distributed as dist
+
+        loss = super().loss(model, batch)
+        type(self).calls += 1
+        if self.calls > 4 and dist.get_rank() == 1:
+            loss.metrics["late"] = (torch.tensor(6.0), 2)
+        return loss
+
+
+def logged(world: Any, store: Any, task: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
+    import json
+
+    with watched_run(world, store, values) as run:
+        from lockstep.engine import loop
+
+        loop.fit(task, run)
+        return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_metric_may_appear_late_and_on_one_rank_only(pool: Pool) -> None:
+    records = pool.run(logged, LateMetric(), VALUES | {"log.every": 2}, world=2)[0]
+    assert ["late" in record["metrics"] for record in records] == [False, False, True]
+    assert records[-1]["metrics"]["late"] == pytest.approx(3.0)
+
+
+def test_a_metric_may_not_be_named_loss(pool: Pool) -> None:
+    class Named(Regression):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            loss = super().loss(model, batch)
+            loss.metrics["loss"] = loss.total.detach()
+            return loss
+
+    assert_user_errors(pool.errors(fit, Named(), VALUES, world=1), "a metric named 'loss'")
+
+
+def modes_after_evaluation(world: Any, store: Any) -> list[bool]:
+    class Evaluated(Regression):
+        def eval_data(self) -> Any:
+            return self.data()
+
+        def model(self) -> nn.Module:
+            model = super().model()
+            model.out.eval()  # a frozen batch norm would be kept so
+            return model
+
+    with watched_run(world, store, VALUES | {"evaluate.every": 2}) as run:
+        from lockstep.engine import loop
+
+        modes: list[bool] = []
+        finish = run.finish
+        run.finish = lambda share, result: (modes.append(run.driver.model.out.training), finish(share, result))
+        loop.fit(Evaluated(), run)
+        return [*modes, run.driver.model.hidden.training]
+
+
+def test_an_evaluation_leaves_every_module_in_its_mode(pool: Pool) -> None:
+    *out, hidden = pool.run(modes_after_evaluation, world=1)[0]
+    assert out == [False] * 6
+    del hidden  # after the end the model is shown, in eval mode
+
+
+def leaves_alone(world: Any, store: Any) -> None:
+    from datetime import timedelta
+
+    from lockstep.engine import own_loop as module
+
+    module.LEAVE_TOGETHER = timedelta(seconds=2)
+    with watched_run(world, store, VALUES) as run:
+        own = module.OwnRun(run)
+        task = Regression()
+        model = task.model()
+        model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in own.steps(task.data()):
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight)
+            step.apply()
+            if world.rank == 0 and step.index == 2:
+                break
+        own.close()
+
+
+def test_a_rank_that_leaves_the_loop_alone_says_so(pool: Pool) -> None:
+    errors = pool.errors(leaves_alone, world=2)
+    assert_user_errors(errors[:1], "rank 0 of 2 left it at step 3", "run.stop()")
+
+
+def test_the_weights_are_saved_even_if_show_fails(pool: Pool, tmp_path) -> None:
+    class Shown(Regression):
+        def show(self, model: nn.Module) -> str:
+            raise ZeroDivisionError("in show")
+
+    folder = tmp_path / "run"
+    pool.run(fit, Shown(), VALUES | {"run_dir": str(folder)}, world=2)
+    assert (folder / "model.safetensors").exists()
+    assert "in show" in (folder / "events.jsonl").read_text()
+    with pytest.raises(UserError, match="already holds a run"):
+        pool.run(fit, Shown(), VALUES | {"run_dir": str(folder)}, world=2)
+
+
+def test_sparse_gradients_are_refused(pool: Pool) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 2, sparse=True)
+
+    errors = pool.errors(fit, Regression(network=Sparse), VALUES, world=1)
+    assert_user_errors(errors, "'table' has sparse=True")
+
+
+def test_sync_batch_norm_needs_even_work():
+    """Its forward waits for all ranks (and torch has it for GPUs only, so this looks at the check alone)."""
+    model = nn.Sequential(nn.Linear(5, 1), nn.SyncBatchNorm(1))
+    config = resolve([("test", {"global_batch": 6, "micro_batch": 2, "steps": 1})]).config
+    with pytest.raises(UserError, match="3 on 2 ranks"):
+        check_even_work(model, make_plan(config, 2, 12), "short")
+    with pytest.raises(UserError, match="short last step"):
+        check_even_work(model, make_plan(config, 3, 13), "short")
+    check_even_work(model, make_plan(config, 3, 13), "drop")
+    check_even_work(nn.Linear(5, 1), make_plan(config, 2, 12), "short")
