@@ -85,7 +85,8 @@ class WatchedRun(Run):
             yield share
 
     def finish(self, share: Share, result: StepResult | None) -> None:
-        assert result is not None, "on a CPU the outcome is known at once"
+        result = result or self.stepper.settle()  # on a GPU it may still be on its way
+        assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
         groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
         note = StepNote(

@@ -89,7 +89,9 @@ class DDPDriver:
         dtype = self.parameters[-1].dtype
         self.codec = WordCodec(runtime.device, dtype)
         carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
-        _ignore_frozen(carrier)
+        self._frozen = _frozen_names(model)
+        ignored = [f"model.{name}" for name in self._frozen]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(carrier, ignored)
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
@@ -98,6 +100,7 @@ class DDPDriver:
         )
         self._word_parameter = carrier.last[0]
         self.call: nn.Module = self._replica
+        self.sync_buffers()
 
     def begin(self) -> None:
         for parameter in self.parameters:
@@ -124,7 +127,8 @@ class DDPDriver:
         return self._word_parameter.grad
 
     def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
+        self.runtime.collectives.broadcast_(live)
 
     def _check_complete(self) -> None:
         """A parameter that the last backward did not reach leaves its bucket unsent: DDP says so one step later,
@@ -139,13 +143,13 @@ class DDPDriver:
             )
 
 
-def _ignore_frozen(carrier: _WithWord) -> None:
-    """Frozen parameters, and buffers of modules without any trainable parameter, are moved but never wrapped."""
-    frozen = [name for name, p in carrier.named_parameters() if not p.requires_grad]
-    for prefix, module in carrier.named_modules():
+def _frozen_names(model: nn.Module) -> list[str]:
+    """Frozen parameters, and buffers of modules without any trainable parameter: moved, but never wrapped."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    for prefix, module in model.named_modules():
         if any(True for _ in module.parameters()) and not any(p.requires_grad for p in module.parameters()):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(carrier, sorted(set(frozen)))
+    return sorted(set(frozen))
 
 
 def _bypassed(model: str) -> UserError:
