@@ -222,7 +222,7 @@ def main() -> None:
         for case in options.cases:
             out = Path(folder) / case.replace(":", "-")
             ranks = int(case.split(":")[1].split("x")[0])
-            repeats = options.repeats if case.startswith("mlp") else max(12, options.repeats // 3)
+            repeats = options.repeats if case.startswith("mlp") else max(6, options.repeats // 6)  # a GPT step is long
             command = [
                 sys.executable,
                 __file__,

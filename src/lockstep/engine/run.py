@@ -165,7 +165,9 @@ class Run:
         self.recorder.close()
         if self.runtime.is_main:
             write_summary(self.run_dir, summary)
-            write_report(self.run_dir)
+            report = write_report(self.run_dir)
+            if self.config.log.progress != "off":
+                print(f"report   {report}")
         self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
         return summary
 
