@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep import Task, UserError, fit
+
 ROOT = Path(__file__).parent.parent
 TASK = '''
 import os
@@ -44,6 +46,17 @@ class Fit(lockstep.Task):
 
     def fail(self):
         raise ZeroDivisionError("deliberate")
+
+class Killed(Fit):
+    def loss(self, model, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 5 and self.crash == os.environ.get("RANK"):
+            os.kill(os.getpid(), 9)
+        return Fit.loss(Fit(), model, batch)
+
+class Bare(Fit):
+    def loss(self, model, batch):
+        return super().loss(model, batch).total
 '''
 
 
@@ -135,6 +148,28 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
     assert "ZeroDivisionError: deliberate" in done.stderr.splitlines()[0]
     assert "in fail" in done.stderr  # the line of the user's own code
     assert "1 other rank(s) stopped because of it" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_killed_rank_is_named(trained, rank):
+    """Its peers see a closed connection within milliseconds, and say so: they must not get the blame."""
+    arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2")
+    done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0].startswith(f"lockstep: rank {rank} on ")
+    assert "SIGKILL" in done.stderr.splitlines()[0]
+    last = json.loads((trained / f"killed-{rank}" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["type"]) == ("error", "SIGKILL")
+
+
+def test_first_mistakes_get_an_answer(trained):
+    """A file without its class, a loss that is a bare tensor, a class instead of an object."""
+    done = lockstep("train", "my_task.py", folder=trained, check=False)
+    assert (done.returncode, "my_task.py:CLASS" in done.stderr) == (2, True)
+    done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained, check=False)
+    assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
+    with pytest.raises(UserError, match=r"pass an object: Task\(\)"):
+        fit(Task)
 
 
 def test_a_broken_environment_is_refused_with_a_hint(trained):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import lockstep
 from lockstep.errors import UserError
 
 
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."
     )
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     train = verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop")

@@ -70,7 +70,8 @@ def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
         return 0
     given = [values["run_dir"] for _, values in layers if values.get("run_dir")]
     run_dir = str(given[-1] if given else local.new_run_dir(targets.name_of(target)))
-    layers = [*layers, ("launcher", {"run_dir": run_dir})]
+    if not given:
+        layers = [*layers, ("launcher", {"run_dir": run_dir})]
     return _launch({"target": target, "layers": layers}, count, Path(run_dir))
 
 
@@ -94,6 +95,8 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
     With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
     (ours or torchrun's) it trains right here.
     """
+    if isinstance(task, type):
+        raise UserError("lockstep.fit(task)", f"the class {task.__name__}", f"pass an object: {task.__name__}()")
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     count = 1 if World.launched() else local.choose_nproc(nproc)
     name = type(task).__name__.lower()
@@ -101,7 +104,8 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
     if count == 1:
         return _fit_here(task, resolved, name)
     run_dir = Path(resolved.config.run_dir or local.new_run_dir(name))
-    layers.append(("launcher", {"run_dir": str(run_dir)}))
+    if not resolved.config.run_dir:
+        layers.append(("launcher", {"run_dir": str(run_dir)}))
     with _shipped(task) as path:
         code = _launch({"task": path, "layers": layers}, count, run_dir)
     if code:
@@ -186,6 +190,7 @@ def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> int:
         return 0
     # Rank 0 may only have seen that somebody else was gone: the record gets the cause.
     with JsonlSink(run_dir / "events.jsonl") as events:
-        events.write({"event": "error", "rank": culprit.rank, "type": culprit.kind, "message": culprit.message})
+        cause = f"rank {culprit.rank}: {culprit.message}"
+        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
     write_report(run_dir)
     return culprit.exit_code

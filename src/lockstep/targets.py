@@ -42,6 +42,12 @@ def check(target: str) -> None:
         file = Path(target if is_script(target) else path)
         if not file.is_file():
             raise UserError(f"the target {target!r}", f"no file {file}", "type FILE.py:CLASS, with a path that exists")
+        if is_script(target) and not any(call in file.read_text() for call in ("start(", "fit(")):
+            raise UserError(
+                f"the target {target!r}",
+                "a script that never calls lockstep.start or lockstep.fit, so it would train nothing",
+                f"type {target}:CLASS to train a task that it defines",
+            )
         if colon and not class_name.isidentifier():
             raise UserError(f"the target {target!r}", f"{class_name!r} is no class name", f"type {path}:MyTask")
         return

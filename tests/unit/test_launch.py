@@ -118,6 +118,14 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def test_an_abort_after_a_record_is_a_consequence(tmp_path):
+    failure.record(tmp_path, 1, ValueError("the real cause"))
+    ended = {0: failure.Exit(-signal.SIGABRT, time.time() + 1), 1: failure.Exit(1, time.time())}
+    assert failure.first(tmp_path, ended).kind == "ValueError"
+    ended[0] = failure.Exit(-signal.SIGABRT, time.time() - 60)
+    assert failure.first(tmp_path, ended).kind == "SIGABRT"
+
+
 def test_records_survive_the_round_trip(tmp_path):
     for rank in (1, 0):
         try:

@@ -248,6 +248,12 @@ class Stepper:
 
 
 def _check(loss: Loss) -> None:
+    if not isinstance(loss, Loss):
+        raise UserError(
+            "a loss with its weight",
+            f"loss() returned a {type(loss).__name__}",
+            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
+        )
     if loss.total.dim() != 0 or not loss.total.requires_grad:
         raise UserError(
             "a loss: one number, the SUM over the micro-batch, that depends on the parameters",

@@ -59,11 +59,14 @@ class Exit:
 
 
 def first(folder: Path, ended: dict[int, Exit]) -> Failure | None:
-    """The culprit among the ranks that ended by themselves: whoever failed earliest.
+    """The culprit among the ranks that ended by themselves: one killed from outside, or else whoever failed earliest.
 
-    A process killed by a signal leaves no record, so the time its end was noticed counts. Those it takes down with it
-    record their own errors after that; one that aborts because a peer is gone does so after the peer's record.
+    A killed process leaves no record, and the others notice within milliseconds that it is gone. Only an abort may be
+    such a consequence itself: it counts from the time it was seen.
     """
+    for rank, end in sorted(ended.items()):
+        if end.code < 0 and end.code != -signal.SIGABRT:
+            return _unrecorded(rank, end)
     found = [Failure(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
     recorded = {failure.rank for failure in found}
     found += [_unrecorded(rank, end) for rank, end in ended.items() if end.code and rank not in recorded]

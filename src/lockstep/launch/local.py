@@ -139,6 +139,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], failures: Path, log_dir: Path) -
         return None
     culprit = failure.first(failures, ended)
     assert culprit is not None
+    if sys.stdout.isatty():  # a killed rank 0 could not put the display away
+        print("\x1b[?25h", flush=True)
     print(culprit.text(log_dir / f"rank-{culprit.rank}.log"), file=sys.stderr)
     if not culprit.for_user and len(ranks) > 1:
         print(f"{len(ranks) - 1} other rank(s) stopped because of it", file=sys.stderr)
