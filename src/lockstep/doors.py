@@ -17,6 +17,7 @@ from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import UserError
 from lockstep.launch import local
+from lockstep.launch.failure import Failure
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
 from lockstep.runtime.world import World
@@ -72,7 +73,8 @@ def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
     run_dir = str(given[-1] if given else local.new_run_dir(targets.name_of(target)))
     if not given:
         layers = [*layers, ("launcher", {"run_dir": run_dir})]
-    return _launch({"target": target, "layers": layers}, count, Path(run_dir))
+    culprit = _launch({"target": target, "layers": layers}, count, Path(run_dir))
+    return culprit.exit_code if culprit else 0
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -107,12 +109,12 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
     if not resolved.config.run_dir:
         layers.append(("launcher", {"run_dir": str(run_dir)}))
     with _shipped(task) as path:
-        code = _launch({"task": path, "layers": layers}, count, run_dir)
-    if code:
+        culprit = _launch({"task": path, "layers": layers}, count, run_dir)
+    if culprit:
         raise UserError(
             f"lockstep.fit on {count} processes",
-            "a worker failed; its error is printed above",
-            f"read {run_dir / 'logs'} for everything the ranks said",
+            f"rank {culprit.rank} failed first: {culprit.kind}: {culprit.message}",
+            f"mend that; {run_dir / 'logs'} holds everything the ranks said",
         )
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -183,14 +185,14 @@ def _shipped(task: Task) -> Iterator[str]:
         yield str(path)
 
 
-def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> int:
+def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> Failure | None:
     command = [sys.executable, "-m", "lockstep.worker", json.dumps({**spec, "path": sys.path}, default=str)]
     culprit = local.run(command, count, run_dir / "logs")
     if culprit is None:
-        return 0
+        return None
     # Rank 0 may only have seen that somebody else was gone: the record gets the cause.
     with JsonlSink(run_dir / "events.jsonl") as events:
         cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
     write_report(run_dir)
-    return culprit.exit_code
+    return culprit

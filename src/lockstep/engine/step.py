@@ -64,12 +64,8 @@ class Stepper:
         global_batch: int,
     ):
         self.driver, self.optimizers, self.learning_rate = driver, optimizers, learning_rate
-        self.precision, self.config, self.runtime, self.global_batch = (
-            precision,
-            config,
-            runtime,
-            global_batch,
-        )
+        self.precision, self.config, self.runtime = precision, config, runtime
+        self.global_batch = global_batch
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
         self.clipping = Clipping(config.clip)
         self.skips = SkipPolicy(config.nonfinite)
@@ -130,12 +126,13 @@ class Stepper:
         driver, packed = self.driver, self.driver.word()
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+        used = driver.names if len(grads) == len(driver.names) else self._used_names()
         norms = torch.stack(torch._foreach_norm(grads))
         norm = torch.linalg.vector_norm(norms)  # of the gradients as exchanged: same bits on every rank
         self.lr = self.learning_rate.set(self.counters.applied)
         step, self.counters.step = self.counters.step, self.counters.step + 1
         if self.late:
-            return self._apply_late(step, norm, norms, packed)
+            return self._apply_late(step, norm, norms, packed, used)
         word = driver.codec.unpack(packed.tolist())  # on a GPU the host waits here, and for the norm
         weight = float(word.weight)
         to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
@@ -144,7 +141,7 @@ class Stepper:
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
             self.counters.applied += 1
             self.sums.merge(self._step_sums)
-        return self._settle(step, word, length, applied, norms, self._used_names())
+        return self._settle(step, word, length, applied, norms, used)
 
     def settle(self) -> StepResult | None:
         """The outcome of the last step, if it is still on its way."""
@@ -170,7 +167,7 @@ class Stepper:
             self.clipping.clip_elements_(parameters, grads)
         self.optimizers.step()
 
-    def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor) -> StepResult | None:
+    def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor, used: list[str]) -> StepResult | None:
         """The same arithmetic as in `apply`, left to the device; the optimizer skips by itself."""
         to_mean = self.driver.gradient_factor / self.driver.codec.weight(packed)
         length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
@@ -181,7 +178,7 @@ class Stepper:
         row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = _Pending(step, row, arrived, norms, self._used_names(), self._step_sums)
+        self._pending = _Pending(step, row, arrived, norms, used, self._step_sums)
         return previous
 
     def _word(self) -> Word:
@@ -216,7 +213,7 @@ class Stepper:
         return result
 
     def _used_names(self) -> list[str]:
-        """The parameters that have a gradient in this step: nearly always all."""
+        """The parameters that have a gradient in this step."""
         pairs = zip(self.driver.names, self.driver.parameters, strict=True)
         return [name for name, p in pairs if p.grad is not None]
 

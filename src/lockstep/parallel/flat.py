@@ -7,36 +7,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.drivers import trainable
-from lockstep.parallel.word import LENGTH, Word, WordCodec
+from lockstep.parallel.drivers import SingleDriver
+from lockstep.parallel.word import LENGTH, Word
 from lockstep.runtime.context import Runtime
 
 
-class FlatDriver:
-    gradient_factor = 1.0
+class FlatDriver(SingleDriver):
+    """A single process, as far as forward and backward go; then the sum over all of them."""
 
     def __init__(self, model: nn.Module, runtime: Runtime):
-        self.model = self.call = model
+        super().__init__(model, runtime.device)
         self.runtime = runtime
-        self.names, self.parameters = trainable(model)
-        self.codec = WordCodec(runtime.device, torch.float64)
         runtime.collectives.broadcast_([p.detach() for p in self.parameters])
         self.sync_buffers()
-
-    def begin(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def arm(self, last: bool) -> None:
-        pass
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         torch.autograd.backward(total, start)
         if word is not None:
             self._exchange(word)
-
-    def word(self) -> Tensor:
-        return self._word
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
