@@ -111,7 +111,8 @@ class Stepper:
         _check(loss)
         if self.scaler and self.scaler.unit_weight is None:
             self.scaler.unit_weight = self._usual_weight(loss.weight)
-        self.metrics_seen.update(loss.metrics)
+        if loss.metrics:
+            self.metrics_seen.update(loss.metrics)
         if not self._micro.padding:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)

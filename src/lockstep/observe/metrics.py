@@ -10,48 +10,60 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.task import Loss, Weight
 
-FOLD_AT = 128  # entries kept before they are added up: appending to a list is all the hot path does
+FOLD_AT = 128  # losses kept before they are added up: appending to a list is all the hot path does
+
+Term = tuple[str, Weight, Weight]  # (name, sum, weight)
 
 
 class Sums:
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[list[Weight], list[Weight]]] = {}
+        self._losses: list[tuple[Tensor, Weight]] = []
+        self._metrics: list[Term] = []
+        self._folded: dict[str, tuple[Weight, Weight]] = {}
 
     def add(self, loss: Loss) -> None:
-        for name, total, weight in terms(loss):
-            totals, weights = self._entries.setdefault(name, ([], []))
-            totals.append(total)
-            weights.append(weight)
-            if len(totals) >= FOLD_AT:
-                totals[:], weights[:] = [_add_up(totals)], [_add_up(weights)]
+        self._losses.append((loss.total.detach(), loss.weight))
+        if loss.metrics:
+            self._metrics += metric_terms(loss)
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._entries)
+    def merge(self, other: Sums) -> None:
+        """Take over what `other` has been given."""
+        self._losses += other._losses
+        self._metrics += other._metrics
+        if len(self._losses) >= FOLD_AT:
+            self._fold()
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """(sum, weight) of every name, flat, in float64 on the device; they start again from nothing."""
-        flat = [_add_up(part) for name in names for part in self._entries.pop(name, ([], []))]
-        on_cuda = device.type == "cuda"
+        self._fold()
+        flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
         known = [0.0 if isinstance(value, Tensor) else value for value in flat]
+        on_cuda = device.type == "cuda"
         packed = torch.tensor(known, dtype=torch.float64, pin_memory=on_cuda).to(device, non_blocking=True)
         for place, value in enumerate(flat):
             if isinstance(value, Tensor):  # added on the device: the host does not wait for it
                 packed[place] += value
         return packed
 
-    def merge(self, other: Sums) -> None:
-        for name, (totals, weights) in other._entries.items():
-            mine = self._entries.setdefault(name, ([], []))
-            mine[0].extend(totals)
-            mine[1].extend(weights)
-            if len(mine[0]) >= FOLD_AT:
-                mine[0][:], mine[1][:] = [_add_up(mine[0])], [_add_up(mine[1])]
+    def _fold(self) -> None:
+        parts: dict[str, tuple[list[Weight], list[Weight]]] = {
+            name: ([total], [weight]) for name, (total, weight) in self._folded.items()
+        }
+        for name, total, weight in [*(("loss", *pair) for pair in self._losses), *self._metrics]:
+            totals, weights = parts.setdefault(name, ([], []))
+            totals.append(total)
+            weights.append(weight)
+        self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in parts.items()}
+        self._losses, self._metrics = [], []
 
 
-def terms(loss: Loss) -> Iterator[tuple[str, Weight, Weight]]:
-    """The loss and each metric as (name, sum, weight), detached."""
+def terms(loss: Loss) -> Iterator[Term]:
+    """The loss and each metric, detached."""
     yield "loss", loss.total.detach(), loss.weight
+    yield from metric_terms(loss)
+
+
+def metric_terms(loss: Loss) -> Iterator[Term]:
     for name, value in loss.metrics.items():
         if name == "loss":
             raise UserError("a metric named 'loss'", "that name is the loss's own", "give the metric another name")
