@@ -389,7 +389,7 @@ def test_the_refused_step_changes_nothing(pool: Pool) -> None:
 
 
 def one_bit(weight: Tensor) -> None:
-    weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(9.0))
+    weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], weight.new_tensor(9.0))
 
 
 DRIFTS: dict[str, Callable[[Tensor], Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,9 +56,6 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     backend = _join(world, device, store)
     try:
         yield Runtime(world, device, backend, Collectives(world, device), threads)
-    except UserError:
-        time.sleep(0.2 * (backend != "none"))  # peers may still be reading what told all ranks of this error
-        raise
     finally:
         if config.deterministic:
             torch.use_deterministic_algorithms(False)
