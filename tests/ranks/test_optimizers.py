@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -190,3 +191,22 @@ def test_sync_batch_norm_needs_even_work():
         check_even_work(model, make_plan(config, 3, 13), "short")
     check_even_work(model, make_plan(config, 3, 13), "drop")
     check_even_work(nn.Linear(5, 1), make_plan(config, 2, 12), "short")
+
+
+def test_the_time_of_an_evaluation_is_not_the_time_of_a_step(pool: Pool) -> None:
+    """An evaluation between two log lines: the steps before it keep their time, so the rate stays honest."""
+
+    class Evaluated(Regression):
+        def eval_data(self) -> Any:
+            return self.data()
+
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            time.sleep(0.02)
+            return super().loss(model, batch)
+
+        def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
+            return super().loss(model, batch)
+
+    values = VALUES | {"log.every": 6, "evaluate.every": 5, "evaluate.batch": 40}
+    (record,) = pool.run(logged, Evaluated(), values, world=1)[0]
+    assert record["step_s"] >= 2 * 0.02  # two micro-batches a step, six steps: none of them is forgotten

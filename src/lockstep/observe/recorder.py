@@ -47,6 +47,10 @@ class Recorder:
     def start_clock(self) -> None:
         self._since, self.data_wait_s = time.perf_counter(), 0.0
 
+    def exclude(self, seconds: float) -> None:
+        """Something other than training took this long: the steps of the running interval keep their own time."""
+        self._since += seconds
+
     def interval(self, sums: Sums, steps: int, samples: int, facts: dict[str, Any]) -> None:
         """End an interval of `steps`: reduce its sums over ranks, and write them once they have arrived."""
         names = list(self.names)
