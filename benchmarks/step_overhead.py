@@ -18,6 +18,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +36,6 @@ from torch.utils.data import TensorDataset
 from lockstep import Loss, Task
 from lockstep.config import resolve
 from lockstep.engine.run import Run
-from lockstep.launch import local
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 
@@ -223,17 +223,9 @@ def main() -> None:
             out = Path(folder) / case.replace(":", "-")
             ranks = int(case.split(":")[1].split("x")[0])
             repeats = options.repeats if case.startswith("mlp") else max(6, options.repeats // 6)  # a GPT step is long
-            command = [
-                sys.executable,
-                __file__,
-                "--worker",
-                case,
-                "--repeats",
-                str(repeats),
-                "--out",
-                str(out),
-            ]
-            if local.run(command, ranks, Path(folder) / "logs", os.environ | {"OMP_NUM_THREADS": "1"}):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [*torchrun, __file__, "--worker", case, "--repeats", str(repeats), "--out", str(out)]
+            if subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
                 sys.exit(f"{case} failed")
             everybody = json.loads(out.read_text())
             wall, cpu = ratios(everybody, 1, 0)

@@ -31,7 +31,7 @@ import cloudpickle
 SIZE = 4  # workers started at once; a larger world starts the ones it lacks
 LIMIT = timedelta(seconds=60)  # for one job
 START_LIMIT = timedelta(seconds=120)  # for importing torch, on a busy machine
-DUMP = signal.SIGUSR1  # makes a worker write the stacks of all its threads
+DUMP = signal.SIGUSR2  # makes a worker write the stacks of all its threads
 DUMP_TIME = timedelta(seconds=0.5)
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a worker whose session has died ends by itself
 

@@ -12,10 +12,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors"},
-    {"config", "machine"},
+    {"config", "machine", "pulse", "faults"},
     {"runtime", "launch"},
-    {"task", "precision"},
-    {"plan", "data", "observe"},
+    {"task", "precision", "testing"},
+    {"plan", "data", "observe", "checkpoint"},
     {"parallel"},
     {"engine"},
     {"targets"},

@@ -100,7 +100,10 @@ def test_a_run_leaves_everything_behind(trained):
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     logs = {f"logs/rank-{rank}.log" for rank in range(3)}
     files = {"config.yaml", "config.sources.json", "plan.json", "metrics.jsonl", "events.jsonl"}
-    assert names == files | logs | {"model.safetensors", "summary.json", "report.html"}
+    step = "checkpoints/step-00000012"
+    kept = {f"{step}/manifest.json", *(f"{step}/part-0000{rank}.safetensors" for rank in range(3))}
+    kept |= {"checkpoints/latest", "checkpoints/owner", ".lock"}
+    assert names == files | logs | kept | {"model.safetensors", "summary.json", "report.html"}
 
     sources = json.loads((folder / "config.sources.json").read_text())
     assert sources["lr.peak"] == "file wide.yaml"
@@ -111,7 +114,7 @@ def test_a_run_leaves_everything_behind(trained):
     assert [record["step"] for record in metrics] == [4, 8, 12]
     assert all("error" in record["metrics"] for record in metrics)
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert events == ["start", "eval", "end"]
+    assert events == ["start", "checkpoint", "eval", "end"]
     assert "<svg" in (folder / "report.html").read_text()
     assert all((folder / log).stat().st_size > 0 for log in logs)
 
@@ -147,7 +150,7 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
     assert done.stderr.startswith("lockstep: rank 1 on ")
     assert "ZeroDivisionError: deliberate" in done.stderr.splitlines()[0]
     assert "in fail" in done.stderr  # the line of the user's own code
-    assert "1 other rank(s) stopped because of it" in done.stderr
+    assert "1 other rank stopped because of it" in done.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -14,6 +14,7 @@ from lockstep.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     unknown = [item for item in rest if item.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
@@ -38,8 +39,18 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop")
     _add_target(train)
-    train.add_argument("--nproc", default=None, metavar="N|auto", help="processes on this machine (default 1)")
+    train.add_argument(
+        "--nproc", metavar="N|auto|1..8", help="processes on this machine, watched over (default: this one alone)"
+    )
+    train.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
+    train.add_argument("--join", metavar="HOST:PORT", help="where the machines meet: the address of one of them")
+    train.add_argument("--resume", metavar="auto|PATH|never", help="go on from a checkpoint (default never)")
     train.set_defaults(run=_train)
+
+    resize = verbs.add_parser("resize", help="let a running job go on with another number of processes")
+    resize.add_argument("run_dir", type=Path, metavar="RUN")
+    resize.add_argument("count", type=int, metavar="N")
+    resize.set_defaults(run=_resize)
 
     config = verbs.add_parser("config", help="show the resolved configuration and where each value came from")
     config.add_argument("action", choices=["show"])
@@ -49,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
+
+    _add_ckpt(verbs.add_parser("ckpt", help="list, show, verify, export or prune the checkpoints of a run"))
 
     recipes = verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
     recipes.set_defaults(run=_recipes)
@@ -61,11 +74,41 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
 
 
+def _add_ckpt(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    made = {}
+    for name, place, text in [
+        ("ls", "RUN", "a line for each checkpoint"),
+        ("show", "RUN|CKPT", "what is in the newest one, or in this one"),
+        ("verify", "RUN|CKPT", "read every byte; the exit code is 1 if any is wrong"),
+        ("export", "RUN|CKPT", "write the weights to one model.safetensors"),
+        ("prune", "RUN", "delete all but the newest"),
+    ]:
+        made[name] = actions.add_parser(name, help=text)
+        made[name].add_argument("place", type=Path, metavar=place)
+    made["export"].add_argument("--out", type=Path, metavar="DIR", help="where to (default: beside the checkpoint)")
+    made["export"].add_argument("--step", type=int, metavar="N", help="which one (default: the newest)")
+    made["prune"].add_argument("--keep", type=int, default=3, metavar="K", help="how many stay (default 3)")
+    made["prune"].add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.set_defaults(run=_ckpt)
+
+
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import doors
     from lockstep.config import read_layers
 
-    return doors.train(options.target, read_layers(options.config, overrides), options.nproc)
+    layers = read_layers(options.config, overrides)
+    if options.resume is not None:
+        layers.append(("--resume", {"resume": options.resume}))
+    asked = doors.Processes(options.nproc, options.nnodes, options.join)
+    return doors.train(options.target, layers, asked, options.arguments)
+
+
+def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.launch.place import ask_for_size
+
+    ask_for_size(options.run_dir, options.count)
+    return 0
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -86,6 +129,19 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     print(write_report(options.run_dir))
     return 0
+
+
+def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.checkpoint import inspect
+
+    if options.action == "export":
+        text, code = inspect.export(options.place, options.out, options.step)
+    elif options.action == "prune":
+        text, code = inspect.prune(options.place, options.keep, options.dry_run)
+    else:
+        text, code = {"ls": inspect.ls, "show": inspect.show, "verify": inspect.verify}[options.action](options.place)
+    print(text)
+    return code
 
 
 def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> int:

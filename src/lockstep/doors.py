@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
-from lockstep.errors import UserError
-from lockstep.launch import local
-from lockstep.launch.failure import Failure
+from lockstep.errors import Preempted, UserError
+from lockstep.launch.job import FROM_LAUNCHER, Count, Job, committed_step, parse_nnodes, parse_nproc
+from lockstep.launch.place import choose_run_dir, newest_checkpoint, prepare
+from lockstep.launch.supervise import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
 from lockstep.runtime.world import World
@@ -55,26 +57,59 @@ class RunResult:
         return model
 
 
-def train(target: str, layers: list[Layer], nproc: str | int | None) -> int:
-    """`lockstep train`: start the workers, or be the only one. Returns an exit code."""
+@dataclass(frozen=True)
+class Processes:
+    """How many, where: as typed."""
+
+    nproc: str | int | None = None
+    nnodes: str | None = None
+    join: str | None = None
+
+    @property
+    def launched(self) -> bool:
+        """Whether somebody watches over the ranks, and starts them again. Otherwise this process trains by itself."""
+        return self.nproc is not None or self.nnodes is not None
+
+
+def train(target: str, layers: list[Layer], asked: Processes, arguments: Sequence[str] = ()) -> int:
+    """`lockstep train`: start the workers, or be the only one. `arguments` are what was typed. Returns an exit code."""
     targets.check(target)
     check(layers)  # misspelt keys are reported before torch is imported
-    count = local.choose_nproc(nproc)
-    if nproc is not None and World.launched():
+    nproc, nnodes = parse_nproc(asked.nproc), parse_nnodes(asked.nnodes)
+    if asked.launched and World.launched():
         raise UserError(
-            f"--nproc {nproc}",
+            f"--nproc {asked.nproc}" if asked.nproc is not None else f"--nnodes {asked.nnodes}",
             "RANK and WORLD_SIZE in the environment: some launcher has already made this process a rank",
             "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
         )
-    if count == 1:
+    if not asked.launched:
         run_target(target, layers)
         return 0
-    given = [values["run_dir"] for _, values in layers if values.get("run_dir")]
-    run_dir = str(given[-1] if given else local.new_run_dir(targets.name_of(target)))
-    if not given:
-        layers = [*layers, ("launcher", {"run_dir": run_dir})]
-    culprit = _launch({"target": target, "layers": layers}, count, Path(run_dir))
-    return culprit.exit_code if culprit else 0
+    run_dir = _run_dir(_last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers)
+    spec = {"target": target, "layers": layers, "again": _again(arguments, run_dir)}
+    return _launch(spec, run_dir, nproc, nnodes, asked.join).code
+
+
+def _last(layers: list[Layer], key: str) -> Any:
+    given = [values[key] for _, values in layers if values.get(key)]
+    return given[-1] if given else None
+
+
+def _run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
+    """The run's folder; if the launcher has chosen it, a layer that tells the ranks is added."""
+    run_dir = choose_run_dir(asked, resume, name)
+    if not asked:
+        layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
+    return run_dir
+
+
+def _again(arguments: Sequence[str], run_dir: Path) -> str:
+    """What to type to go on with a run that has ended early."""
+    words = list(arguments)
+    while "--resume" in words:
+        place = words.index("--resume")
+        del words[place : place + 2]
+    return shlex.join(["lockstep", *words, "--resume", str(run_dir)]) if words else f'resume="{run_dir}"'
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -100,22 +135,23 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
     if isinstance(task, type):
         raise UserError("lockstep.fit(task)", f"the class {task.__name__}", f"pass an object: {task.__name__}()")
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
-    count = 1 if World.launched() else local.choose_nproc(nproc)
+    count = Count(1, 1) if World.launched() else parse_nproc(nproc)
     name = type(task).__name__.lower()
     resolved = resolve_for(task.defaults, task.presets, layers)
-    if count == 1:
+    if nproc is None or World.launched():
         return _fit_here(task, resolved, name)
-    run_dir = Path(resolved.config.run_dir or local.new_run_dir(name))
-    if not resolved.config.run_dir:
-        layers.append(("launcher", {"run_dir": str(run_dir)}))
+    run_dir = _run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     with _shipped(task) as path:
-        culprit = _launch({"task": path, "layers": layers}, count, run_dir)
-    if culprit:
+        ending = _launch({"task": path, "layers": layers, "again": _again((), run_dir)}, run_dir, count)
+    if culprit := ending.failure:
         raise UserError(
             f"lockstep.fit on {count} processes",
             f"rank {culprit.rank} failed first: {culprit.kind}: {culprit.message}",
             f"mend that; {run_dir / 'logs'} holds everything the ranks said",
         )
+    if ending.code:
+        step, path = committed_step(run_dir), newest_checkpoint(run_dir)
+        raise Preempted(step or 0, "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM", path)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
 
@@ -185,14 +221,18 @@ def _shipped(task: Task) -> Iterator[str]:
         yield str(path)
 
 
-def _launch(spec: dict[str, Any], count: int, run_dir: Path) -> Failure | None:
-    command = [sys.executable, "-m", "lockstep.worker", json.dumps({**spec, "path": sys.path}, default=str)]
-    culprit = local.run(command, count, run_dir / "logs")
+def _launch(
+    spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
+) -> Ending:
+    prepare(run_dir)
+    plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
+    ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    culprit = ending.failure
     if culprit is None:
-        return None
+        return ending
     # Rank 0 may only have seen that somebody else was gone: the record gets the cause.
     with JsonlSink(run_dir / "events.jsonl") as events:
         cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
     write_report(run_dir)
-    return culprit
+    return ending

@@ -34,3 +34,14 @@ class ConfigError(UserError):
 
     def __reduce__(self) -> tuple:
         return ConfigError, (self.problems,)
+
+
+class Preempted(SystemExit):
+    """The run was asked to leave (SIGTERM, SIGUSR1, Ctrl-C), and has saved its state. Uncaught, it is the exit code."""
+
+    CODE = 75  # "temporary failure": run it again
+    INTERRUPTED = 130
+
+    def __init__(self, step: int, signal: str, checkpoint: str | None):
+        super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
+        self.step, self.signal, self.checkpoint = step, signal, checkpoint

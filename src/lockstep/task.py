@@ -50,6 +50,7 @@ class Share:
     batches: Iterable[MicroBatch]
     samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
     exhausted: bool = False  # this rank's stream has ended
+    span: tuple[int, int] | None = None  # positions in the endless order of samples, where the source knows them
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.batches)
@@ -65,6 +66,10 @@ class StepResult:
     grad_norm: float  # of the weighted mean's gradient, before clipping
     stop: bool = False  # some rank asked to stop
     exhausted: bool = False  # every rank's stream has ended
+    save: bool = False  # a checkpoint is due
+    leave: bool = False  # some rank was asked to save and go
+    save_failed: bool = False  # some rank could not write its part of the checkpoint
+    trouble: str | None = None  # why the step was not applied
 
 
 @runtime_checkable
@@ -122,6 +127,13 @@ class Task:
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else a checkpoint must hold (a moving average, a curriculum): tensors and plain values, any nesting."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called on resume with what `state_dict` gave."""
 
     def show(self, model: nn.Module) -> str | None:
         """Text for the end of a run, from rank 0: a generated sample, a table, ..."""

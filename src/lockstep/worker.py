@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import io
-import json
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure
-from lockstep.launch.local import FAILURES, LIFELINE
-
-
-def main() -> None:
-    _die_with_launcher(int(os.environ.pop(LIFELINE)))
-    rank, failures = int(os.environ["RANK"]), Path(os.environ.pop(FAILURES))
-    signal.signal(signal.SIGTERM, _interrupt)  # the launcher stops us: close files and the display on the way out
-    try:
-        _work(json.loads(sys.argv[1]))
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            _leave(0)
-        failure.record(failures, rank, error)
-        if rank != 0:  # rank 0 has the terminal, where the launcher prints the first failure
-            traceback.print_exc()
-        _leave(1)  # without waiting for threads: their collectives can no longer end
-    _leave(0)
+from lockstep.launch import failure, flight
+from lockstep.launch.zygote import LIFELINE
+from lockstep.pulse import FOLDER
 
 
 def _leave(code: int) -> NoReturn:
     """End here and now. An ordinary exit tears the interpreter down while gloo's threads may still let go of
     tensors, which aborts the process now and then (pytorch#179291). What an exit does for the user is done by hand."""
-    if code == 0:
+    if code in (0, failure.LEFT):
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:
                 thread.join()
@@ -50,8 +36,11 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _show_stacks_when_asked(path: Path) -> None:
+    """Also while the main thread hangs in C++ and holds everything: it needs no Python to run."""
+    file = path.open("a")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=False)
 
 
 def _work(spec: dict[str, Any]) -> None:
@@ -76,5 +65,19 @@ def _die_with_launcher(alive: int) -> None:
     threading.Thread(target=watch, daemon=True, name="lockstep-lifeline").start()
 
 
-if __name__ == "__main__":
-    main()
+def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None] = _work) -> NoReturn:
+    _die_with_launcher(int(os.environ.pop(LIFELINE)))
+    rank, folder = int(os.environ["RANK"]), Path(os.environ[FOLDER])
+    _show_stacks_when_asked(folder / f"stacks-{rank}")
+    flight.serve(folder, rank)
+    try:
+        work(spec)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code in (None, 0, failure.LEFT):
+            _leave(code or 0)
+        failure.record(folder, rank, error)
+        if rank != 0:  # rank 0 has the terminal, where the launcher prints the first failure
+            traceback.print_exc()
+        _leave(1)  # without waiting for threads: their collectives can no longer end
+    _leave(0)

@@ -129,4 +129,6 @@ def test_fp16_gives_up_at_the_smallest_scale(pool: Pool) -> None:
     """While halving can help it is not a failure; at the minimum it is."""
     values = BASE | FP16 | {"scaler.initial": 4.0, "scaler.minimum": 1.0, "nonfinite.max_in_a_row": 3}
     errors = pool.errors(JOBS["fit"], injected(*range(12)), values, world=2)
-    assert_user_errors(errors, "step 4:", "first 'hidden.weight'; 3 such steps in a row")
+    assert_user_errors(
+        errors, "step 4:", "first 'hidden.weight' (rank 1, micro-batch 1: loss inf, samples", "3 such steps in a row"
+    )

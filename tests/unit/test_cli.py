@@ -58,7 +58,7 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
         ("train char_lm --nporc 2", "unrecognized arguments: --nporc"),
         ("recipes steps=3", "recipes takes no settings such as steps=3"),
         ("train char_ml", "type char_lm"),
-        ("train char_lm --nproc many", "type --nproc 2, or --nproc auto"),
+        ("train char_lm --nproc many", "type --nproc 2, --nproc 1..8, or --nproc auto"),
         ("train missing.py:Toy", "no file missing.py"),
         ("train toy.py:Toi", "type toy.py:Toy"),
         ("config show toy.py:Toi", "type toy.py:Toy"),

@@ -17,6 +17,7 @@ from lockstep.config.read import from_object, parse_overrides, read_file, read_l
 from lockstep.config.resolve import Layer, Resolved, check, describe, diff, resolve, resolve_for
 from lockstep.config.schema import (
     KEYS,
+    CheckpointConfig,
     ChecksConfig,
     ClipConfig,
     DataConfig,
@@ -27,11 +28,13 @@ from lockstep.config.schema import (
     NonfiniteConfig,
     RunConfig,
     ScalerConfig,
+    SpikeConfig,
     flatten,
 )
 
 __all__ = [
     "KEYS",
+    "CheckpointConfig",
     "ChecksConfig",
     "ClipConfig",
     "DDPConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "Resolved",
     "RunConfig",
     "ScalerConfig",
+    "SpikeConfig",
     "check",
     "describe",
     "diff",

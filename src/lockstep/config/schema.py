@@ -24,6 +24,7 @@ class Section(BaseModel):
 
 # `none` and `off` reach us as null and false, because that is how YAML reads these words.
 Scaling = Annotated[Literal["none", "sqrt", "linear"], BeforeValidator(lambda v: "none" if v is None else v)]
+SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], BeforeValidator(lambda v: "off" if v is False else v)]
 Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
 PathText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 
@@ -45,8 +46,14 @@ class ClipConfig(Section):
 
 
 class NonfiniteConfig(Section):
-    policy: Literal["skip", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
-    max_in_a_row: int = _key(5, "skipped steps in a row that end the run", ge=1)
+    policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
+    max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
+
+
+class SpikeConfig(Section):
+    policy: SpikePolicy = _key("off", "what a step does whose loss stands out from the ones before it")
+    factor: float = _key(10.0, "spike: loss above the median by this many typical deviations", gt=0)
+    window: int = _key(64, "steps that the median is taken over", ge=8)
 
 
 class ScalerConfig(Section):
@@ -81,14 +88,40 @@ class DDPConfig(Section):
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; exchanges after backward")
 
 
+class CheckpointConfig(Section):
+    every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
+    minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)
+    at_end: bool = _key(True, "a checkpoint after the last step, so that the run can be prolonged")
+    asynchronous: bool = _key(True, "write in the background while training goes on")
+    keep: int = _key(3, "newest checkpoints to keep", ge=1)
+    keep_every: int | None = _key(None, "also keep those whose step is a multiple of this", example=10000, ge=1)
+    best: str | None = _key(None, "also keep the best by this: eval_loss, or a metric's name", example="eval_loss")
+    best_mode: Literal["min", "max"] = _key("min", "whether the best is the smallest or the largest")
+    frozen: bool = _key(True, "save frozen parameters too; false: only their digest, compared on resume")
+
+
+class RestartConfig(Section):
+    per_hour: int = _key(10, "restarts after failures that an hour may see; 0: none", ge=0)
+    grace: float = _key(600.0, "seconds the ranks get to save and leave when asked to", gt=0)
+
+
+class HangConfig(Section):
+    action: Literal["restart", "stop"] = _key("restart", "what follows when no rank advances any more")
+    first: float = _key(900.0, "seconds for what was never done before: start, compilation, ...", gt=0)
+    least: float = _key(5.0, "shortest limit, in seconds, for a step; others get six times it", gt=0)
+    factor: float = _key(5.0, "limit in terms of the longest time the phase has taken so far", ge=1)
+
+
 class LogConfig(Section):
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
+    samples: bool = _key(False, "write down which samples every step was trained on")
     progress: Progress = _key("auto", "how progress is shown; auto: live on a terminal, else plain")
 
 
 class ChecksConfig(Section):
     first_batch: bool = _key(True, "check on the first step that the ranks hold different samples")
     every: int = _key(500, "optimizer steps between checks that all ranks hold the same weights", ge=1)
+    slow_rank: float = _key(1.3, "name a rank that takes this many times as long as the others", gt=1)
 
 
 class RunConfig(Section):
@@ -107,15 +140,20 @@ class RunConfig(Section):
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
+    resume: PathText = _key("never", "go on from a checkpoint: auto, never, or the folder of a run or a checkpoint")
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
     threads: int | None = _key(None, "CPU threads per rank; null: cores / ranks of a host", example=1, ge=1)
     lr: LrConfig = LrConfig()
     clip: ClipConfig = ClipConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()
+    spike: SpikeConfig = SpikeConfig()
     scaler: ScalerConfig = ScalerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    restart: RestartConfig = RestartConfig()
+    hang: HangConfig = HangConfig()
     log: LogConfig = LogConfig()
     checks: ChecksConfig = ChecksConfig()
     task: dict[str, Any] = _key({}, "keyword arguments of the task's constructor")

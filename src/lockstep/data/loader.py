@@ -3,6 +3,9 @@ whichever rank or worker reads it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +82,26 @@ def read_ahead(
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
+        worker_init_fn=stay_with_the_rank,
     )
     return iter(loader)
+
+
+LOADER_GRACE = 120.0  # seconds
+
+
+def stay_with_the_rank(worker: int) -> None:
+    """In a loader process: schedulers tell all processes of a job to leave, but a rank needs its loaders until it has
+    saved. They go when it goes; after a SIGTERM, by themselves in the end."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: _leave_later())
+
+
+def _leave_later() -> None:
+    timer = threading.Timer(LOADER_GRACE, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 def read_all(reader: Reader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:

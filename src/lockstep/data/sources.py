@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Reader, Request, pin, read_ahead, to_device
+from lockstep.data.loader import Reader, Request, pin, read_ahead, stay_with_the_rank, to_device
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
@@ -71,13 +71,15 @@ class MapSource:
         self.length = len(reader.dataset)
         self.order = SampleOrder(self.length, seed, config.shuffle)
         self.position = 0
+        self.passed_over: list[tuple[int, int]] = []
         self._ahead: Iterator[Any] | None = None  # what the worker processes deliver
         self._ahead_at = 0  # the position they deliver next
 
     def take(self) -> Share:
         window = self._window(self.position)
         pieces = self._pieces(window)
-        return Share(len(pieces), self._deliver(window, pieces), window.size)
+        span = self._after(window) - window.size, self._after(window)
+        return Share(len(pieces), self._deliver(window, pieces), window.size, span=span)
 
     def commit(self, share: Share, result: StepResult | None) -> None:
         self.position = self._after(self._window(self.position))
@@ -91,8 +93,19 @@ class MapSource:
         """End the worker processes."""
         self._ahead = None
 
+    def upcoming(self, most: int = 64) -> list[Any]:
+        """The epoch and ids of the next samples, whatever the batch: what resuming must find again."""
+        window = self._window(self.position)
+        stop = min(window.start + most, self.length)
+        return [window.epoch, *self.order.ids(window.epoch, window.start, stop).tolist()]
+
+    def pass_over(self, span: tuple[int, int]) -> None:
+        """Never train on these positions again: they have spoiled a step."""
+        self.passed_over = sorted({*self.passed_over, span})
+
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "length": self.length}
+        passed_over = [list(span) for span in self.passed_over]
+        return {"position": self.position, "length": self.length, "passed_over": passed_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["length"] != self.length:
@@ -102,9 +115,19 @@ class MapSource:
                 "give the run its old dataset back, or start a new run",
             )
         self.position = int(state["position"])
+        self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
+        self._ahead = None
 
     def _window(self, position: int) -> Window:
-        return next_window(position, self.length, self.shape.global_batch, self.shape.tail)
+        for start, stop in self.passed_over:
+            if start <= position < stop:
+                position = stop
+        window = next_window(position, self.length, self.shape.global_batch, self.shape.tail)
+        for start, _ in self.passed_over:  # a window of another size may reach into what is left out
+            offset = start - window.epoch * self.length
+            if window.start < offset < window.stop:
+                window = Window(window.epoch, window.start, offset)
+        return window
 
     def _after(self, window: Window) -> int:
         return window.epoch * self.length + window.stop
@@ -231,6 +254,7 @@ class StreamSource:
             num_workers=workers,
             prefetch_factor=self.config.prefetch if workers else None,
             pin_memory=self.pin_memory,
+            worker_init_fn=stay_with_the_rank,
         )
 
 

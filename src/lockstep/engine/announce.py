@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -9,7 +13,18 @@ from lockstep.config import RunConfig
 from lockstep.engine.optim import LearningRate
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
+from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
+
+
+def tell_launcher(config: RunConfig) -> None:
+    """The launcher does not know the task's own settings: rank 0 leaves those that concern it where it looks."""
+    folder = os.environ.get(FOLDER)
+    if folder and os.environ.get("RANK") == "0":
+        settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
+        staged = Path(folder) / "settings.json.tmp"
+        staged.write_text(json.dumps(settings))
+        staged.rename(Path(folder) / "settings.json")
 
 
 def facts(

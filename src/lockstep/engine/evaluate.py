@@ -44,7 +44,8 @@ class Evaluator:
     precision: Precision
 
 
-def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation:
+def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation | None:
+    """None: some rank was asked to leave while it ran, so it was broken off on all of them."""
     if len(evaluator.reader.dataset) == 0:
         raise UserError("a dataset to evaluate on", "one with no samples", "return None for no evaluation at all")
     driver.sync_buffers()
@@ -56,7 +57,10 @@ def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluati
     finally:
         for module, training in modes:  # each as it was: a part may be kept in eval mode on purpose
             module.training = training
-    everything = runtime.collectives.gather_json({"rows": rows, "samples": samples})
+    broken_off = runtime.notice.signal is not None
+    everything = runtime.collectives.gather_json({"rows": rows, "samples": samples, "broken_off": broken_off})
+    if any(part["broken_off"] for part in everything):
+        return None
     return _combine([row for part in everything for row in part["rows"]], sum(part["samples"] for part in everything))
 
 
@@ -70,6 +74,9 @@ def _run_my_batches(
     requests = ((0, ids) for ids in ranges)
     results: list[dict[str, tuple[Any, Any]]] = []
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
+        runtime.pulse.beat("evaluate")
+        if runtime.notice.signal is not None:
+            return [], 0
         with evaluator.precision.autocast():
             loss = evaluator.loss_of(model, to_device(data, runtime.device))
         results.append({name: (total, weight) for name, total, weight in terms(loss)})

@@ -2,38 +2,145 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lockstep.config import Resolved, to_yaml
+from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch.local import new_run_dir
+from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, prepare, run_of
 from lockstep.runtime.context import Runtime
 
+ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")  # set by our launcher, by torchrun
+LOCK_PATIENCE = 10.0  # seconds: a predecessor that was killed lets go of the folder within moments
 
-def open_run_dir(asked: str | None, name: str, runtime: Runtime) -> Path:
-    """The folder, made by rank 0 and agreed by all: the default name holds a time, which differs between ranks."""
-    mine = str(asked or new_run_dir(name)) if runtime.is_main else None
-    path = Path(runtime.collectives.gather_json(mine)[0])
-    if runtime.collectives.any(runtime.is_main and (path / "metrics.jsonl").exists()):
+
+@dataclass
+class RunFolder:
+    path: Path
+    origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
+    continues: bool  # this run's own checkpoints count
+    attempt: int  # 0, or how often the launcher has already started this run anew
+    token: str  # of this attempt: what an earlier one still writes can be told apart
+    lock: Any = None  # held open by rank 0
+
+
+def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
+    """The folder, chosen by rank 0 and agreed by all: the default name holds a time, which differs between ranks."""
+    folder: RunFolder | None = None
+
+    def prepare() -> dict[str, Any]:
+        nonlocal folder
+        folder = _prepare(config, name)
+        return {
+            "path": str(folder.path),
+            "origin": folder.origin and str(folder.origin),
+            "continues": folder.continues,
+            "attempt": folder.attempt,
+            "token": folder.token,
+        }
+
+    told = on_main(prepare, runtime)
+    if folder is None:
+        origin = Path(told["origin"]) if told["origin"] else None
+        folder = RunFolder(Path(told["path"]), origin, told["continues"], told["attempt"], told["token"])
+    blind = runtime.collectives.gather_json(not _mark(folder).exists())
+    if runtime.is_main:
+        _mark(folder).unlink()
+    if any(blind):
+        raise UserError(
+            f"run_dir={folder.path}, seen by all ranks",
+            f"rank {blind.index(True)} does not see what rank 0 has written there",
+            "type run_dir=FOLDER on a file system that all machines share",
+        )
+    return folder
+
+
+def on_main(act: Callable[[], Any], runtime: Runtime) -> Any:
+    """What `act` returns on rank 0, on every rank; or the UserError that it raised, on every rank."""
+    result, error = None, None
+    if runtime.is_main:
+        try:
+            result = act()
+        except UserError as problem:
+            error = problem
+    told = runtime.collectives.gather_json([result, error and [error.asked, error.found, error.fix]])[0]
+    if told[1]:
+        raise error or UserError(*told[1])
+    return told[0]
+
+
+def _prepare(config: RunConfig, name: str) -> RunFolder:
+    attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
+    path = choose_run_dir(config.run_dir, config.resume, name)
+    if attempt == 0 and config.resume == "never" and holds_a_run(path):
         raise UserError(
             f"run_dir={path}",
             "a folder that already holds a run",
-            "type another run_dir, or remove this one; without run_dir every run gets a folder of its own",
+            "add --resume auto to go on with it; or type another run_dir (without one, every run gets its own folder)",
         )
+    origin = None if config.resume in ("auto", "never") else Path(config.resume)
+    if origin is not None:
+        run_of(origin)  # or an error that says what it is not
+    own = origin is not None and run_of(origin).resolve() == path.resolve() and not is_checkpoint(origin)
+    if own:
+        origin = None
+    continues = attempt > 0 or own or config.resume == "auto"
+    folder = RunFolder(path, origin, continues, attempt, secrets.token_hex(4))
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        prepare(path)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        folder.lock = _lock(path)
+        for old in path.glob(".seen-*"):
+            old.unlink()
+        _mark(folder).touch()
     except OSError as error:
         raise UserError(
             f"run_dir={path}",
-            f"{error.strerror}: {error.filename}",
+            f"{error.strerror}: {error.filename or path}",
             "type run_dir=FOLDER, one that you may write to",
         ) from error
-    return path
+    return folder
+
+
+def _mark(folder: RunFolder) -> Path:
+    return folder.path / f".seen-{folder.token}"
+
+
+def _lock(path: Path) -> Any:
+    """One run at a time in a folder. The lock belongs to the process: however it dies, the lock is gone."""
+    file = (path / ".lock").open("a+")
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"run_dir={path}",
+                    f"a process that trains there right now ({_holder(path)})",
+                    "wait for it, stop it, or type another run_dir",
+                ) from None
+            time.sleep(0.1)
+            continue
+        file.truncate(0)
+        file.write(f"{os.uname().nodename} {os.getpid()}\n")
+        file.flush()
+        return file
+
+
+def _holder(path: Path) -> str:
+    host, _, pid = (path / ".lock").read_text().strip().partition(" ")
+    return f"process {pid} on {host}" if pid else "unknown"
 
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
@@ -41,6 +148,7 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
     (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end: the run goes on
 
 
 def finite(value: Any) -> Any:
@@ -51,10 +159,21 @@ def finite(value: Any) -> Any:
 
 
 def save_weights(run_dir: Path, model: nn.Module) -> None:
-    """Under the model's own names; tied weights are stored once."""
+    """Under the model's own names; tied weights are stored once. An older file is replaced whole or not at all."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
-    save_model(model, str(run_dir / "model.safetensors"))
+    staged = run_dir / "model.safetensors.tmp"
+    try:
+        save_model(model, str(staged))
+        os.replace(staged, run_dir / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        staged.unlink(missing_ok=True)
+        raise UserError(
+            f"to write the final weights to {run_dir}",
+            str(error),
+            f"make room, then add --resume {run_dir} to the same command: the training itself is done",
+        ) from error
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

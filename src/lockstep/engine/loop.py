@@ -14,21 +14,27 @@ from lockstep.task import Task
 def fit(task: Task, run: Run) -> dict[str, Any]:
     """
     for every global step:  take -> forward, backward, exchange, apply -> commit
-    now and then:           log, evaluate
+    now and then:           log, evaluate, keep a checkpoint
     at the end:             save, evaluate, show
     """
     run.adopt(task.model(), task.optimizer)
+    if hasattr(task, "state_dict"):
+        run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
 
+    if every and run.resumed and run.resumed.evaluation_due:
+        run.evaluate(held_out, task.eval_loss, task.collate)
+
     for share in run.shares():
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate)
+        run.keep()
 
     run.save()
     already = every and run.stepper.counters.step % every == 0

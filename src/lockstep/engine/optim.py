@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class LearningRate:
 
     def __init__(self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int):
         self.config, self.total_steps = config, total_steps
-        self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.optimizers = optimizers
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:
             raise UserError(
@@ -60,6 +61,11 @@ class LearningRate:
             )
         ratio = 1.0 if config.peak is None else config.peak / own[0]
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Looked up anew: loading a state replaces them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def at(self, step: int) -> float:
         return self.peaks[0] * factor(self.config, step, self.total_steps)

@@ -67,6 +67,19 @@ class OwnRun:
         self._run.optimizers.refuse_direct_steps()
         return driver.call, *optimizers
 
+    def register(self, name: str, part: Any) -> None:
+        """Save `part` with every checkpoint, and give it its state back on resume: anything with `state_dict` and
+        `load_state_dict`, such as a moving average. Call it before `run.steps`."""
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or name == "data":
+            raise UserError(
+                f"run.register({name!r}, part)",
+                "a name that is the data's own" if name == "data" else f"a {type(part).__name__} without a state",
+                "pass an object with state_dict() and load_state_dict(state)",
+            )
+        if self._run.opened:
+            raise UserError(f"run.register({name!r}, ...)", "a run that has begun", "call it before run.steps(...)")
+        self._run.others[name] = part
+
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
         if not hasattr(self._run, "driver"):
             raise UserError(
@@ -91,7 +104,7 @@ class OwnRun:
                     f"step {step.index} ended without it",
                     "call step.apply() after the loop over its batches",
                 )
-            self._run.finish(share, step.result)
+            self._run.keep()
         self._left_early = False
 
     def evaluate(
@@ -175,6 +188,8 @@ class OwnStep:
             )
         self.ended = True
         self.result = self._run.stepper.apply()
+        self._run.finish(self._share, self.result)  # here, so that whatever the user does next finds the step ended
+        self._run.runtime.pulse.beat("yours")
         return self.result
 
     def _miscounted(self, count: int) -> UserError:

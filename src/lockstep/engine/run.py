@@ -7,20 +7,23 @@ of every transaction. It decides nothing about gradients: that is the Stepper's.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from lockstep.config import Resolved
 from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.announce import facts
+from lockstep.engine.announce import facts, tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
-from lockstep.engine.folder import open_run_dir, save_weights, write_head, write_summary
+from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
+from lockstep.engine.keeper import Keeper, Resumed
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.samples import SampleLog, blame
 from lockstep.engine.selfcheck import (
     TrainableGuard,
     check_even_work,
@@ -29,14 +32,17 @@ from lockstep.engine.selfcheck import (
     check_supported,
     first_share,
 )
+from lockstep.engine.skips import is_spike
+from lockstep.engine.state import RunState, Stateful
 from lockstep.engine.step import Stepper
-from lockstep.errors import UserError
+from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
 from lockstep.plan.plan import make_plan
 from lockstep.precision import check_storage, choose
+from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
@@ -48,13 +54,21 @@ class Run:
         self.name, self.unit = name, unit
         check_same_config(self.config, runtime)
         self.precision = choose(self.config, runtime.device)
-        self.run_dir = open_run_dir(self.config.run_dir, name, runtime)
-        self.recorder = Recorder(self.run_dir, runtime)
+        self.folder = open_run_dir(self.config, name, runtime)
+        self.run_dir = self.folder.path
+        self.recorder = Recorder(self.run_dir, runtime, self.config.checks.slow_rank)
+        tell_launcher(self.config)
+        self.others: dict[str, Stateful] = {}  # what else is saved: the task, what the user's loop has registered
+        self.resumed: Resumed | None = None
         self.started = time.time()
         self.evaluation: Evaluation | None = None
         self._interval_samples = self._interval_steps = 0
-        self._stopped = False
-        self.opened = False
+        log_samples = self.config.log.samples
+        self._stopped = self._leaving = self._save_asked = False
+        self._spans: dict[int, tuple[int, int] | None] = {}  # the samples of the last steps
+        self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
+        self.opened = self._began = False
+        runtime.pulse.beat("build")
         # What draws random numbers before the first step (building the model, say) draws the same on every rank.
         seed_everything(derive(self.config.seed, "init"))
         seed_torch(derive(self.config.seed, "init"), runtime.device)
@@ -87,31 +101,49 @@ class Run:
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
+        state = RunState(
+            self.driver.model, self.optimizers, self.stepper, self.source, self.others, config.checkpoint.frozen
+        )
+        self.keeper = Keeper(self.folder, state, config, plan, runtime, self.recorder.event)
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
+        self.keeper.check_space()
+        self.resumed = self.keeper.resume()
+        if self.resumed:
+            told["resumed"] = self._resumed_text(self.resumed)
+            self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
+            self.stepper.metrics_known = set(self.recorder.names)
         self.opened = True
         if runtime.is_main:
             write_head(self.run_dir, self.resolved, plan.as_dict())
         self.recorder.open(config.log.progress, plan.steps, self.unit, self._start_record() | {"facts": told})
+        self.keeper.begin()
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
         self.recorder.start_clock()
         while self.stepper.counters.step < self.plan.steps and not self._stopped:
             self.guard.check()
-            first = self.stepper.counters.step == 0 and self.config.checks.first_batch and not self.runtime.world.alone
+            first = not self._began and self.config.checks.first_batch and not self.runtime.world.alone
+            self._began = True
+            self.runtime.pulse.beat("data", self.stepper.counters.step)
             share = first_share(self.source, self.runtime) if first else self.source.take()
             share.batches = self._timed(share.batches)
+            self._spans = {self.stepper.counters.step: share.span, **dict(list(self._spans.items())[:1])}
             yield share
 
     def finish(self, share: Share, result: StepResult | None) -> None:
         """The transaction ends here: the source moves on, and what is due is written down."""
         self.source.commit(share, result)
-        self._stopped = result is not None and result.stop
+        if self._sample_log:
+            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.taken)
+        self._heed(result)
         self._interval_samples += share.samples
         self._interval_steps += 1
         step = self.stepper.counters.step
         if step == self.plan.steps:
-            self._log(self.stepper.settle() or result)
+            settled = self.stepper.settle()
+            self._heed(settled)
+            self._log(settled or result)
         elif step % self.config.log.every == 0:
             self._log(result)
         else:
@@ -119,6 +151,29 @@ class Run:
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
             check_replicas(self.driver.model, self.runtime)
+        self.stepper.save_failed = self.keeper.poll()
+        self.stepper.save_requested = self.keeper.wants(step)
+
+    def keep(self, evaluation_due: bool = False) -> None:
+        """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
+        if self.stepper.skips.rewind_wanted:
+            self._rewind()
+            return
+        step = self.stepper.counters.step
+        if self.keeper.due(step, self._save_asked or self._leaving):
+            if (settled := self.stepper.settle()) is not None:
+                self._heed(settled)
+                if self.stepper.skips.rewind_wanted:
+                    self._rewind()
+                    return
+            began = time.perf_counter()
+            self._save(evaluation_due)
+            self._save_asked = self.stepper.save_requested = False
+            self.recorder.exclude(time.perf_counter() - began)
+        elif step == 1:
+            self.keeper.prepare()
+        if self._leaving:
+            self._leave(step)
 
     def evaluate(
         self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
@@ -133,6 +188,8 @@ class Run:
         batch = self.config.evaluate.batch or self.config.micro_batch or min(self.plan.global_batch, 32)
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
         found = evaluate(evaluator, self.driver, self.runtime)
+        if found is None:  # somebody was asked to leave, and waits no longer
+            self._leave_evaluation()
         self.evaluation = found
         self.recorder.event(
             "eval",
@@ -149,15 +206,19 @@ class Run:
     def save(self) -> None:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self._end_loaders()
-        self.stepper.settle()
+        self._heed(self.stepper.settle())
+        if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
+            self._save(evaluation_due=False)
+        self.keeper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
-        if self.runtime.is_main:
-            save_weights(self.run_dir, self.driver.model)
+        on_main(lambda: save_weights(self.run_dir, self.driver.model), self.runtime)
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""
+        self.runtime.pulse.beat("end")
         self.optimizers.release()
+        self.keeper.close()
         summary = self._summary()
         if text:
             self.recorder.event("sample", text=text)
@@ -177,7 +238,12 @@ class Run:
             self._end_loaders()
             if hasattr(self, "optimizers"):
                 self.optimizers.release()
-            self.recorder.event("error", type=type(error).__name__, message=str(error))
+            if hasattr(self, "keeper"):
+                self.keeper.close()
+            if FOLDER in os.environ:
+                self.recorder.hide()  # our launcher shows the first failure, and this may only be its consequence
+            if not isinstance(error, Preempted):
+                self.recorder.event("error", type=type(error).__name__, message=str(error))
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.run_dir)
@@ -189,6 +255,7 @@ class Run:
     def _timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         iterator = iter(batches)
         while True:
+            self.runtime.pulse.beat("data")
             began = time.perf_counter()
             micro = next(iterator, None)
             self.recorder.data_wait_s += time.perf_counter() - began
@@ -212,9 +279,64 @@ class Run:
             stepper.metrics_known, stepper.new_metrics = set(self.recorder.names), False
         self.recorder.interval(stepper.sums, steps, samples, facts)
 
-    def _on_skip(self, result: StepResult, reason: str) -> None:
+    def _on_skip(self, result: StepResult, reason: str) -> str:
+        """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        self.recorder.event("skip", step=result.step, reason=reason, **scale)
+        worst = blame(self.stepper.pieces, self.runtime.world.rank, spike=is_spike(result))
+        everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
+        self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
+        return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
+
+    def _heed(self, result: StepResult | None) -> None:
+        """What the control word of a step says to all ranks."""
+        if result is None:
+            return
+        self._stopped |= result.stop
+        self._leaving |= result.leave
+        self._save_asked |= result.save
+        if result.save_failed:
+            self.keeper.give_up()
+
+    def _rewind(self) -> None:
+        result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
+        assert result is not None
+        self.keeper.rewind(result, self._spans.get(result.step))
+        self._interval_samples = self._interval_steps = 0
+        self.recorder.start_clock()
+
+    def _leave(self, step: int) -> None:
+        """All ranks have saved at the same step."""
+        self._end_loaders()
+        safe = self.keeper.settle()
+        newest = self.keeper.newest_path() if safe else None
+        path = str(newest) if newest else None
+        signals = [name for name in self.runtime.collectives.gather_json(self.runtime.notice.signal) if name]
+        signal = signals[0] if signals else "SIGTERM"
+        self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
+        self.runtime.collectives.farewell()
+        raise Preempted(step, signal, path)
+
+    def _leave_evaluation(self) -> NoReturn:
+        self._leaving = True
+        if self.opened:
+            self.keep(evaluation_due=True)
+        raise Preempted(0, self.runtime.notice.signal or "SIGTERM", None)  # before the first step: nothing to save
+
+    def _save(self, evaluation_due: bool) -> None:
+        self.driver.sync_buffers()
+        interval = self.recorder.carry(self.stepper.sums)
+        self.keeper.save({"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval})
+
+    def _metrics(self) -> dict[str, float]:
+        """The last evaluation, by which checkpoints are compared."""
+        if self.evaluation is None:
+            return self.resumed.metrics if self.resumed else {}
+        return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
+
+    def _resumed_text(self, resumed: Resumed) -> str:
+        ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
+        text = f"at step {resumed.step} from {resumed.path}, written by {ranks}"
+        return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
 
     def _start_record(self) -> dict[str, Any]:
         model = self.driver.model

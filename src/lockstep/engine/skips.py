@@ -1,49 +1,71 @@
-"""What happens when a gradient is not finite: skip the step, say why, and stop before a run trains on nothing."""
+"""What happens to a step that must not be applied (a gradient that is not finite, a loss spike): it is skipped and
+the reason said; then the run goes on, goes back to its last checkpoint, or stops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.config import NonfiniteConfig
+from lockstep.config import NonfiniteConfig, SpikeConfig
 from lockstep.errors import UserError
 from lockstep.task import StepResult
 
 
 class SkipPolicy:
-    """Counts skipped steps. Every rank sees the same outcomes, so every rank stops at the same step."""
+    """Counts skipped steps. Every rank sees the same outcomes, so every rank does the same at the same step."""
 
-    def __init__(self, config: NonfiniteConfig):
-        self.config = config
+    def __init__(self, nonfinite: NonfiniteConfig, spike: SpikeConfig):
+        self.nonfinite, self.spike = nonfinite, spike
         self.skipped = 0
         self.failures_in_a_row = 0
-        self.on_skip: Callable[[StepResult, str], None] = lambda result, reason: None
+        self.rewind_wanted: StepResult | None = None  # the step to go back before, and to leave out
+        self.on_skip: Callable[[StepResult, str], str] = lambda result, reason: reason
 
     def applied(self) -> None:
         self.failures_in_a_row = 0
 
-    def skip(self, result: StepResult, norms: Tensor, names: list[str], scale_lowered: bool) -> None:
-        """`norms` are the gradients' lengths, in the order of `names`.
-
-        An overflow that lowers the fp16 loss scale is the scaler at work, not a failure.
-        """
+    def skip(self, result: StepResult, scale_lowered: bool) -> None:
+        """An overflow that lowers the fp16 loss scale is the scaler at work, not a failure."""
         self.skipped += 1
-        reason = _name_bad(norms, names)
-        self.on_skip(result, reason)
+        assert result.trouble is not None
+        reason = self.on_skip(result, result.trouble)
         if scale_lowered:
             return
         self.failures_in_a_row += 1
-        if self.config.policy == "stop" or self.failures_in_a_row >= self.config.max_in_a_row:
+        key, policy = ("spike", self.spike.policy) if is_spike(result) else ("nonfinite", self.nonfinite.policy)
+        if policy == "stop" or self.failures_in_a_row >= self.nonfinite.max_in_a_row:
+            limit = f", nonfinite.max_in_a_row={self.nonfinite.max_in_a_row}"
             raise UserError(
-                f"finite gradients (nonfinite.policy={self.config.policy}, max_in_a_row={self.config.max_in_a_row})",
+                f"steps that can be applied ({key}.policy={policy}{limit})",
                 f"step {result.step}: {reason}; {self.failures_in_a_row} such steps in a row",
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
+        if policy == "rewind":
+            self.rewind_wanted = result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped, self.failures_in_a_row = state["skipped"], state["failures_in_a_row"]
 
 
-def _name_bad(norms: Tensor, names: list[str]) -> str:
+SPIKE = "a loss spike"
+
+
+def is_spike(result: StepResult) -> bool:
+    return (result.trouble or "").startswith(SPIKE)
+
+
+def spike_trouble(loss: float, limit: float) -> str:
+    return f"{SPIKE}: {loss:.4g}, above {limit:.4g}"
+
+
+def gradient_trouble(norms: Tensor, names: list[str]) -> str:
+    """`norms` are the gradients' lengths, in the order of `names`."""
     bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
     if not bad:
         return "the gradient norm overflowed, though every parameter's own gradient is finite"

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.engine.optim import Clipping, LearningRate
 from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.skips import SkipPolicy
+from lockstep.engine.skips import SkipPolicy, gradient_trouble, spike_trouble
+from lockstep.engine.spikes import SpikeWatch
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
 from lockstep.parallel.drivers import Driver
@@ -40,6 +42,15 @@ class Counters:
     applied: int = 0  # optimizer steps: what the schedule runs on
 
 
+class Piece(NamedTuple):
+    """A micro-batch that this rank has gone through: which samples, and what they cost."""
+
+    index: int
+    epoch: int
+    ids: Any
+    loss: Tensor
+
+
 @dataclass(frozen=True)
 class _Pending:
     """A step whose outcome still lies on the GPU."""
@@ -50,6 +61,8 @@ class _Pending:
     norms: Tensor
     used: list[str]
     sums: Sums
+    pieces: list[Piece]
+    loss_limit: float
 
 
 class Stepper:
@@ -68,12 +81,15 @@ class Stepper:
         self.global_batch = global_batch
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
         self.clipping = Clipping(config.clip)
-        self.skips = SkipPolicy(config.nonfinite)
+        self.skips = SkipPolicy(config.nonfinite, config.spike)
+        self.spikes = SpikeWatch(config.spike)
         self.folds = optimizers.folds and not self.clipping.changes_elements
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
-        self.stop_requested = False
+        self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
+        self.stop_requested = self.save_requested = self.save_failed = False
+        self.pieces: list[Piece] = []  # of the step that was settled last; `taken`: of the one that runs
         self.metrics_seen: set[str] = set()  # on this rank
         self.metrics_known: set[str] = set()  # on all ranks: what the log may show
         self.new_metrics = False  # some rank has seen one that is not known yet
@@ -97,6 +113,8 @@ class Stepper:
         self.driver.begin()
         self._share, self.backwards_done, self._weight = share, 0, 0.0
         self._step_sums = Sums()
+        self.taken: list[Piece] = []
+        self._loss: float | Tensor = 0.0
 
     @property
     def padding(self) -> bool:
@@ -104,6 +122,7 @@ class Stepper:
 
     def prepare(self, micro: MicroBatch) -> None:
         self._micro = micro
+        self.runtime.pulse.beat("compute", self.counters.step)
         seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index), self.runtime.device)
         self.driver.arm(last=self.backwards_done + 1 == self._share.count)
 
@@ -113,17 +132,26 @@ class Stepper:
             self.scaler.unit_weight = self._usual_weight(loss.weight)
         if loss.metrics:
             self.metrics_seen.update(loss.metrics)
+        if kind := faults.fire("loss", self.counters.step):
+            loss.total = loss.total * float(kind)
         if not self._micro.padding:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
+            micro = self._micro
+            self.taken.append(Piece(micro.index, micro.epoch, micro.ids, loss.total.detach()))
+            if self.spikes.on:
+                self._loss = self._loss + self._as_number(loss.total.detach())
         start = 0.0 if self._micro.padding else self._scale()
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
+        if last:
+            self.runtime.pulse.beat("exchange")
         self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
         assert self.backwards_done == self._share.count, "apply() before the last micro-batch"
+        self.runtime.pulse.beat("update")
         driver, packed = self.driver, self.driver.word()
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
@@ -138,11 +166,13 @@ class Stepper:
         weight = float(word.weight)
         to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
         length = float(norm) * to_mean
-        if applied := math.isfinite(length):
+        limit = self.spikes.limit()
+        if applied := math.isfinite(length) and not _mean_loss(word) > limit:
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
             self.counters.applied += 1
             self.sums.merge(self._step_sums)
-        return self._settle(step, word, length, applied, norms, used)
+        self.pieces = self.taken
+        return self._settle(step, word, length, applied, norms, used, limit)
 
     def settle(self) -> StepResult | None:
         """The outcome of the last step, if it is still on its way."""
@@ -151,15 +181,17 @@ class Stepper:
             return None
         pending.arrived.synchronize()  # host waits for the device: one step late, or at the very end
         length, *values = pending.row.tolist()
-        applied = math.isfinite(length)
+        word = self.driver.codec.unpack(values)
+        applied = math.isfinite(length) and not _mean_loss(word) > pending.loss_limit
+        self.pieces = pending.pieces
         if applied:
             self.sums.merge(pending.sums)
         else:
             self.counters.applied -= 1  # it was counted on trust
-        word = self.driver.codec.unpack(values)
-        return self._settle(pending.step, word, length, applied, pending.norms, pending.used)
+        return self._settle(pending.step, word, length, applied, pending.norms, pending.used, pending.loss_limit)
 
     def _update(self, parameters: list, grads: list[Tensor], coefficient: float) -> None:
+        self.before_update()
         if self.folds:
             self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
@@ -173,13 +205,17 @@ class Stepper:
         to_mean = self.driver.gradient_factor / self.driver.codec.weight(packed)
         length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
         coefficient = to_mean * self.clipping.coefficient_on_device(length)
-        self.optimizers.step((1.0 / coefficient).float(), (~torch.isfinite(length)).float())
+        skip, limit = ~torch.isfinite(length), self.spikes.limit()
+        if limit < math.inf:
+            skip = skip | (self.driver.codec.mean_loss(packed) > limit)
+        self.before_update()
+        self.optimizers.step((1.0 / coefficient).float(), skip.float())
         self.counters.applied += 1
         previous = self.settle()
         row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = _Pending(step, row, arrived, norms, used, self._step_sums)
+        self._pending = _Pending(step, row, arrived, norms, used, self._step_sums, self.taken, limit)
         return previous
 
     def _word(self) -> Word:
@@ -190,10 +226,14 @@ class Stepper:
             step=self.counters.step % STEP_MODULUS,
             scale=math.log2(self.scaler.value) if self.scaler else 0.0,
             new_metrics=int(not self.metrics_seen <= self.metrics_known),
+            save=int(self.save_requested),
+            leave=int(self.runtime.notice.signal is not None),
+            save_failed=int(self.save_failed),
+            loss=self._loss,
         )
 
     def _settle(
-        self, step: int, word: Word, length: float, applied: bool, norms: Tensor, used: list[str]
+        self, step: int, word: Word, length: float, applied: bool, norms: Tensor, used: list[str], loss_limit: float
     ) -> StepResult:
         ranks, weight = self.runtime.world.size, float(word.weight)
         if word.step != ranks * (step % STEP_MODULUS):
@@ -201,17 +241,51 @@ class Stepper:
         if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
         self.new_metrics = self.new_metrics or word.new_metrics > 0
-        result = StepResult(step, applied, weight, length, word.stop > 0, word.exhausted == ranks)
+        trouble = None
+        if weight and not applied:
+            finite = math.isfinite(length)
+            trouble = spike_trouble(_mean_loss(word), loss_limit) if finite else gradient_trouble(norms, used)
+        result = StepResult(
+            step=step,
+            applied=applied,
+            weight=weight,
+            grad_norm=length,
+            stop=word.stop > 0,
+            exhausted=word.exhausted == ranks,
+            save=word.save > 0,
+            leave=word.leave > 0,
+            save_failed=word.save_failed > 0,
+            trouble=trouble,
+        )
         if weight == 0:  # nothing to learn in this step, and nothing wrong with it
             return result
         before = self._scale()
-        if self.scaler:
+        if self.scaler and (applied or not math.isfinite(length)):  # a loss spike says nothing about the scale
             self.scaler.update(overflowed=not applied)
         if applied:
             self.skips.applied()
+            self.spikes.add(_mean_loss(word))
         else:
-            self.skips.skip(result, norms, used, scale_lowered=self._scale() < before)
+            self.skips.skip(result, scale_lowered=self._scale() < before)
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._pending is None, "an outcome is still on its way"
+        return {
+            "counters": asdict(self.counters),
+            "skips": self.skips.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "scaler": self.scaler.get_state() if self.scaler else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counters = Counters(**state["counters"])
+        self.skips.load_state_dict(state["skips"])
+        self.spikes.load_state_dict(state["spikes"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state(state["scaler"])
+        self.sums = Sums()  # of steps that are being undone
+        self.lr = self.learning_rate.at(self.counters.applied)
 
     def _used_names(self) -> list[str]:
         """The parameters that have a gradient in this step."""
@@ -243,6 +317,10 @@ class Stepper:
         if isinstance(weight, Tensor) and weight.device.type == "cuda":
             return weight.detach().double()
         return float(weight)
+
+
+def _mean_loss(word: Word) -> float:
+    return float(word.loss) / float(word.weight) if word.weight else 0.0
 
 
 def _check(loss: Loss) -> None:

@@ -106,6 +106,9 @@ def one_line(value: Any, most: int = 160) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+MOST_WORDS = 2000
+
+
 def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> list[str]:
     """What an event says, as `key value`; free text stands without its key, and None says nothing."""
     words: list[str] = []
@@ -115,7 +118,7 @@ def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> li
         if isinstance(value, Mapping):
             words += event_words(value)
         elif key in ("text", "message", "reason"):
-            words.append(one_line(value))
+            words.append(one_line(value, most=MOST_WORDS))  # what went wrong, and what to do, is not cut
         elif key == "seconds":
             seconds = number(value)
             words.append(f"{seconds:.1f} s" if seconds is not None and seconds < 60 else duration(value))

@@ -45,6 +45,13 @@ class Sums:
                 packed[place] += value
         return packed
 
+    def put(self, names: list[str], totals: list[float]) -> None:
+        """Give back what `take` gave."""
+        self._fold()
+        for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
+            before = self._folded.get(name, (0.0, 0.0))
+            self._folded[name] = (before[0] + total, before[1] + weight)
+
     def _fold(self) -> None:
         parts: dict[str, tuple[list[Weight], list[Weight]]] = {
             name: ([total], [weight]) for name, (total, weight) in self._folded.items()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from lockstep.observe import stragglers
 from lockstep.observe.metrics import Sums, quotients
 from lockstep.observe.progress import Progress, make_progress
 from lockstep.observe.sinks import JsonlSink
@@ -20,10 +22,15 @@ from lockstep.runtime.context import Runtime
 class Recorder:
     """Every rank has one and keeps a log; rank 0's also writes metrics and events, and shows progress."""
 
-    def __init__(self, run_dir: Path, runtime: Runtime):
+    def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3):
         self.runtime, self.run_dir = runtime, run_dir
+        self._slow = stragglers.Watch(slow_rank)
+        self._spent = dict(runtime.pulse.spent)
+        self._carried_weight = 0.0  # of steps before a resume, in the running interval
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
         self._views: list[Progress] = []
+        self._complained = False
+        self._early: list[dict[str, Any]] = []  # events from before there was anything to show them on
         self._metrics = JsonlSink(run_dir / "metrics.jsonl") if runtime.is_main else None
         self._events = JsonlSink(run_dir / "events.jsonl") if runtime.is_main else None
         self.names: list[str] = ["loss"]  # the metrics that all ranks know, in the order of the log
@@ -40,8 +47,11 @@ class Recorder:
             self._views.append(make_progress(mode, steps, unit, sys.stdout))
         for view in self._views:
             view.start(start)
-            for name, fact in start.get("facts", {}).items():
+            for name, fact in start.get("facts", {}).items() if self.runtime.is_main else ():
                 view.message(f"  {name:14} {fact}")
+            for record in self._early:
+                view.event(record)
+        self._early = []
         self.event("start", **start)
 
     def start_clock(self) -> None:
@@ -54,7 +64,8 @@ class Recorder:
     def interval(self, sums: Sums, steps: int, samples: int, facts: dict[str, Any]) -> None:
         """End an interval of `steps`: reduce its sums over ranks, and write them once they have arrived."""
         names = list(self.names)
-        packed = self.runtime.collectives.sum_(sums.take(names, self.runtime.device))
+        taken = sums.take(names, self.runtime.device)
+        packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
         seconds = time.perf_counter() - self._since
         facts = {"time": time.time(), **facts, "memory_mb": self._memory_mb(), "step_s": seconds / steps}
         facts |= {
@@ -66,8 +77,44 @@ class Recorder:
         if self._metrics is None:
             return
         host = packed.to("cpu", non_blocking=True)
-        self._waiting.append((_arrival(packed), lambda: _record(names, host.tolist(), seconds, facts)))
+        carried, self._carried_weight = self._carried_weight, 0.0
+
+        def record() -> dict[str, Any]:
+            values = host.tolist()
+            self._look_for_a_slow_rank(values[2 * len(names) :], facts["step"])
+            return _record(names, values, seconds, facts, carried)
+
+        self._waiting.append((_arrival(packed), record))
         self.poll()
+
+    def carry(self, sums: Sums) -> dict[str, Any]:
+        """The sums of the running interval, all ranks together, for a checkpoint; from now on rank 0 holds them."""
+        names = list(self.names)
+        totals = self.runtime.collectives.sum_(sums.take(names, self.runtime.device)).tolist()
+        if self.runtime.is_main:
+            sums.put(names, totals)
+        return {"names": names, "totals": totals}
+
+    def carry_on(self, sums: Sums, carried: dict[str, Any]) -> None:
+        """The opposite, on resume."""
+        self.names = list(carried["names"])
+        if self.runtime.is_main:
+            sums.put(carried["names"], carried["totals"])
+        self._carried_weight = carried["totals"][2 * self.names.index("loss") + 1]
+
+    def _times(self, steps: int) -> torch.Tensor:
+        """Every rank's seconds, each in its own place, so that one sum shows them all."""
+        world, width = self.runtime.world, len(stragglers.COLUMNS)
+        slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
+        now = dict(self.runtime.pulse.spent)
+        mine = slice(world.rank * width, (world.rank + 1) * width)
+        slots[mine] = torch.tensor(stragglers.pack(self._spent, now, steps), dtype=torch.float64)
+        self._spent = now
+        return slots.to(self.runtime.device, non_blocking=True)
+
+    def _look_for_a_slow_rank(self, values: list[float], step: int) -> None:
+        if found := self._slow.look(stragglers.unpack(values)):
+            self.event("slow rank", step=step, rank=found.rank, cause=found.cause, reason=str(found))
 
     def poll(self, wait: bool = False) -> None:
         """Write what has arrived from the device. Costs nothing when nothing waits."""
@@ -75,23 +122,47 @@ class Recorder:
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
             self.last = self._waiting.pop(0)[1]()
-            if self._metrics:
-                self._metrics.write(self.last)
+            with self._whatever_the_disk_says():
+                if self._metrics:
+                    self._metrics.write(self.last)
             for view in self._views:
-                view.update(self.last)
+                with self._whatever_the_disk_says():
+                    view.update(self.last)
 
     def event(self, event: str, **fields: Any) -> None:
         record = {"time": time.time(), "event": event, **fields}
-        if self._events:
-            self._events.write(record)
+        with self._whatever_the_disk_says():
+            if self._events:
+                self._events.write(record)
+        if not self._views:
+            self._early.append(record)
         for view in self._views:
-            view.event(record)
+            with self._whatever_the_disk_says():
+                view.event(record)
+
+    def hide(self) -> None:
+        """Show nothing more on the terminal."""
+        for view in self._views[1:]:
+            view.close()
+        self._views = self._views[:1]
 
     def close(self) -> None:
         for part in (*self._views, self._metrics, self._events, self._log):
             if part is not None:
-                part.close()
+                with self._whatever_the_disk_says():
+                    part.close()
         self._views, self._metrics, self._events = [], None, None
+
+    @contextmanager
+    def _whatever_the_disk_says(self) -> Iterator[None]:
+        """A record that cannot be written is lost, and said once; training is worth more."""
+        try:
+            yield
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                text = f"warning  some metrics and events cannot be written: {error}. Training goes on"
+                print(text, file=sys.stderr, flush=True)
 
     def agree_on_names(self, mine: set[str]) -> None:
         """Some rank has seen a metric for the first time: from now on all of them know it."""
@@ -112,8 +183,12 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
     return event.query
 
 
-def _record(names: list[str], packed: list[float], seconds: float, facts: dict[str, Any]) -> dict[str, Any]:
-    means = quotients(names, packed)
+def _record(
+    names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float
+) -> dict[str, Any]:
+    """`carried`: weight from before a resume, for which no time was spent here."""
+    means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
     loss = means.pop("loss")
-    return {"loss": loss, **facts, "weight": weight, "weight_per_s": weight / seconds, "metrics": means}
+    rate = (weight - carried) / seconds
+    return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}

@@ -47,8 +47,21 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, carrier: _WithWord, **options: Any):
         super().__init__(carrier, **options)
+        self._fix_buckets()
         self.armed = False
         self._complete = True  # from here on, what the user's model has is set there
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Last parameter first: about the order in which gradients come, and the order of the buckets from now on."""
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
+
+    def _fix_buckets(self) -> None:
+        """torch deals the parameters to buckets anew after the first step. From three ranks on, the place of a gradient
+        in its bucket decides in which order the ranks are added, so a run that was resumed would differ in its last
+        bits. Here the deal is made once, before the first step."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.armed = torch.is_grad_enabled()  # torch prepares the exchange here, and only here

@@ -22,9 +22,14 @@ class Word:
     step: int = 0  # modulo 4096; equal on all ranks, or they have fallen out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     new_metrics: int = 0  # this rank has seen a metric that not all ranks know
+    save: int = 0  # a checkpoint is due
+    leave: int = 0  # this rank was asked to save and go
+    save_failed: int = 0  # this rank's part of the checkpoint could not be written
+    loss: float | Tensor = 0.0  # the sum, where somebody watches for spikes
 
 
-LENGTH = 8  # of a packed word: the weight takes three places
+LENGTH = 12  # of a packed word: the weight takes three places
+LOSS = LENGTH - 1  # the place of the loss
 LOW = 4096.0
 STAGES = 4  # pinned buffers in turn: the host is never that many steps ahead of the GPU
 
@@ -46,8 +51,12 @@ class WordCodec:
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         whole, fraction = math.floor(weight), weight % 1.0
         flags = (word.stop, word.exhausted, word.step, word.scale, word.new_metrics)
-        values = (whole - whole % LOW, whole % LOW, fraction, *flags)
+        flags += (word.save, word.leave, word.save_failed)
+        loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
+        values = (whole - whole % LOW, whole % LOW, fraction, *flags, loss)
         packed = self._on_device([value * times for value in values])
+        if isinstance(word.loss, Tensor):
+            packed[LOSS] = word.loss * times
         if isinstance(word.weight, Tensor):  # still being computed by the GPU
             exact = word.weight.double()
             high, low = exact - exact.remainder(LOW), exact.floor().remainder(LOW)
@@ -56,12 +65,17 @@ class WordCodec:
 
     def unpack(self, values: list[float]) -> Word:
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
-        return Word(weight, round(values[3]), round(values[4]), round(values[5]), values[6], round(values[7]))
+        stop, exhausted, step = (round(value) for value in values[3:6])
+        new_metrics, save, leave, save_failed = (round(value) for value in values[7:LOSS])
+        return Word(weight, stop, exhausted, step, values[6], new_metrics, save, leave, save_failed, values[LOSS])
 
     def weight(self, packed: Tensor) -> Tensor:
         """The weight alone, in float64, still on the device."""
         exact = packed.double()
         return (exact[0] / LOW).round() * LOW + exact[1].round() + exact[2]
+
+    def mean_loss(self, packed: Tensor) -> Tensor:
+        return packed[LOSS] / self.weight(packed)
 
     def _on_device(self, values: list[float]) -> Tensor:
         if not self._stages:

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.pulse import Pulse
 from lockstep.runtime.world import World
 
 
 class Collectives:
     """Small agreements between all ranks. Every method must be called by every rank, in the same order."""
 
-    def __init__(self, world: World, device: torch.device):
-        self.world, self.device = world, device
+    def __init__(self, world: World, device: torch.device, pulse: Pulse | None = None):
+        self.world, self.device, self.pulse = world, device, pulse or Pulse()
+
+    @contextmanager
+    def _agreeing(self, place: str) -> Iterator[None]:
+        """Whoever looks at this rank from outside sees where it waits for the others."""
+        before = self.pulse.phase
+        self.pulse.beat("agree")
+        self.pulse.place(place)
+        yield
+        self.pulse.place("")
+        self.pulse.beat(before)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Everybody's `value`, by rank. Plain JSON: nothing that arrives can run code."""
         if self.world.alone:
             return [value]
+        with self._agreeing("gather_json"):
+            return self._gather_json(value)
+
+    def _gather_json(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device))
@@ -37,17 +54,19 @@ class Collectives:
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Add `values` over all ranks, in place and on its device: no host synchronisation."""
         if not self.world.alone:
-            dist.all_reduce(values)
+            with self._agreeing("sum"):
+                dist.all_reduce(values)
         return values
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         if self.world.alone:
             return
-        for tensor in tensors:
-            data = tensor.detach().contiguous()
-            dist.broadcast(data.reshape(-1).view(torch.uint8), source)  # as bytes: gloo does not know every format
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(data)
+        with self._agreeing("broadcast"):
+            for tensor in tensors:
+                data = tensor.detach().contiguous()
+                dist.broadcast(data.reshape(-1).view(torch.uint8), source)  # as bytes: gloo knows not every format
+                if data.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(data)
 
     def any(self, flag: bool) -> bool:
         return any(self.gather_json(bool(flag)))
@@ -60,5 +79,6 @@ class Collectives:
         pause gives the threads time for the collectives before it.
         """
         if not self.world.alone:
-            dist.barrier()
+            with self._agreeing("farewell"):
+                dist.barrier()
             time.sleep(0.05)

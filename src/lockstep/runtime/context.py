@@ -11,10 +11,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.machine import available_cores
+from lockstep.pulse import Pulse
 from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.device_pulse import DevicePulse
+from lockstep.runtime.signals import Notice, heed_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -27,6 +31,8 @@ class Runtime:
     backend: str  # "none" in a world of one
     collectives: Collectives
     threads: int
+    pulse: Pulse
+    notice: Notice  # to save and leave
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +55,17 @@ class Runtime:
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
     """Choose the device, join the process group, and leave it again. `store` replaces the usual meeting point."""
     device = choose_device(config.device, world)
+    pulse = (DevicePulse if device.type == "cuda" else Pulse).from_env(world.rank)
+    faults.install(pulse)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
     threads = _set_threads(config.threads, world, device)
+    pulse.beat("join")
     backend = _join(world, device, store)
     try:
-        yield Runtime(world, device, backend, Collectives(world, device), threads)
+        with heed_signals() as notice:
+            yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic:
             torch.use_deterministic_algorithms(False)

@@ -28,5 +28,9 @@ def seed_torch(value: int, device: torch.device) -> None:
 def seed_everything(value: int) -> None:
     """Seed the three global generators that data code draws from, before one sample is made."""
     torch.default_generator.manual_seed(value)
+    seed_host(value)
+
+
+def seed_host(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

@@ -137,7 +137,7 @@ def test_a_preset_cannot_choose_a_preset():
         ({"Steps": 2}, "type steps=2"),
         ({"warmup": 2}, "type lr.warmup=2"),
         ({"log": {"warmup": 2}}, "type lr.warmup=2"),
-        ({"every": 2}, "type evaluate.every=2 or log.every=2 or checks.every=2"),
+        ({"every": 2}, "type evaluate.every=2 or checkpoint.every=2 or log.every=2 or checks.every=2"),
         ({"task.width": 1, "wdith": 2}, "type task.width=2"),
         ({"zzz": 2}, "an option of the task is typed task.zzz=2"),
         ({"steps": {"x": 2}}, "type steps=1000"),

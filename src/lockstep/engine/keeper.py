@@ -1,0 +1,307 @@
+"""Keeps the run: when to write a checkpoint, how to come back from one, and what to do when writing fails.
+
+Every method is called by all ranks at the same step, except `poll`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.checkpoint.load import Found, Reader, find
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.save import Report, Saver, free_bytes
+from lockstep.checkpoint.store import Store
+from lockstep.config import RunConfig, flatten
+from lockstep.config.schema import typed
+from lockstep.engine.folder import RunFolder, on_main
+from lockstep.engine.state import RunState, share_out
+from lockstep.errors import UserError
+from lockstep.launch.place import is_checkpoint, run_of
+from lockstep.observe.formats import megabytes
+from lockstep.plan.plan import Plan
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.seeds import derive, seed_host
+from lockstep.task import StepResult
+
+NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
+AROUND = ("metrics", "evaluation_due", "interval")  # what the loop adds to the state
+
+
+@dataclass(frozen=True)
+class Resumed:
+    step: int
+    path: Path
+    world: int  # that wrote it
+    changes: list[str]  # what is not as it was, in words
+    metrics: dict[str, float]  # of the last evaluation before it
+    evaluation_due: bool  # the run had to leave before it could evaluate
+    interval: dict[str, Any]  # sums since the last log line
+
+
+class Keeper:
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: RunState,
+        config: RunConfig,
+        plan: Plan,
+        runtime: Runtime,
+        tell: Callable[..., None],
+    ):
+        self.folder, self.state, self.config, self.plan, self.runtime = folder, state, config, plan, runtime
+        self.tell = tell  # event, **fields
+        self.store = Store(folder.path / "checkpoints")
+        kept = config.checkpoint
+        self.saver = Saver(
+            self.store,
+            runtime.world.rank,
+            runtime.world.size,
+            folder.token,
+            Retention(kept.keep, kept.keep_every, kept.best, kept.best_mode),
+            kept.asynchronous,
+        )
+        state.stepper.before_update = self.saver.let_change
+        self._open = False  # a save has been started, and the ranks have not yet agreed on how it ended
+        self._saved_step: int | None = None
+        self._last = time.monotonic()
+        self._rewinds = 0  # since the last checkpoint
+
+    # ---- coming back ----
+
+    def resume(self) -> Resumed | None:
+        """From this run's own newest checkpoint that is whole, or from where the user said."""
+        if self.runtime.is_main:
+            self.store.claim(self.folder.token)
+            self.store.clean(self.folder.token)
+        found = self._find(self.store, None) if self.folder.continues else None
+        if found is None and self.folder.origin is not None:
+            origin = self.folder.origin
+            one = origin if is_checkpoint(origin) else None
+            found = self._find(Store(run_of(origin) / "checkpoints"), one)
+            if found is None:
+                raise UserError(f"--resume {origin}", "a run without a checkpoint", "leave --resume out to start anew")
+        if found is None:
+            return None
+        return self._load(found)
+
+    def _find(self, store: Store, only: Path | None) -> Found | None:
+        world = self.runtime.world
+        self.runtime.pulse.beat("load")
+        found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if found is not None:
+            for damage in found.passed_over:
+                aside = store.set_aside(damage.path, "damaged") if self.runtime.is_main else damage.path
+                self.tell(
+                    "warning",
+                    reason=f"checkpoint {damage.path.name} is damaged: {damage.file}: {damage.why}; going on from "
+                    f"{found.path.name}. The damaged one is kept as {aside.name}",
+                )
+        return found
+
+    def _load(self, found: Found) -> Resumed:
+        values = found.manifest.values
+        _check_version(values)
+        changes = _config_changes(values["config"], self.config)
+        changes += self.state.restore(Reader(found.path, found.manifest), values["state"])
+        step = self.state.stepper.counters.step
+        own = found.path.resolve().parent == self.store.root.resolve()
+        if self.runtime.is_main and own:
+            self.store.set_aside_after(step)  # the run goes back: what came after belongs to another history
+        self.runtime.collectives.gather_json(None)  # nobody saves before rank 0 has tidied up
+        self._saved_step = step if own else None
+        self._last = time.monotonic()
+        self._seed_host(step)
+        return Resumed(step, found.path, values["world"], changes, **{key: values[key] for key in AROUND})
+
+    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
+        """Back to the last checkpoint; the samples that spoiled the step are left out from now on."""
+        self.settle()
+        self._rewinds += 1
+        most = self.config.nonfinite.max_in_a_row
+        if self._rewinds > most:
+            raise UserError(
+                f"to rewind at most {most} times without a new checkpoint (nonfinite.max_in_a_row)",
+                f"step {result.step}: {result.trouble}",
+                "lower lr.peak, set clip.norm, or look at the samples that the events name",
+            )
+        found = self._find(self.store, None)
+        assert found is not None, "rewinding runs begin with a checkpoint"
+        self._load(found)
+        source: Any = self.state.source
+        assert span is not None
+        source.pass_over(span)
+        self.tell(
+            "rewind",
+            step=result.step,
+            to=self.state.stepper.counters.step,
+            reason=result.trouble,
+            left_out=f"{span[1] - span[0]} samples at positions {span[0]} to {span[1] - 1}",
+        )
+
+    # ---- saving ----
+
+    def check_space(self) -> None:
+        """Before any time is spent: is there room for a checkpoint? Optimizers allocate later, so it is an estimate."""
+        model = self.state.model
+        weights = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, torch.Tensor))
+        moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        needed = weights + moments
+
+        def check() -> int:
+            free = free_bytes(self.store.root)
+            if free < needed:
+                raise UserError(
+                    f"room for a checkpoint in {self.store.root}",
+                    f"{megabytes(free / 2**20)} free, about {megabytes(needed / 2**20)} needed",
+                    f"free {megabytes((needed - free) / 2**20)}, or type run_dir=FOLDER on another disk",
+                )
+            return free
+
+        if on_main(check, self.runtime) < 2 * needed:
+            self.tell(
+                "warning", reason="the disk has room for one more checkpoint, not for two: old ones go only later"
+            )
+
+    def begin(self) -> None:
+        """What must be there before the first step."""
+        rewinds = "rewind" in (self.config.nonfinite.policy, self.config.spike.policy)
+        if rewinds and not hasattr(self.state.source, "pass_over"):
+            raise UserError(
+                "a policy of rewind", "data that cannot leave out samples (a stream)", "choose the policy skip or stop"
+            )
+        if rewinds and self._saved_step is None:
+            self.save({"metrics": {}, "evaluation_due": False, "interval": {"names": ["loss"], "totals": [0.0, 0.0]}})
+            self.settle()
+
+    def wants(self, step: int) -> bool:
+        """Whether rank 0's clock asks for a checkpoint; it asks through the control word."""
+        minutes = self.config.checkpoint.minutes
+        return self.runtime.is_main and minutes is not None and time.monotonic() - self._last > 60 * minutes
+
+    def due(self, step: int, asked: bool) -> bool:
+        kept = self.config.checkpoint
+        by_step = kept.every is not None and step % kept.every == 0
+        return (asked or by_step) and step != self._saved_step
+
+    def save(self, around: dict[str, Any]) -> None:
+        """Copy the state, and let it be written while training goes on; `around` is what the loop knows beside it."""
+        self.settle()
+        pulse, before = self.runtime.pulse, self.runtime.pulse.phase
+        pulse.beat("snapshot")
+        step = self.state.stepper.counters.step
+        tensors, aliases, state = self.state.capture()
+        values = {
+            "state": state,
+            "config": {key: typed(value) for key, value in flatten(self.config).items()},
+            "plan": self.plan.as_dict(),
+            "world": self.runtime.world.size,
+            "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
+            **around,
+        }
+        slices = share_out(tensors, self.runtime.world.rank, self.runtime.world.size)
+        self.saver.save(step, slices, aliases, values, self.state.steady())
+        self._open, self._saved_step, self._rewinds = True, step, 0
+        self._last = time.monotonic()
+        self._seed_host(step)
+        pulse.beat(before)
+
+    def prepare(self) -> None:
+        """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
+        tensors, _, _ = self.state.capture_tensors()
+        self.saver.prepare(share_out(tensors, self.runtime.world.rank, self.runtime.world.size))
+
+    def poll(self) -> bool:
+        """Tell what has been written. Whether this rank's part of a save has failed: the control word carries that."""
+        for report in self.saver.poll():
+            self._tell(report)
+        return self.saver.failed
+
+    def give_up(self) -> None:
+        """Some rank could not write its part: nobody commits it, training goes on."""
+        reasons = self.runtime.collectives.gather_json(self.saver.trouble)
+        if not any(reasons):
+            return  # it has been dealt with already: the control word comes a step late
+        own = {rank: reason for rank, reason in enumerate(reasons) if reason and not reason.startswith("rank ")}
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in own.items()) or next(filter(None, reasons), "")
+        step = self._saved_step
+        self.saver.abandon(told)
+        self.saver.wait()
+        self._open, self._saved_step = False, None
+        for _ in self.saver.poll():
+            pass  # told here, once, with the reasons of all ranks
+        self.tell(
+            "warning",
+            reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {told}. Training goes on; the last good one is "
+            f"{self._newest()}",
+        )
+
+    def settle(self) -> bool:
+        """Wait until the save in flight has been committed or given up, on all ranks. Whether all is well."""
+        if not self._open:
+            return True
+        pulse, before = self.runtime.pulse, self.runtime.pulse.phase
+        pulse.beat("commit")
+        self.saver.wait_part()
+        if any(self.runtime.collectives.gather_json(self.saver.trouble)):
+            self.give_up()
+            pulse.beat(before)
+            return False
+        for report in self.saver.wait():
+            self._tell(report)
+        well = not any(self.runtime.collectives.gather_json(self.saver.trouble))  # rank 0 may have failed to commit
+        if not well:
+            self.give_up()
+        self._open = False
+        pulse.beat(before)
+        return well
+
+    def close(self) -> None:
+        self.saver.close()
+
+    def newest_path(self) -> Path | None:
+        return next(iter(self.store.committed()), None)
+
+    def _newest(self) -> str:
+        newest = self.newest_path()
+        return newest.name if newest else "none: there is no checkpoint yet"
+
+    def _tell(self, report: Report) -> None:
+        if report.path is None:
+            return  # not committed: `give_up` tells, when all ranks know
+        if report.error:
+            self.tell("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
+        self.tell(
+            "checkpoint",
+            step=report.step,
+            path=str(report.path),
+            mb=sum(file.stat().st_size for file in report.path.iterdir()) / 2**20,
+            stall_s=report.stall_s,
+            write_s=report.write_s,
+        )
+
+    def _seed_host(self, step: int) -> None:
+        """Python's and numpy's generators start anew with every checkpoint: a resumed run draws what it would have."""
+        seed_host(derive(self.config.seed, "checkpoint", step))
+
+
+def _config_changes(saved: dict[str, str], config: RunConfig) -> list[str]:
+    now = {key: typed(value) for key, value in flatten(config).items()}
+    keys = [key for key in {**saved, **now} if key not in NOT_COMPARED and saved.get(key) != now.get(key)]
+    return [f"{key}: {saved.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys]
+
+
+def _check_version(values: dict[str, Any]) -> None:
+    missing = {"state", "config", "world", *AROUND} - values.keys()
+    if missing:
+        raise UserError(
+            "a checkpoint of a Lockstep run",
+            f"one without {', '.join(sorted(missing))}",
+            "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
+        )

@@ -1,0 +1,262 @@
+"""The whole state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
+
+Nothing in it knows a rank or a number of ranks: whatever saved it, any world can go on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.save import Slice
+from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.selfcheck import digest
+from lockstep.engine.step import Stepper
+from lockstep.engine.tree import pack, unpack
+from lockstep.errors import UserError
+from lockstep.task import BatchSource
+
+Values = dict[str, Any]
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class RunState:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        stepper: Stepper,
+        source: BatchSource,
+        others: Mapping[str, Stateful],
+        keep_frozen: bool,
+    ):
+        self.model, self.optimizers, self.stepper, self.source = model, optimizers, stepper, source
+        self.others = others  # the task, and what a loop of the user's own has registered
+        self._device = next(model.parameters()).device
+        self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
+        self._initial_groups = [_settings(optimizer) for optimizer in optimizers.all]
+
+    def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
+        """(tensors, other names of tied ones, values). The tensors are the live ones: nothing is copied here."""
+        tensors, aliases, values = self.capture_tensors()
+        return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
+
+    def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
+        """The same, while the outcome of the last step may still be on its way."""
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        extra: Values = {}
+        seen: dict[Any, str] = {}
+        for name, value in self.model.state_dict().items():
+            if name in self._left_out:
+                continue
+            full = f"model.{name}"
+            if not isinstance(value, Tensor):
+                extra[name] = pack(value, full, tensors)
+            elif (first := seen.setdefault(_identity(value), full)) != full:
+                aliases[full] = first
+            else:
+                tensors[full] = value.detach()
+        parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
+        values: Values = {
+            "model": {"extra": extra, "left_out": {name: digest(self._named(name)) for name in sorted(self._left_out)}},
+            "optimizers": [self._optimizer(number, tensors) for number in range(len(self.optimizers.all))],
+            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
+            "next_samples": next_samples(self.source),
+        }
+        return tensors, aliases, values
+
+    def steady(self) -> set[str]:
+        """What only an update changes: trainable parameters, and what the optimizers keep. Buffers and the task's own
+        tensors may change in any forward."""
+        names = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
+        for number, optimizer in enumerate(self.optimizers.all):
+            by_id = self._names()
+            kept = {by_id[id(p)]: state for p, state in optimizer.state.items()}
+            names |= {f"optimizer.{number}.{name}.{key}" for name, state in kept.items() for key in state}
+        return names
+
+    def restore(self, reader: Reader, values: Values) -> list[str]:
+        """Put everything back in place. Returns what the user has changed since, in words."""
+        self._restore_model(reader, values["model"])
+        changed = []
+        for number, saved in enumerate(_as_many(values["optimizers"], len(self.optimizers.all))):
+            changed += self._restore_optimizer(number, saved, reader)
+        self.stepper.load_state_dict(values["stepper"])
+        parts = {name: unpack(state, reader.read, self._device) for name, state in values["parts"].items()}
+        self.source.load_state_dict(parts.pop("data"))
+        _check_next_samples(values["next_samples"], next_samples(self.source))
+        for name, owner in self.others.items():
+            if name in parts:
+                owner.load_state_dict(parts.pop(name))
+            elif owner.state_dict():
+                changed.append(f"{name}: not in the checkpoint, starts afresh")
+        return changed + [
+            f"{name}: in the checkpoint, and nobody here takes it" for name, state in parts.items() if state
+        ]
+
+    # ---- the model ----
+
+    def _named(self, name: str) -> Tensor:
+        return self.model.get_parameter(name)
+
+    def _restore_model(self, reader: Reader, values: Values) -> None:
+        here = self.model.state_dict()
+        saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
+        plain = {name for name, value in here.items() if isinstance(value, Tensor)}
+        left_out = values["left_out"]
+        for name, expected in left_out.items():
+            if name in plain and digest(self._named(name)) != expected:
+                raise UserError(
+                    f"the frozen parameter {name!r} as it was when the checkpoint was written",
+                    "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
+                    "build the model with the same frozen weights",
+                )
+        missing, unexpected = sorted(plain - saved - left_out.keys()), sorted(saved - plain)
+        if missing or unexpected:
+            names = [f"{len(missing)} missing, first {missing[0]!r}"] if missing else []
+            names += [f"{len(unexpected)} that this model has not, first {unexpected[0]!r}"] if unexpected else []
+            raise _other_model("; ".join(names))
+        tied, places = {}, {}
+        for name in sorted(saved):
+            source, target = f"model.{name}", here[name]
+            if tuple(target.shape) != reader.shape(source):
+                raise _other_model(f"{name!r} has shape {reader.shape(source)}, here {tuple(target.shape)}")
+            original, place = reader.original(source), _identity(target)
+            if tied.setdefault(place, original) != original:
+                raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
+            if places.setdefault(original, place) != place:
+                raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
+            with torch.no_grad():
+                target.copy_(reader.read(source))
+        for name, value in values["extra"].items():
+            owner, _, _ = name.rpartition("_extra_state")
+            self.model.get_submodule(owner.rstrip(".")).set_extra_state(unpack(value, reader.read, self._device))
+
+    # ---- the optimizers ----
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def _optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
+        optimizer, names = self.optimizers.all[number], self._names()
+        prefix = f"optimizer.{number}"
+        state = {names[id(p)]: kept for p, kept in optimizer.state.items() if kept}
+        return {
+            "kind": type(optimizer).__name__,
+            "state": pack(state, prefix, tensors),
+            "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+            "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
+            "settings": pack(_settings(optimizer), f"{prefix}.settings", tensors),
+        }
+
+    def _restore_optimizer(self, number: int, saved: Values, reader: Reader) -> list[str]:
+        optimizer, names = self.optimizers.all[number], self._names()
+        if saved["kind"] != type(optimizer).__name__:
+            raise UserError(
+                f"to go on with {type(optimizer).__name__}",
+                f"the state of {saved['kind']} in the checkpoint",
+                "use the optimizer that the run began with, or start a new run from the exported weights",
+            )
+        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        before = [name for group in saved["params"] for name in group]
+        if set(order) != set(before):
+            name = sorted(set(order) ^ set(before))[0]
+            raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
+        changed, groups = self._settings_to_use(number, saved, reader)
+        state = unpack(saved["state"], reader.read, self._device)
+        numbers = {name: index for index, name in enumerate(order)}
+        index = iter(range(len(order)))
+        packed = {
+            "state": {numbers[name]: kept for name, kept in state.items()},
+            "param_groups": [
+                {**settings, "lr": group["lr"], "params": [next(index) for _ in group["params"]]}
+                for settings, group in zip(groups, optimizer.param_groups, strict=True)
+            ],
+        }
+        optimizer.load_state_dict(packed)  # torch puts every tensor on its parameter's device
+        return changed
+
+    def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
+        """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
+        optimizers keep numbers of their own there."""
+        optimizer = self.optimizers.all[number]
+        mine, now = self._initial_groups[number], _settings(optimizer)
+        initial, kept = (
+            unpack(saved["initial"], reader.read, self._device),
+            unpack(saved["settings"], reader.read, self._device),
+        )
+        if len(initial) != len(now):
+            return [f"optimizer {number} has {len(now)} parameter groups, {len(initial)} when it was saved"], now
+        changed, groups = [], []
+        for group, (new, old) in enumerate(zip(mine, initial, strict=True)):
+            chosen = dict(now[group])
+            for key in chosen:
+                if key not in old or repr(old[key]) != repr(new[key]):
+                    if key != "fused":
+                        changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
+                else:
+                    chosen[key] = kept[group][key]
+            groups.append(chosen)
+        return changed, groups
+
+
+def share_out(tensors: dict[str, Tensor], rank: int, size: int) -> list[Slice]:
+    """Replicas hold the same: each rank writes a part of the tensors, about equally many bytes."""
+    loads = [0] * size
+    mine = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        writer = loads.index(min(loads))
+        loads[writer] += tensor.nbytes
+        if writer == rank:
+            mine.append(Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
+    return mine
+
+
+def next_samples(source: BatchSource) -> str | None:
+    """What comes next, as a digest, if the source can tell without reading it."""
+    upcoming: Callable[[], Any] | None = getattr(source, "upcoming", None)
+    return digest(upcoming()) if upcoming else None
+
+
+def _check_next_samples(saved: str | None, here: str | None) -> None:
+    if saved is not None and here is not None and saved != here:
+        raise UserError(
+            "to go on at the next sample",
+            "an order of the samples other than the one the run had: the next ones are not those it would have taken",
+            "restore seed, data.shuffle and the dataset as they were; or start a new run from the exported weights",
+        )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[Values]:
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for two names of one tensor."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _as_many(saved: list[Values], count: int) -> list[Values]:
+    if len(saved) != count:
+        raise _other_model(f"{len(saved)} optimizers, here {count}")
+    return saved
+
+
+def _other_model(found: str) -> UserError:
+    return UserError(
+        "to go on with the model of the checkpoint",
+        found,
+        "restore the task and its options as they were, or start a new run (leave --resume out)",
+    )

@@ -1,0 +1,182 @@
+"""Faults on purpose, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
+
+The description travels in the environment, since the ranks are other processes. How often a fault has already
+happened is kept in files, since a rank that was killed comes back knowing nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+
+VARIABLE = "LOCKSTEP_FAULTS"
+
+# Beside the phases of a pulse, a fault may happen in these places.
+PLACES = (
+    "loss",  # a loss has been computed
+    "write",  # a checkpoint's file is half written
+    "rename",  # a checkpoint is staged, and not yet renamed
+    "latest",  # a checkpoint is renamed, and `latest` does not know
+    "committed",  # everything about a checkpoint is done
+)
+# What only the code at the place itself can do wrong: `fire` returns these, and each belongs to one place.
+RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
+
+
+@dataclass
+class Fault:
+    """`None` for rank, step or phase: any. `times` counts over all ranks and restarts; None: every time."""
+
+    how: str
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    times: int | None = 1
+    seconds: float | None = None  # for "slow"
+    marks: str | None = None  # the folder that knows how often it has happened; None: each process counts for itself
+    _untried: Iterator[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        asked = f"a fault with how={self.how!r}"
+        if self.how not in HOW:
+            raise UserError(asked, "no such fault", f"use one of: {', '.join(HOW)}")
+        if (self.how == "slow") != (self.seconds is not None):
+            raise UserError(asked, f"seconds={self.seconds}", 'give seconds=0.5 to how="slow", and only to it')
+        home = RETURNED.get(self.how)
+        if home and self.phase not in (None, home):
+            raise UserError(asked, f"phase={self.phase!r}", f"leave phase out, or use phase={home!r}")
+        if self.times is not None and self.times < 1:
+            raise UserError(asked, f"times={self.times}", "use a count from 1, or times=None for every time")
+        self._untried = iter(range(self.times or 0))
+
+    def due(self, phase: str, step: int, rank: int) -> bool:
+        home = RETURNED.get(self.how, self.phase)
+        here = home in (None, phase) and self.rank in (None, rank) and self.step in (None, step)
+        return here and self._claim()
+
+    def _claim(self) -> bool:
+        """Take one of the `times`, against all other ranks that try the same."""
+        if self.times is None:
+            return True
+        return any(self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+
+
+def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
+    """A phase that never comes would be a fault that never happens, and a test that proves nothing."""
+    known = [*phases, *PLACES]
+    for fault in faults:
+        if fault.phase is not None and fault.phase not in known:
+            raise UserError(f"a fault in phase={fault.phase!r}", "no such phase", f"use one of: {', '.join(known)}")
+
+
+def to_text(faults: Collection[Fault]) -> str:
+    """The environment variable's value: a JSON list of objects with the fields of `Fault`."""
+    names = [spec.name for spec in dataclasses.fields(Fault) if spec.init]
+    return json.dumps([{name: getattr(fault, name) for name in names} for fault in faults])
+
+
+def from_text(text: str) -> list[Fault]:
+    try:
+        return [Fault(**fields) for fields in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        fix = f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'"""
+        raise UserError(f"{VARIABLE}={text}", str(error), fix) from None
+
+
+_faults: list[Fault] | None = None  # None: the environment has not been read
+
+
+def reset() -> None:
+    """Read the environment again at the next `fire`."""
+    global _faults
+    _faults = None
+
+
+def planned() -> list[Fault]:
+    global _faults
+    if _faults is None:
+        _faults = from_text(os.environ.get(VARIABLE) or "[]")
+    return _faults
+
+
+def fire(phase: str, step: int) -> str | None:
+    """Carry out the faults that are due in this phase of this step.
+
+    A kind that only the caller can carry out (`RETURNED`) is returned; it can only be one that belongs to `phase`.
+    """
+    if _faults == []:
+        return None
+    rank = int(os.environ.get("RANK", "0"))
+    returned = None
+    for fault in planned():
+        if fault.due(phase, step, rank):
+            if fault.how in RETURNED:
+                returned = fault.how
+            else:
+                ACTS[fault.how](fault)
+    return returned
+
+
+def install(pulse: Any) -> None:
+    """From now on every beat of this rank may be its last. Without faults nothing is installed."""
+    faults = planned()
+    check_phases(faults, pulse.spent)
+    if faults:
+        pulse.hook = lambda step, phase: fire(phase, step)
+
+
+def _created(path: Path) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _signal(number: int) -> Callable[[Fault], None]:
+    return lambda fault: os.kill(os.getpid(), number)
+
+
+def _raise(fault: Fault) -> None:
+    raise RuntimeError("injected")
+
+
+def _hang(fault: Fault) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _slow(fault: Fault) -> None:
+    time.sleep(fault.seconds or 0.0)
+
+
+def _exit(fault: Fault) -> None:
+    os._exit(3)
+
+
+def _segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+ACTS: dict[str, Callable[[Fault], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "term": _signal(signal.SIGTERM),
+    "raise": _raise,
+    "hang": _hang,
+    "slow": _slow,
+    "exit": _exit,
+    "segfault": _segfault,
+}
+HOW = (*ACTS, *RETURNED)

@@ -1,0 +1,203 @@
+"""Torch's flight recorder: which collective each rank entered last, for the hang that stacks alone do not explain.
+
+Torch keeps the last collectives of every process in memory. A thread of the rank writes them out when the launcher
+asks, also while the main thread waits in a collective; the launcher compares the ranks. No torch is imported here.
+Plain JSON: torch's other format is a pickle.
+
+Tried with gloo; with NCCL in a world of one (tests/gpu), never with several GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REQUEST = "dump-request"
+POLL_S = 0.5
+ENTRIES = 2000
+# Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
+RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+# Collectives whose inputs must have equal sizes on all ranks.
+EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes torch record, and NCCL's watchdog leave its own dump in `folder` when a collective times out."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # with the default the process ends before it has dumped
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl-flight-"),
+    }
+
+
+# The rank's side
+
+
+def serve(folder: Path, rank: int) -> None:
+    """Start the thread that answers the launcher."""
+    threading.Thread(target=_answer_for_ever, args=(folder, rank), daemon=True, name="lockstep-flight").start()
+
+
+def _answer_for_ever(folder: Path, rank: int) -> None:
+    answered = ""
+    while folder.exists():
+        request = _text(folder / REQUEST)
+        if request and request != answered:
+            answered = request
+            write(folder, rank, request)
+        time.sleep(POLL_S)
+
+
+def write(folder: Path, rank: int, request: str = "") -> None:
+    staged = folder / f"flight-{rank}.json.tmp"
+    staged.write_text(json.dumps({"request": request, "entries": recorded()}))
+    os.replace(staged, folder / f"flight-{rank}.json")
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The last collectives of this process, of all recorders; none if torch has not been imported."""
+    module = sys.modules.get("torch._C._distributed_c10d")  # an import would wait for a main thread that hangs in one
+    entries = []
+    for name in RECORDERS:
+        if dump := getattr(module, name, None):
+            entries += json.loads(dump()).get("entries", [])
+    return entries
+
+
+# The launcher's side
+
+
+def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, list[dict[str, Any]]]:
+    """Ask these ranks for their collectives; those that do not answer in time are missing."""
+    request = str(time.time_ns())
+    staged = folder / f"{REQUEST}.tmp"
+    staged.write_text(request)
+    os.replace(staged, folder / REQUEST)
+    found: dict[int, list[dict[str, Any]]] = {}
+    deadline = time.monotonic() + patience
+    while len(found) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S / 10)
+        for rank in ranks:
+            answer = json.loads(_text(folder / f"flight-{rank}.json") or "{}")
+            if answer.get("request") == request:
+                found[rank] = answer["entries"]
+    return found
+
+
+@dataclass(frozen=True)
+class Collective:
+    number: int  # counts up in each process group, equally on all ranks if all is well
+    op: str
+    sizes: str
+    dtypes: str
+    finished: bool
+
+    @staticmethod
+    def from_entry(entry: dict[str, Any]) -> Collective:
+        return Collective(
+            number=entry["collective_seq_id"],
+            op=entry["profiling_name"].rpartition(":")[2],
+            sizes=" ".join(map(str, entry.get("input_sizes", []))),
+            dtypes=" ".join(entry.get("input_dtypes", [])),
+            finished=entry.get("retired", False) or entry.get("state") == "completed",
+        )
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """What must be equal on all ranks."""
+        return (self.op, self.sizes, self.dtypes) if self.op in EQUAL_SIZES else (self.op,)
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.sizes} {self.dtypes}".replace(" of  ", "").strip()
+
+
+def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
+    """What the ranks disagree about, a line each; nothing if no collective is under way."""
+    lines = []
+    for name, history in sorted(_by_group(dumps).items()):
+        found = _mismatch(history) or _missing(history) or _stuck(history)
+        lines += [f"process group {name}: {found}"] if found else []
+    return lines
+
+
+History = dict[int, dict[int, Collective]]  # rank -> number -> collective
+
+
+def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
+    groups: dict[str, History] = {}
+    for rank, entries in sorted(dumps.items()):
+        for entry in entries:
+            if entry.get("is_p2p"):
+                continue
+            short, description = entry["process_group"]
+            name = description if description not in ("", "undefined") else short
+            # every rank belongs to the default group, also one that has not entered any of its collectives
+            members = sorted(dumps) if description == "default_pg" else [rank]
+            group = groups.setdefault(name, {})
+            for member in members:
+                group.setdefault(member, {})
+            collective = Collective.from_entry(entry)
+            group[rank][collective.number] = collective
+    return groups
+
+
+def _mismatch(history: History) -> str | None:
+    """The earliest number under which ranks did different things; whatever follows is a consequence."""
+    for number in sorted({number for done in history.values() for number in done}):
+        seen: dict[tuple[str, ...], list[int]] = {}
+        for rank, done in history.items():
+            if number in done:
+                seen.setdefault(done[number].signature, []).append(rank)
+        if len(seen) > 1:
+            told = [f"{_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
+            return f"collective {number} differs: {'; '.join(told)}"
+    return None
+
+
+def _missing(history: History) -> str | None:
+    waited = _first_unfinished(history)
+    if waited is None:
+        return None
+    inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
+    late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
+    if not late:
+        return None
+    verb = "waits" if len(inside) == 1 else "wait"
+    lasts = [f"{_ranks([rank])} never entered it ({_last(history[rank])})" for rank in late]
+    return f"{_ranks(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
+
+
+def _stuck(history: History) -> str | None:
+    waited = _first_unfinished(history)
+    if waited is None:
+        return None
+    return (
+        f"all ranks have entered collective {waited.number}, {waited}, and it does not end: suspect network or device"
+    )
+
+
+def _first_unfinished(history: History) -> Collective | None:
+    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
+    return min(unfinished, key=lambda collective: collective.number, default=None)
+
+
+def _last(done: dict[int, Collective]) -> str:
+    return f"its last was {max(done)}, {done[max(done)]}" if done else "it entered none"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

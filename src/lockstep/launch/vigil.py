@@ -1,0 +1,54 @@
+"""Watching over the ranks of a round: their signs of life, and on suspicion a look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lockstep.launch import flight, hang
+from lockstep.launch.failure import Failure
+from lockstep.launch.messages import Stacks
+
+
+class Vigil:
+    def __init__(self, limits: hang.Limits):
+        self._watch = hang.Watch(limits)
+        self._views: dict[int, list[hang.RankView]] = {}  # by node
+        self._suspicion: hang.Suspicion | None = None
+        self._stacks: dict[int, str] = {}
+        self._collectives: dict[int, list[dict[str, Any]]] = {}
+
+    def set_limits(self, limits: hang.Limits) -> None:
+        self._watch.limits = limits
+
+    def see(self, node: int, views: list[dict[str, Any]]) -> None:
+        self._views[node] = [hang.RankView.from_json(view) for view in views]
+
+    def suspicious(self, living: Collection[int], now: float) -> bool:
+        """Whether to look inside. Asked about once a second; `living` are the ranks of all nodes that still run."""
+        views = [view for node in self._views.values() for view in node if view.rank in living]
+        if len(views) < len(living):
+            return False  # some have not been seen yet
+        self._suspicion = self._watch.look(views, now)
+        self._stacks, self._collectives = {}, {}
+        return self._suspicion is not None
+
+    def learn(self, seen: Stacks) -> None:
+        self._stacks |= {int(rank): str(text) for rank, text in seen.stacks.items()}
+        self._collectives |= {int(rank): entries for rank, entries in seen.collectives.items()}
+
+    def verdict(self) -> Failure | None:
+        """After the look inside; None: they are busy after all."""
+        assert self._suspicion is not None
+        if self._watch.excused(self._suspicion, self._stacks):
+            return None
+        return hang.explain(self._suspicion, self._stacks, self._differences())
+
+    def _differences(self) -> list[str]:
+        assert self._suspicion is not None
+        if len(self._collectives) < len(self._suspicion.views):  # a stopped rank does not answer: nobody can compare
+            return []
+        try:
+            return flight.analyse(self._collectives)
+        except (KeyError, TypeError, ValueError):  # a torch that records otherwise: the stacks must do
+            return []

@@ -1,0 +1,264 @@
+"""A process that has imported everything once, and forks a rank whenever its launcher asks.
+
+Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. This process
+runs no operation of torch, never touches CUDA and starts no thread: none of these would survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.launch.failure import LEFT
+from lockstep.pulse import FOLDER
+
+LIFELINE = "LOCKSTEP_LIFELINE"  # a pipe that closes when the launcher dies, whatever killed it
+LISTEN_FD = "LOCKSTEP_LISTEN_FD"  # rank 0's listening socket
+SEND_S = 3.0
+READY_S = 600.0  # for its imports, from a slow shared disk
+ANSWER_S = 15.0  # for a fork
+_LENGTH = struct.Struct("<I")
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # meant for the launcher or for a rank
+
+
+class Zygote:
+    """The launcher's side."""
+
+    def __init__(self, worker: str, preload: Sequence[str], env: Mapping[str, str]):
+        self.env = dict(env)
+        self.ready = False
+        self._waiting: list[tuple[bytes, list[int]]] = []
+        self._unanswered, self._since = 0, time.monotonic()
+        self._unread = b""
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(SEND_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep.launch.zygote", str(theirs.fileno()), worker, *preload],
+                env=self.env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+            )
+        self.alive = True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, fds: list[int]) -> None:
+        """Ask for a rank. `fds`: its lifeline, and rank 0's listening socket."""
+        request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
+        self._waiting.append((request.encode(), [os.dup(file) for file in fds]))
+        if not self._unanswered:
+            self._since = time.monotonic()
+        self._unanswered += 1
+        self._send()
+
+    def forget(self) -> None:
+        """Drop what was asked and not yet sent."""
+        for _, fds in self._waiting:
+            _close(fds)
+        self._unanswered -= len(self._waiting)
+        self._waiting.clear()
+
+    def poll(self) -> list[dict[str, int]]:
+        """What happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        if self.alive and self._unanswered:
+            limit = ANSWER_S if self.ready else READY_S
+            if time.monotonic() - self._since > limit:
+                self.kill()
+        if not self.alive:
+            return []
+        while select.select([self._socket], [], [], 0)[0]:
+            data = self._receive()
+            if not data:
+                self.alive = False
+                break
+            self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        reports = [json.loads(line) for line in lines]
+        if not self.ready and reports:
+            self.ready, reports = True, reports[1:]
+            self._since = time.monotonic()
+            self._send()
+        self._unanswered -= sum("code" not in report for report in reports)
+        return reports
+
+    def kill(self) -> None:
+        """For one that does not answer: stopped, or stuck."""
+        self._process.kill()
+        self.alive = False
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(65536)
+        except OSError:
+            return b""
+
+    def _send(self) -> None:
+        while self.ready and self.alive and self._waiting:
+            request, fds = self._waiting.pop(0)
+            try:
+                socket.send_fds(self._socket, [_LENGTH.pack(len(request))], fds)
+                self._socket.sendall(request)
+            except OSError:
+                self.alive = False
+            finally:
+                _close(fds)
+
+    def close(self) -> None:
+        """Its end takes along whatever it has started."""
+        self.alive = False
+        self.forget()
+        self._socket.close()
+        try:
+            self._process.wait(timeout=2.0 if self.ready else 0.0)  # while it imports it does not look
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(arguments: Sequence[str]) -> None:
+    control = socket.socket(fileno=int(arguments[0]))
+    # Blocked, not ignored: a rank inherits the mask, and gets what was sent to it before it could listen.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    worker, *_ = [importlib.import_module(name) for name in arguments[1:]]
+    gc.collect()
+    gc.freeze()  # what is here stays shared: no collection of a rank's touches it
+    _serve(control, worker.main)
+
+
+def _serve(control: socket.socket, work: Callable[[dict[str, Any]], None]) -> None:
+    woken, bell = os.pipe()
+    os.set_blocking(bell, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    children: dict[int, int] = {}
+    folders: set[str] = set()
+    with contextlib.suppress(ConnectionError):
+        _report(control, {"ready": os.getpid()})
+        while True:
+            readable, _, _ = select.select([control, woken], [], [])
+            if woken in readable:
+                os.read(woken, 4096)
+                _reap(control, children)
+            if control in readable:
+                request, fds = _next_request(control)
+                pid = os.fork()
+                if pid == 0:
+                    _close([control.detach(), woken, bell])
+                    _become(request, fds, work)
+                _close(fds)
+                children[pid] = request["rank"]
+                folders.add(request["env"][FOLDER])
+                _report(control, {"rank": request["rank"], "pid": pid})
+    for pid in children:
+        _kill_group(pid)
+        os.waitpid(pid, 0)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)  # the launcher may have been killed
+    os._exit(0)
+
+
+def _report(control: socket.socket, values: dict[str, int]) -> None:
+    control.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
+    (length,) = _LENGTH.unpack(head + _exactly(control, _LENGTH.size - len(head)))
+    return json.loads(_exactly(control, length)), fds
+
+
+def _exactly(control: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = control.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the launcher is gone")
+        data += part
+    return data
+
+
+def _reap(control: socket.socket, children: dict[int, int]) -> None:
+    """A rank's loader processes go with it: as long as it is not reaped, its group cannot be somebody else's."""
+    while children:
+        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # nobody else has children here
+        if seen is None:
+            return
+        _kill_group(seen.si_pid)
+        _, status = os.waitpid(seen.si_pid, 0)
+        rank = children.pop(seen.si_pid)
+        _report(control, {"rank": rank, "pid": seen.si_pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], fds: list[int], work: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """In the new process: be the rank."""
+    try:
+        os.setsid()  # a signal to this group takes loader processes along, and nobody else
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _leave_quietly)  # until the engine handles it: nothing is there to be saved
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.environ[LIFELINE] = str(fds[0])
+        if len(fds) > 1:
+            os.environ[LISTEN_FD] = str(fds[1])
+        if request["log"]:
+            _write_to(request["log"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # or all ranks would draw the same; `random` does this by itself
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)
+        work(request["spec"])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)  # a worker's `main` does not come back
+
+
+def _leave_quietly(number: int, frame: object) -> None:
+    os._exit(LEFT)
+
+
+def _write_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a killed process leaves its last lines behind
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

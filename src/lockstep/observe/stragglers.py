@@ -1,0 +1,81 @@
+"""Which rank do the others wait for, and why? From three figures of every rank, which travel with the metrics.
+
+All ranks leave a step together, so that a step is as long on each of them: whoever works longer, waits less. A slow
+rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow communication
+takes the same time from all ranks, whosever cable it is; these figures cannot name a rank for it, and none is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+# What counts as what, of the phases of a pulse.
+COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchange": ("exchange", "agree")}
+LEAST_SHARE = 0.1  # of a step: less is not worth a word
+CONSECUTIVE = 2  # intervals, before anything is said or taken back
+
+
+@dataclass(frozen=True)
+class Slow:
+    rank: int
+    cause: str  # "data" or "compute"
+    own: float  # seconds a step that this rank spends on the cause
+    others: float  # the median of the other ranks
+    share: float  # of every rank's step that is lost by waiting
+
+    def __str__(self) -> str:
+        what = {"data": "waits for data", "compute": "computes"}[self.cause]
+        return (
+            f"rank {self.rank} is slow: it {what} {self.own:.3g} s a step, the others {self.others:.3g} s; "
+            f"all ranks lose {self.share:.0%} of their time by waiting for it"
+        )
+
+
+def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int) -> list[float]:
+    """One rank's seconds per step between two readings of `Pulse.spent`, in the order of COLUMNS."""
+    return [sum(now[phase] - before[phase] for phase in phases) / max(1, steps) for phases in COLUMNS.values()]
+
+
+def unpack(values: Sequence[float]) -> list[dict[str, float]]:
+    """The ranks' figures, one after another, as rows."""
+    width = len(COLUMNS)
+    return [dict(zip(COLUMNS, values[i : i + width], strict=True)) for i in range(0, len(values), width)]
+
+
+def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow | None:
+    """The rank whose own work takes `threshold` times as long as that of the others, if they do wait for it."""
+    if len(rows) < 2:
+        return None
+    own = [row["data"] + row["compute"] for row in rows]
+    rank = max(range(len(rows)), key=own.__getitem__)
+    others = [row for other, row in enumerate(rows) if other != rank]
+    usual = median(row["data"] + row["compute"] for row in others)
+    excess = own[rank] - usual
+    waits = median(row["exchange"] for row in others) - rows[rank]["exchange"]
+    lost = min(excess, waits)
+    share = lost / max(own[rank] + rows[rank]["exchange"], 1e-9)
+    if own[rank] < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
+        return None
+    more = {cause: rows[rank][cause] - median(row[cause] for row in others) for cause in ("data", "compute")}
+    cause = max(more, key=more.__getitem__)
+    return Slow(rank, cause, rows[rank][cause], median(row[cause] for row in others), share)
+
+
+class Watch:
+    """Says a finding once, when it has lasted, and again only after it has changed."""
+
+    def __init__(self, threshold: float = 1.3):
+        self.threshold = threshold
+        self._said: tuple[int, str] | None = None
+        self._recent: list[tuple[int, str] | None] = []
+
+    def look(self, rows: Sequence[Mapping[str, float]]) -> Slow | None:
+        found = slowest(rows, self.threshold)
+        name = (found.rank, found.cause) if found else None
+        self._recent = [*self._recent, name][-CONSECUTIVE:]
+        if self._recent != [name] * CONSECUTIVE or name == self._said:
+            return None
+        self._said = name
+        return found

@@ -1,0 +1,78 @@
+"""For your own tests: make a rank fail at a chosen moment, and see that your training survives it.
+
+    with lockstep.testing.fail_at(rank=1, step=5, phase="exchange", how="kill"):
+        lockstep.fit(task, nproc=2)
+
+The kinds, in `how`: "kill" (SIGKILL), "stop" (SIGSTOP), "term" (SIGTERM), "raise" (RuntimeError), "hang", "slow" (give
+`seconds`; happens every time), "exit" (code 3), "segfault"; in a loss "inf" and "nan"; in a checkpoint "disk full",
+"corrupt" and "truncate". A `phase` is one of `lockstep.pulse.PHASES` or of `lockstep.faults.PLACES`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from lockstep import faults
+from lockstep.faults import Fault
+from lockstep.pulse import PHASES
+
+__all__ = ["Fault", "fail_at", "faults_environment"]
+
+
+@contextmanager
+def fail_at(
+    *,
+    how: str,
+    rank: int | None = None,
+    step: int | None = None,
+    phase: str | None = None,
+    times: int | Literal["default"] | None = "default",
+    seconds: float | None = None,
+) -> Iterator[None]:
+    """Ranks started inside fail like this. May be nested, for several faults.
+
+    `times` counts over all ranks and all restarts: by default once, for "slow" every time, which is `times=None`.
+    """
+    if times == "default":
+        times = None if how == "slow" else 1
+    fault = Fault(how, rank, step, phase, times, seconds)
+    before = os.environ.get(faults.VARIABLE)
+    earlier = faults.from_text(before or "[]")
+    with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as marks:
+        added = _marked([fault], Path(marks))
+        os.environ[faults.VARIABLE] = faults.to_text([*earlier, *added])
+        faults.reset()
+        try:
+            yield
+        finally:
+            _restore(before)
+
+
+def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
+    """The same as environment variables, for a process that you start yourself.
+
+    `marks` is a folder of yours that keeps how often each fault has happened; a new one for every test.
+    """
+    return {faults.VARIABLE: faults.to_text(_marked(list(planned), marks))}
+
+
+def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
+    faults.check_phases(planned, PHASES)
+    marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
+    for fault in marked:
+        Path(str(fault.marks)).mkdir(parents=True)
+    return marked
+
+
+def _restore(before: str | None) -> None:
+    if before is None:
+        del os.environ[faults.VARIABLE]
+    else:
+        os.environ[faults.VARIABLE] = before
+    faults.reset()

@@ -1,0 +1,84 @@
+"""Launchers of ranks without torch, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MODULES = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # where `puppet` is found
+
+
+class Launcher:
+    """One node: a launcher in a process of its own, with all that it says in a file."""
+
+    def __init__(self, run_dir: Path, code: str, name: str = "node", **job: Any):
+        run_dir.mkdir(exist_ok=True)
+        self.run_dir, self._output = run_dir, run_dir / f"{name}.txt"
+        told = {"code": code, "run_dir": str(run_dir), **job}
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "puppet.py"), json.dumps(told)],
+                env=os.environ | {"PYTHONPATH": MODULES},
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> int:
+        return self.process.wait(timeout=seconds)
+
+    def zygote(self) -> int:
+        """Its only child."""
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def pid_of(run_dir: Path, attempt: int, rank: int) -> int:
+    """Of a rank that has noted that it is there."""
+    path = run_dir / f"{attempt}-{rank}"
+    until(path.exists)
+    return int(path.read_text().split()[0])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]

@@ -1,0 +1,87 @@
+"""A rank without torch, for tests of the launcher: it runs the lines in `spec["code"]` with a few words at hand."""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from lockstep import worker
+from lockstep.errors import Preempted, UserError
+from lockstep.pulse import Pulse
+
+
+class Puppet:
+    def __init__(self, run_dir: str):
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.attempt = int(os.environ["LOCKSTEP_ATTEMPT"])
+        self.folder = Path(os.environ["LOCKSTEP_FOLDER"])
+        self.run_dir = Path(run_dir)
+        self.pulse = Pulse.from_env(self.rank)
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number, frame):
+        self.asked = True
+
+    def note(self, text: str = "here") -> None:
+        """For the test to see: a file `attempt-rank`."""
+        staged = self.run_dir / f".{self.rank}.tmp"
+        staged.write_text(f"{os.getpid()} {text}")
+        staged.rename(self.run_dir / f"{self.attempt}-{self.rank}")
+
+    def commit(self, step: int) -> None:
+        (self.run_dir / "checkpoints").mkdir(exist_ok=True)
+        staged = self.run_dir / "checkpoints" / f"latest.{self.rank}"
+        staged.write_text(f"step-{step:08}")
+        staged.rename(self.run_dir / "checkpoints" / "latest")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    def train(self, seconds: float = 60.0) -> None:
+        """Until asked to leave: then save and leave, as the engine does."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.pulse.beat("compute")
+            time.sleep(0.02)
+            if self.asked:
+                self.commit(7)
+                raise Preempted(7, "SIGTERM", None)
+
+
+def play(spec):
+    me = Puppet(spec["run_dir"])
+    exec(spec["code"], {"me": me, "os": os, "sys": sys, "time": time, "UserError": UserError})
+
+
+main = partial(worker.main, work=play)
+
+
+if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
+    import json
+
+    from lockstep.launch.job import Count, Job
+    from lockstep.launch.supervise import supervise
+
+    told = json.loads(sys.argv[1])
+    nproc, nnodes = Count(*told.pop("nproc")), Count(*told.pop("nnodes", (1, 1)))
+    try:
+        ending = supervise(
+            Job(
+                {"code": told["code"], "run_dir": told["run_dir"], "again": "type it again"},
+                Path(told["run_dir"]),
+                nproc,
+                nnodes,
+                told.get("join"),
+                told.get("host"),
+                worker="puppet",
+                preload=(),
+            )
+        )
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(ending.code)

@@ -1,0 +1,72 @@
+"""Disks that are full, read-only, or give back other bytes than were written: with real runs, on real file systems."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.runs import TINY, train
+from faults.torture import digests
+from lockstep.faults import Fault
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for one checkpoint (370 kB) and a half, beside logs and metrics."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a file system here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(small_disk: Path) -> None:
+    ended = train(small_disk, *TINY, "checkpoint.keep=1", "checkpoint.at_end=false")
+    assert ended.code == 0, ended.output
+    warnings = [event["reason"] for event in ended.events("warning")]
+    lost = [text for text in warnings if "WAS NOT WRITTEN" in text]
+    assert lost, ended.output
+    assert "no space left on the disk" in lost[0]
+    assert "too little" in lost[0]  # and how much
+    assert "the last good one is step-00000005" in lost[0]
+    assert digests(ended.run)  # whole, to the last byte
+    assert "step    40/40" in ended.output
+
+
+def test_too_small_a_disk_is_refused_before_the_first_step(tmp_path: Path, small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(600_000))
+    ended = train(small_disk, *TINY)
+    assert ended.code == 2, ended.output
+    assert "room for a checkpoint" in ended.output
+    assert "step" not in ended.output.split("lockstep:")[0].replace("steps", "")
+
+
+def test_a_read_only_folder_is_refused_at_the_start(small_disk: Path) -> None:
+    (small_disk / "marks").mkdir()
+    (small_disk / "run").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=100k", "tmpfs", str(small_disk / "run")], check=True)
+    try:
+        ended = train(small_disk, *TINY)
+    finally:
+        subprocess.run(["umount", "-l", str(small_disk / "run")], check=True)
+    assert ended.code == 2, ended.output
+    assert "Read-only file system" in ended.output
+    assert "type run_dir=FOLDER" in ended.output
+
+
+@pytest.mark.parametrize("how", ["corrupt", "truncate"])
+def test_a_damaged_checkpoint_is_passed_over_and_the_model_is_the_same(tmp_path: Path, how: str) -> None:
+    """The newest checkpoint is spoiled on disk, and then a rank is killed."""
+    whole = train(tmp_path / "whole", *TINY)
+    faults = (Fault(how, step=20), Fault("kill", rank=1, step=22, phase="compute"))
+    ended = train(tmp_path / "torn", *TINY, "checkpoint.asynchronous=false", faults=faults)
+    assert ended.code == 0, ended.output
+    assert "checkpoint step-00000020 is damaged: part-00000.safetensors" in ended.output
+    assert "going on from step-00000015" in ended.output
+    assert (ended.run / "checkpoints" / "step-00000020.damaged").is_dir()
+    assert digests(ended.run) == digests(whole.run)

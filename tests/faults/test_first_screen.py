@@ -1,0 +1,73 @@
+"""The first screen after a fault: which rank, which step, which phase, why, and what to do.
+
+The texts are kept in `first_screens/`, with what changes from run to run masked. To write them anew after a change of
+wording: LOCKSTEP_GOLDEN=write pytest tests/faults/test_first_screen.py, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from faults.runs import TINY, masked, train
+from lockstep.faults import Fault
+
+GOLDEN = Path(__file__).parent / "first_screens"
+ONCE = (*TINY, "restart.per_hour=0", "hang.least=4", "hang.first=30")
+PLACE = {"rank": 1, "step": 12}
+
+CASES = {
+    "killed": (Fault("kill", phase="exchange", **PLACE), 1),
+    "killed-while-saving": (Fault("kill", phase="write", rank=0, step=10), 1),
+    "exception": (Fault("raise", phase="compute", **PLACE), 1),
+    "segfault": (Fault("segfault", phase="compute", **PLACE), 1),
+    "exit": (Fault("exit", phase="compute", **PLACE), 1),
+    "stopped": (Fault("stop", phase="compute", **PLACE), 1),
+    "hangs": (Fault("hang", phase="update", **PLACE), 1),
+    "nan": (Fault("nan", **PLACE), 2),
+    "disk-full": (Fault("disk full", rank=1, step=10), 0),
+}
+WHAT_MUST_BE_SAID = {
+    "killed": ("rank 1", "step 12", "phase exchange", "SIGKILL", "To go on: lockstep train"),
+    "killed-while-saving": ("rank 0", "SIGKILL", "To go on: lockstep train"),
+    "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To go on"),
+    "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To go on"),
+    "exit": ("rank 1", "step 12", "phase compute", "ended with code 3", "To go on"),
+    "stopped": ("rank 1", "step 12", "phase compute", "stopped by a signal", "To go on"),
+    "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To go on"),
+    "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
+    "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training goes on", "step-00000005"),
+}
+
+
+def first_screen(output: str) -> str:
+    """From the first line that is not the usual course of a run, to the next that is."""
+    usual = re.compile(
+        r"(char_lm|  (world|parameters|precision|batch|data|learning rate)|step|eval|checkpoint|sample) "
+    )
+    lines = output.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(("lockstep:", "warning")))
+    stop = next((i for i in range(start + 1, len(lines)) if usual.match(lines[i])), len(lines))
+    return "\n".join(line.rstrip() for line in lines[start:stop]) + "\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_screen(tmp_path: Path, name: str) -> None:
+    fault, code = CASES[name]
+    words = (*ONCE, "nonfinite.policy=stop") if name == "nan" else ONCE
+    ended = train(tmp_path, *words, faults=(fault,))
+    assert ended.code == code, ended.output
+    assert not re.search(r"^(error|.*Connection (closed|reset))", ended.output.split("lockstep:")[0], re.M), (
+        ended.output
+    )
+    screen = masked(first_screen(ended.output), tmp_path)
+    for words in WHAT_MUST_BE_SAID[name]:
+        assert words in screen, f"{words!r} is not said:\n{screen}"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("LOCKSTEP_GOLDEN") == "write":
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(screen)
+    assert screen == path.read_text()

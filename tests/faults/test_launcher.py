@@ -1,0 +1,317 @@
+"""The launcher with real processes, but without torch: what it does when ranks, or it itself, are hurt."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from launchers import MODULES, Launcher, alive, events, parent_of, pid_of, until
+
+from lockstep.errors import UserError
+from lockstep.launch.job import Count, Job
+from lockstep.launch.supervise import Ending, supervise
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a job here and now."""
+    monkeypatch.setenv("PYTHONPATH", MODULES)
+
+    def run(code: str, nproc: int | Count = 2, worker: str = "puppet") -> Ending:
+        count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
+        spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
+        return supervise(Job(spec, tmp_path, count, worker=worker, preload=()))
+
+    return run
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Run jobs in processes of their own."""
+    launchers = []
+
+    def launch(code: str, nproc: tuple[int, ...] = (2, 2), **job) -> Launcher:
+        launchers.append(Launcher(tmp_path, code, name=f"node-{len(launchers)}", nproc=nproc, **job))
+        return launchers[-1]
+
+    yield launch
+    for launcher in launchers:
+        launcher.end()
+
+
+def test_every_rank_gets_its_place_and_its_log(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    code = f"print(' '.join(os.environ[k] for k in {names}), 'LOCKSTEP_LISTEN_FD' in os.environ)"
+    assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_FOLDER'])))", 3) == Ending(0)
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
+    assert logs == ["1 3 1 3 0 127.0.0.1 3 False\n", "2 3 2 3 0 127.0.0.1 3 False\n"]
+    assert (tmp_path / "0-0").read_text().endswith(" True")
+
+
+def test_rank_0_has_the_terminal_and_the_listening_socket(run, capfd):
+    code = """
+    import socket
+    if me.rank == 0:
+        with socket.socket(fileno=int(os.environ["LOCKSTEP_LISTEN_FD"])) as listener:
+            print("listening", listener.getsockname()[1] == int(os.environ["MASTER_PORT"]))
+            listener.accept()
+    else:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    """
+    assert run(dedent(code)) == Ending(0)
+    assert "listening True" in capfd.readouterr().out
+
+
+def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, capfd):
+    ending = run("me.note()\nif me.rank == 1: raise ValueError('the real cause')\ntime.sleep(60)", 3)
+    assert (ending.code, ending.failure.rank, ending.restarts) == (1, 1, 0)
+    text = capfd.readouterr().err
+    assert text.startswith("lockstep: rank 1 on ")
+    assert "ValueError: the real cause" in text.splitlines()[0]
+    assert "2 other ranks stopped because of it. Its log: " in text
+    assert text.rstrip().endswith("the same error would come again. To go on: type it again")
+    assert not any(alive(pid_of(tmp_path, 0, rank)) for rank in range(3))
+    assert [event["event"] for event in events(tmp_path)] == ["failure"]
+
+
+def test_a_user_error_is_shown_without_a_traceback(run, capfd):
+    assert run("raise UserError('asked', 'found', 'type this')").code == 2
+    assert capfd.readouterr().err == "lockstep: asked\n  found: found\n  do:    type this\n"
+
+
+def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, capfd):
+    code = """
+    me.note()
+    me.pulse.beat("exchange", 41)
+    if me.attempt == 0 and me.rank == 1:
+        while not (me.run_dir / "0-0").exists():
+            time.sleep(0.01)
+        me.commit(40)
+        print("my last words")
+        me.kill()
+    time.sleep(0.1 if me.attempt else 60)
+    """
+    ending = run(dedent(code))
+    assert (ending.code, ending.restarts) == (0, 1)
+    head, *rest = capfd.readouterr().err.splitlines()
+    assert head.startswith("lockstep: rank 1 on ")
+    assert " failed at step 41, phase exchange, " in head
+    assert head.endswith(": SIGKILL: killed from outside")
+    assert rest[0] == "  my last words"
+    assert rest[-1] == "  restarting 2 ranks from the checkpoint of step 40 (restart 1 of 10 in an hour)"
+    assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
+
+
+def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd):
+    code = """
+    if me.attempt == 0 and me.rank == 1:
+        time.sleep(0.3)
+        me.kill()
+    if me.attempt == 0:
+        raise RuntimeError("connection reset by peer")
+    """
+    assert run(dedent(code)).restarts == 1
+    text = capfd.readouterr().err
+    assert "rank 1" in text.splitlines()[0]
+    assert "connection reset" not in text
+
+
+def test_a_crash_shows_where_python_was(run, capfd):
+    code = "import ctypes\ndef inner(): ctypes.string_at(0)\nif me.attempt == 0: inner()"
+    assert run(code, 1).restarts == 1
+    text = capfd.readouterr().err
+    assert "SIGSEGV: invalid access to memory" in text.splitlines()[0]
+    assert "line 2 in inner" in text
+
+
+def test_the_budget_of_restarts_ends(run, capfd):
+    code = """
+    import json
+    (me.folder / "s.tmp").write_text(json.dumps({"restart": {"per_hour": 2, "grace": 9}}))
+    (me.folder / "s.tmp").rename(me.folder / "settings.json")
+    me.kill()
+    """
+    ending = run(dedent(code), 1)
+    assert (ending.code, ending.restarts) == (1, 2)
+    assert "not restarted: 2 restarts within the last hour" in capfd.readouterr().err
+
+
+def test_an_exception_after_progress_is_worth_another_try(run):
+    code = "me.commit(10 + me.attempt if me.attempt < 2 else 11)\nif me.attempt < 3: raise ValueError('now and then')"
+    ending = run(code, 1)
+    assert (ending.code, ending.restarts) == (1, 2)  # the third one made no progress
+
+
+def test_an_exit_code_is_a_failure(run, capfd):
+    assert run("os._exit(3)", 1).code == 1
+    assert "ended with code 3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_asked_to_leave_every_rank_saves_first(launch, tmp_path, number, code):
+    launcher = launch("me.note(); me.train()")
+    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    launcher.signal(number)
+    assert launcher.wait() == code
+    assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to go on: type it again")
+    assert events(tmp_path)[-1]["event"] == "preempted"
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_ranks_that_are_asked_one_by_one_have_left_too(launch, tmp_path):
+    launcher = launch("me.note(); me.train()")
+    for rank in (0, 1):
+        os.kill(pid_of(tmp_path, 0, rank), signal.SIGTERM)
+    assert launcher.wait() == 75
+
+
+def test_loader_processes_live_until_their_rank_has_left_and_no_longer(launch, tmp_path):
+    code = """
+    import subprocess
+    loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    me.note(str(loader.pid))
+    try:
+        me.train()
+    finally:
+        (me.run_dir / f"loader-{me.rank}").write_text(str(loader.poll()))
+    """
+    launcher = launch(dedent(code))
+    for rank in (0, 1):
+        pid_of(tmp_path, 0, rank)
+    loaders = [int((tmp_path / f"0-{rank}").read_text().split()[1]) for rank in (0, 1)]
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 75
+    assert [(tmp_path / f"loader-{rank}").read_text() for rank in (0, 1)] == ["None", "None"]
+    until(lambda: not any(alive(pid) for pid in loaders))
+
+
+def test_a_second_interrupt_does_not_wait(launch, tmp_path):
+    launcher = launch("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); me.note(); time.sleep(60)")
+    pid_of(tmp_path, 0, 0)
+    launcher.signal(signal.SIGINT)
+    until(lambda: "asking 2 ranks to save" in launcher.said)
+    assert launcher.process.poll() is None
+    launcher.signal(signal.SIGINT)
+    assert launcher.wait() == 130
+
+
+def test_asked_before_anything_has_begun(launch, tmp_path):
+    launcher = launch("me.train()")
+    until(lambda: (tmp_path / "logs").exists())
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 75
+
+
+def test_a_second_kill_during_recovery(launch, tmp_path):
+    launcher = launch("me.note()\nif me.attempt < 3: time.sleep(60)")
+    for attempt in range(3):
+        os.kill(pid_of(tmp_path, attempt, attempt % 2), signal.SIGKILL)  # as soon as one is there
+    assert launcher.wait() == 0
+    assert [event["event"] for event in events(tmp_path)].count("restart") == 3
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_its_launcher(launch, tmp_path, stopped):
+    launcher = launch("me.note(str(me.folder)); time.sleep(60)")
+    pids = [*(pid_of(tmp_path, 0, rank) for rank in (0, 1)), launcher.zygote()]
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
+    launcher.signal(signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in pids), seconds=5)
+    until(lambda: not Path((tmp_path / "0-0").read_text().split()[1]).exists())
+
+
+def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
+    launcher = launch("me.note()\nif me.attempt == 0: time.sleep(60)")
+    first = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    os.kill(launcher.zygote(), signal.SIGKILL)
+    assert launcher.wait() == 0
+    assert "that starts the ranks on " in launcher.said
+    assert not any(alive(pid) for pid in first)
+    pid_of(tmp_path, 1, 1)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("lockstep.launch.hang.STOPPED_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 0.2)
+    monkeypatch.setattr("lockstep.launch.agent.COLLECTIVES_S", 0.2)
+    monkeypatch.setattr("lockstep.launch.agent.STOP_S", 0.3)
+
+
+def in_the_meantime(act) -> None:
+    threading.Thread(target=act, daemon=True).start()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
+    def hurt() -> None:
+        rank = pid_of(tmp_path, 0, 1)
+        os.kill(parent_of(rank), signal.SIGSTOP)
+        os.kill(rank, signal.SIGKILL)
+
+    in_the_meantime(hurt)
+    ending = run("me.note()\nif me.attempt == 0: me.train()")
+    assert (ending.code, ending.restarts) == (0, 1)  # seen as a rank that is dead, but not reaped
+    assert "rank 1 on " in capfd.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made(run, tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(UserError, match="run_dir="):
+        run("me.note()")
+
+
+def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
+    ending = run("", worker="no_such_module")
+    assert (ending.code, ending.restarts) == (1, 0)
+    assert "No module named 'no_such_module'" in (text := capfd.readouterr().err)
+    assert "it would end the same way" in text
+
+
+def test_resize(launch, tmp_path):
+    launcher = launch(
+        "me.note(str(me.world) + os.environ['OMP_NUM_THREADS']); me.train(9 if me.attempt < 2 else 0)", (1, 3, 2)
+    )
+    pid_of(tmp_path, 0, 1)
+    for asked in ("many", "3"):
+        (tmp_path / "resize").write_text(asked)
+        until(lambda: not (tmp_path / "resize").exists())
+    pid_of(tmp_path, 1, 2)
+    (tmp_path / "resize").write_text("1")
+    assert launcher.wait() == 0
+    assert "held no number: 'many'" in launcher.said
+    assert [(e["from"], e["to"]) for e in events(tmp_path) if e["event"] == "resize"] == [(2, 3), (3, 1)]
+    assert [len(list(tmp_path.glob(f"{attempt}-*"))) for attempt in range(3)] == [2, 3, 1]
+    assert "restarting" not in launcher.said
+
+
+def test_a_rank_that_keeps_failing_is_left_out(run, tmp_path):
+    ending = run("me.note()\nif me.rank == 1: me.kill()\ntime.sleep(60 if me.world == 2 else 0)", Count(1, 2))
+    assert (ending.code, ending.restarts) == (0, 3)
+    assert {path.name for path in tmp_path.glob("3-?")} == {"3-0"}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stopped_rank_is_named(run, tmp_path, capfd):
+    in_the_meantime(lambda: os.kill(pid_of(tmp_path, 0, 1), signal.SIGSTOP))
+    assert run("me.note()\nif me.attempt == 0: me.train()").restarts == 1
+    head, *detail = capfd.readouterr().err.splitlines()
+    assert "rank 1 on " in head
+    assert "stopped by a signal" in head
+    assert any("puppet.py" in line for line in detail)  # where the other one was
+    assert not alive(pid_of(tmp_path, 0, 1))
+
+
+def test_folders_are_removed(run, tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    code = "me.note(oct(me.folder.stat().st_mode & 0o777))\nif me.attempt == 0: me.kill()"
+    assert run(code, 1).restarts == 1
+    assert (tmp_path / "1-0").read_text().endswith("0o700")
+    assert not list((tmp_path / "scratch").iterdir())

@@ -1,0 +1,92 @@
+"""SIGTERM at any moment: all ranks save at one step and leave, and the run that comes back ends with the same bits."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults.runs import TINY, Started, train
+from faults.torture import digests
+from lockstep.faults import Fault
+
+SLOW_EVAL = Fault("slow", rank=1, phase="evaluate", seconds=0.5, times=None)
+SLOW_WRITE = Fault("slow", rank=0, phase="write", seconds=1.0, times=None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    ended = train(tmp_path_factory.mktemp("undisturbed"), *TINY)
+    assert ended.code == 0
+    return digests(ended.run)
+
+
+def metrics_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+MOMENTS = {
+    "train": ((), lambda run: metrics_lines(run) >= 2),
+    "eval": ((SLOW_EVAL,), lambda run: metrics_lines(run) >= 4),  # evaluation follows the line of step 20
+    "save": ((SLOW_WRITE,), lambda run: list(run.glob("checkpoints/*.tmp-*/part-*.safetensors"))),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_notice_to_leave(tmp_path: Path, undisturbed: dict[str, str], moment: str, number: signal.Signals) -> None:
+    faults, reached = MOMENTS[moment]
+    started = Started(tmp_path, *TINY, faults=faults)
+    started.wait_until(lambda: reached(started.run))
+    started.send(number)
+    left = started.end()
+    assert left.code == 75, left.output
+    (event,) = left.events("preempted")[-1:]
+    saved = sorted(path.name for path in (left.run / "checkpoints").glob("step-????????"))
+    assert saved, left.output
+    step = int(saved[-1][5:])
+    assert f"step {step}" in left.output.splitlines()[-1], left.output
+    assert f"--resume {left.run}" in left.output
+    assert event["event"] == "preempted"
+    ended = train(tmp_path, *TINY, "--resume", "auto")
+    assert ended.code == 0, ended.output
+    assert f"at step {step} from" in ended.output
+    assert digests(ended.run) == undisturbed
+    assert [e["step"] for e in ended.events("eval")] == [20, 40]
+
+
+def test_everybody_is_told_to_leave_and_loader_processes_stay(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """Schedulers signal every process of a job. A loader process that obeyed would take its rank down."""
+    started = Started(tmp_path, *TINY, "data.workers=2")
+    started.wait_until(lambda: metrics_lines(started.run) >= 2)
+    for process in [psutil.Process(started.process.pid), *psutil.Process(started.process.pid).children(recursive=True)]:
+        process.terminate()
+    left = started.end()
+    assert left.code == 75, left.output
+    ended = train(tmp_path, *TINY, "--resume", "auto")
+    assert ended.code == 0, ended.output
+    assert digests(ended.run) == undisturbed
+
+
+def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
+    started = Started(tmp_path, *TINY)
+    started.wait_until(lambda: metrics_lines(started.run) >= 1)
+    started.send(signal.SIGINT)
+    left = started.end()
+    assert left.code == 130, left.output
+    assert "--resume" in left.output
+    slow = Started(tmp_path / "slow", *TINY, faults=(Fault("slow", phase="compute", seconds=1.0, times=None),))
+    slow.wait_until(lambda: (slow.run / "events.jsonl").exists())
+    slow.send(signal.SIGINT)
+    slow.send(signal.SIGINT)
+    assert slow.end(20).code == 130
+
+
+def test_a_single_process_leaves_too(tmp_path: Path) -> None:
+    started = Started(tmp_path, *TINY, nproc=1)
+    started.wait_until(lambda: metrics_lines(started.run) >= 1)
+    started.send(signal.SIGTERM)
+    assert started.end().code == 75

@@ -1,0 +1,137 @@
+"""Several nodes on one machine: launchers on 127.0.0.1, 127.0.0.2, ... that meet at one address."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from launchers import Launcher, alive, events, pid_of, until
+
+STAY = "me.note(os.environ['GROUP_RANK'] + os.environ['LOCAL_RANK']); me.train(60)"
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        join = f"127.0.0.1:{probe.getsockname()[1]}"
+    started = []
+
+    def start(count: int, code: str = STAY, nnodes: tuple[int, int] = (2, 2), run_dir=tmp_path) -> list[Launcher]:
+        """The first one coordinates."""
+        for _ in range(count):
+            host = f"127.0.0.{len(started) + 1}"
+            started.append(
+                Launcher(run_dir, code, f"node-{len(started)}", nproc=(1, 1), nnodes=nnodes, join=join, host=host)
+            )
+            if len(started) == 1:
+                until(lambda: _listens(join))
+        return started[-count:]
+
+    yield start
+    for launcher in started:
+        launcher.end()
+
+
+def _listens(join: str) -> bool:
+    host, _, port = join.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def test_nodes_form_one_world(nodes, tmp_path):
+    both = nodes(2, "print(os.environ['MASTER_ADDR']); me.note(os.environ['GROUP_RANK'] + os.environ['LOCAL_RANK'])")
+    assert [node.wait() for node in both] == [0, 0]
+    assert [(tmp_path / f"0-{rank}").read_text().split()[1] for rank in (0, 1)] == ["00", "10"]
+
+
+def test_a_failure_on_one_node_is_told_on_all_and_restarted(nodes, tmp_path):
+    both = nodes(2, "me.note()\nif me.attempt == 0:\n if me.rank == 1: me.kill()\n time.sleep(60)")
+    assert [node.wait() for node in both] == [0, 0]
+    for node in both:
+        assert "lockstep: rank 1 on 127.0.0.2 failed at step 0, phase start" in node.said
+        assert "restarting 2 ranks from the beginning" in node.said
+
+
+def test_a_signal_at_any_node_reaches_all(nodes, tmp_path):
+    both = nodes(2)
+    for rank in (0, 1):
+        pid_of(tmp_path, 0, rank)
+    both[1].signal(signal.SIGTERM)
+    assert [node.wait() for node in both] == [75, 75]
+    assert all("saved at step 7; to go on: type it again" in node.said for node in both)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
+    first, second = nodes(2)
+    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    began = time.monotonic()
+    second.signal(how)
+    assert first.wait() == 1
+    assert time.monotonic() - began < 15
+    assert "(127.0.0.2) vanished: " in first.said.splitlines()[-4] + first.said
+    assert "not restarted: 1 node left, and 2 needed. To go on: type it again" in first.said
+    assert not alive(ranks[0])
+    if how == signal.SIGSTOP:
+        assert "no sign of life for 5 s" in first.said
+        second.signal(signal.SIGCONT)
+        assert second.wait() == 1
+        assert "the coordinating node (127.0.0.1:" in second.said
+    until(lambda: not alive(ranks[1]))
+
+
+def test_a_job_that_may_goes_on_with_fewer_nodes_and_welcomes_new_ones(nodes, tmp_path):
+    code = "me.note(str(me.world)); me.train(60 if me.attempt < 2 else 0)"
+    first, second = nodes(2, code, (1, 2))
+    pid_of(tmp_path, 0, 1)
+    second.signal(signal.SIGKILL)
+    pid_of(tmp_path, 1, 0)
+    assert (tmp_path / "1-0").read_text().endswith(" 1")
+    (third,) = nodes(1, code, (1, 2))
+    assert [first.wait(), third.wait()] == [0, 0]
+    assert (tmp_path / "2-1").read_text().endswith(" 2")
+    assert "asking the ranks to save, to go on with the new node" in first.said
+    assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
+
+
+def test_a_lost_coordinator_is_said_plainly(nodes, tmp_path):
+    first, second = nodes(2)
+    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    first.signal(signal.SIGKILL)
+    assert second.wait() == 1
+    assert "the coordinating node (127.0.0.1:" in second.said
+    assert "To go on, on every node: type it again" in second.said
+    until(lambda: not any(alive(pid) for pid in ranks))
+
+
+def test_a_node_with_another_command_is_refused(nodes, tmp_path):
+    (first,) = nodes(1)
+    (stranger,) = nodes(1, "me.note('another')")
+    assert stranger.wait() == 2
+    assert "code: \"me.note('another')\" here" in stranger.said
+    assert "do:    run the same command on every node" in stranger.said
+    (second,) = nodes(1)
+    pid_of(tmp_path, 0, 1)
+    (surplus,) = nodes(1)
+    assert surplus.wait() == 2
+    assert "the job has its 2 nodes already" in surplus.said
+    assert first.process.poll() is second.process.poll() is None
+
+
+def test_noise_at_the_meeting_point_hurts_nobody(nodes, tmp_path):
+    (first,) = nodes(1)
+    port = int(first.process.args[-1].partition("127.0.0.1:")[2].partition('"')[0])
+    for noise in (
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[]\n",
+        b'{"kind": "Exited"}\n',
+        b"\xff" * 9000 + b"\n",
+        b'{"kind": "Stopped", "attempt": 0}\n',
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            line.sendall(noise)
+    os.stat(f"/proc/{first.process.pid}")
+    nodes(1)
+    pid_of(tmp_path, 0, 1)
+    assert first.process.poll() is None

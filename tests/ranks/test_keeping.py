@@ -1,0 +1,228 @@
+"""When checkpoints are written, what happens when they cannot be, and steps that are taken back."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep import faults
+from lockstep.engine import loop
+from lockstep.errors import Preempted
+from lockstep.observe.sinks import read_jsonl
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import Regression, Trace, WatchedRun, assert_user_errors, configured, fit, flat, windows
+
+BASE = {"global_batch": 8, "micro_batch": 2, "steps": 12, "checkpoint.at_end": False, "log.every": 1}
+LENGTH = 40  # of Regression's data
+
+
+@contextmanager
+def injected(world: World, plan: list[dict[str, Any]]) -> Iterator[None]:
+    """Faults in this worker, which other jobs will use after us."""
+    os.environ["RANK"], os.environ[faults.VARIABLE] = str(world.rank), faults.to_text([faults.Fault(**f) for f in plan])
+    faults.reset()
+    try:
+        yield
+    finally:
+        del os.environ["RANK"], os.environ[faults.VARIABLE]
+        faults.reset()
+
+
+def faulty(world: World, store: Any, task: Task, values: dict[str, Any], plan: list[dict[str, Any]]) -> Trace:
+    with injected(world, plan):
+        return fit(world, store, task, values)
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????"))
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
+
+
+def ids_of(traces: list[Trace], step: int) -> list[int]:
+    return sorted(i for trace in traces for i in trace.steps[step].ids)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_checkpoints_come_when_they_are_due_and_old_ones_go(pool: Pool, tmp_path: Path, world: int) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 2, "checkpoint.keep": 2, "checkpoint.keep_every": 6}
+    pool.run(fit, Regression(), values, world=world)
+    assert steps_kept(tmp_path) == [6, 10, 12]
+    told = events(tmp_path, "checkpoint")
+    assert [event["step"] for event in told] == [2, 4, 6, 8, 10, 12]
+    assert all(event["stall_s"] > 0 and event["write_s"] > 0 for event in told)
+
+
+def test_minutes_count_on_rank_0_and_all_save_together(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.minutes": 1e-9, "checkpoint.keep": 99}
+    pool.run(fit, Regression(), values, world=2)
+    assert len(steps_kept(tmp_path)) > 3
+
+
+class Scored(Regression):
+    def eval_data(self) -> Any:
+        return TensorDataset(torch.ones(4, 5), torch.ones(4))
+
+    def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.evaluations = getattr(self, "evaluations", 0) + 1
+        score = {1: 5.0, 2: 1.0, 3: 3.0}.get(self.evaluations, 9.0)
+        return Loss(torch.tensor(score * 4), 4)
+
+
+def test_the_best_checkpoint_stays(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 2, "checkpoint.keep": 1, "evaluate.every": 2}
+    pool.run(fit, Scored(), values | {"checkpoint.best": "eval_loss", "evaluate.batch": 4}, world=1)
+    assert steps_kept(tmp_path) == [4, 12]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_does_not_stop_training(pool: Pool, tmp_path: Path, rank: int, asynchronous: bool) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.asynchronous": asynchronous}
+    plan = [{"how": "disk full", "rank": rank, "step": 6}]
+    traces = pool.run(faulty, Regression(), values, plan, world=2)
+    assert traces[0].summary["step"] == 12
+    assert steps_kept(tmp_path) == [3, 9, 12]
+    (warning,) = [event["reason"] for event in events(tmp_path, "warning")]
+    assert "CHECKPOINT OF STEP 6 WAS NOT WRITTEN" in warning
+    assert f"rank {rank}: no space left" in warning
+    assert "step-00000003" in warning
+    assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
+
+
+def test_a_full_disk_in_the_last_save_is_told_too(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 6}
+    pool.run(faulty, Regression(), values, [{"how": "disk full", "rank": 1, "step": 12}], world=2)
+    assert steps_kept(tmp_path) == [6]
+    assert "STEP 12 WAS NOT WRITTEN" in events(tmp_path, "warning")[0]["reason"]
+
+
+# ---- steps that are taken back ----
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_spoiled_step_is_taken_back_and_its_samples_left_out(pool: Pool, tmp_path: Path, kind: str) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 4, "nonfinite.policy": "rewind"}
+    plan = [{"how": kind, "rank": 1, "step": 6}]
+    traces = pool.run(faulty, Regression(), values, plan, world=2)
+    clean = windows(LENGTH, 8, "short", 14)
+    ran = [note.result.step for note in traces[0].steps]
+    assert ran == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10, 11]
+    # Steps 4 and 5 again with the same samples, then the window of step 6 is passed over for good.
+    expected = clean[:7] + clean[4:6] + clean[7:13]
+    assert [ids_of(traces, n) for n in range(len(ran))] == [sorted(ids) for ids in expected]
+    assert torch.equal(flat(traces[0].steps[8].weights), flat(traces[0].steps[5].weights))
+    (event,) = events(tmp_path, "rewind")
+    assert (event["step"], event["to"]) == (6, 4)
+    (skip,) = events(tmp_path, "skip")
+    guilty = traces[1].steps[6].pieces[0]
+    assert skip["blame"] == [
+        f"rank 1, micro-batch {guilty.index}: loss {kind}, samples {guilty.ids[0]}, {guilty.ids[1]}"
+    ]
+
+
+def test_rewinding_again_and_again_ends(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "nonfinite.policy": "rewind", "nonfinite.max_in_a_row": 3}
+    plan = [{"how": "nan", "rank": 0, "step": 2, "times": None}]
+    errors = pool.errors(faulty, Regression(), values, plan, world=2)
+    assert_user_errors(errors, "at most 3 times", "step 2")
+
+
+SPIKES = {"spike.factor": 20.0, "spike.window": 8, "steps": 15}
+
+
+class Spiky(Regression):
+    """One sample of step 12 has a target far away from all others; no sample comes twice in 15 steps."""
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        x, y = torch.randn(160, 5, generator=g), torch.randn(160, generator=g)
+        y[windows(160, 8, "short", 13)[12][3]] = 1e4
+        return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_spike_is_skipped_by_all_ranks(pool: Pool, tmp_path: Path, world: int) -> None:
+    values = BASE | SPIKES | {"run_dir": str(tmp_path), "spike.policy": "skip"}
+    traces = pool.run(fit, Spiky(), values, world=world)
+    assert [note.result.step for note in traces[0].steps if not note.result.applied] == [12]
+    assert math.isfinite(traces[0].steps[12].result.grad_norm)
+    assert torch.equal(flat(traces[0].steps[12].weights), flat(traces[0].steps[11].weights))
+    (skip,) = events(tmp_path, "skip")
+    assert skip["reason"].startswith("a loss spike")
+    assert str(windows(160, 8, "short", 13)[12][3]) in " ".join(skip["blame"])
+
+
+def test_a_loss_spike_may_be_taken_back(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | SPIKES | {"run_dir": str(tmp_path), "spike.policy": "rewind", "checkpoint.every": 10}
+    traces = pool.run(fit, Spiky(), values, world=2)
+    assert [note.result.step for note in traces[0].steps][12:] == [12, 10, 11, 12, 13, 14]
+    assert all(note.result.applied for note in traces[0].steps[13:])
+
+
+def test_a_loss_spike_may_stop_the_run(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | SPIKES | {"run_dir": str(tmp_path), "spike.policy": "stop"}
+    assert_user_errors(pool.errors(fit, Spiky(), values, world=2), "a loss spike", "spike.policy=stop")
+
+
+# ---- asked to leave ----
+
+
+class SlowlyScored(Regression):
+    """The notice to leave comes in the middle of an evaluation."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at = at
+
+    def eval_data(self) -> Any:
+        return TensorDataset(torch.ones(64, 5), torch.ones(64))
+
+    def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.before_notice(len(batch[0]))
+        return super().loss(model, batch)
+
+    def before_notice(self, size: int) -> None:
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == self.at:
+            self.notice()
+
+
+def leaving(world: World, store: Any, values: dict[str, Any], at: int) -> tuple[int | None, int, int]:
+    """A job: (step it left at, evaluation batches run, evaluations told)."""
+    task = SlowlyScored(at if world.rank == 0 else -1)
+    resolved = configured(BASE | {"evaluate.every": 4, "evaluate.batch": 2, "resume": "auto"} | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = WatchedRun(resolved, runtime, "test")
+        task.notice = lambda: setattr(runtime.notice, "signal", "SIGTERM")
+        try:
+            loop.fit(task, run)
+        except Preempted as left:
+            run.fail(left)
+            return left.step, task.seen, left.code
+        return None, task.seen, 0
+
+
+def test_leaving_during_an_evaluation(pool: Pool, tmp_path: Path) -> None:
+    values = {"run_dir": str(tmp_path)}
+    results = pool.run(leaving, values, 3, world=2)
+    assert [(step, code) for step, _, code in results] == [(4, 75), (4, 75)]
+    assert results[0][1] == 3  # broken off at once
+    assert steps_kept(tmp_path) == [4]
+    assert not events(tmp_path, "eval")
+    pool.run(leaving, values, -1, world=3)
+    assert [event["step"] for event in events(tmp_path, "eval")] == [4, 8, 12]  # the one it had to leave comes first

@@ -1,0 +1,374 @@
+"""Bad bytes: whatever happens to the files, a checkpoint is loaded as it was or is passed over, and no code runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from checkpoints import alone, commit, load, same, state, together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.checkpoint.load import Reader, find
+from lockstep.checkpoint.manifest import Damaged, decode, encode, read_manifest
+from lockstep.checkpoint.parts import part_name, problems
+from lockstep.checkpoint.store import Store
+from lockstep.errors import UserError
+
+FILES = ["manifest.json", part_name(0), part_name(1)]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    commit(root, 10, 2)
+    commit(root, 20, 2, values={"metrics": {"loss": math.nan}, "list": [1, {"a": None}]}, aliases={"t": "model.bias"})
+    return root
+
+
+@pytest.fixture
+def root(pristine, tmp_path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "checkpoints")
+
+
+class Bomb:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x04
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "deleted": lambda path, marker: path.unlink(),
+    "empty": lambda path, marker: path.write_bytes(b""),
+    "cut in half": lambda path, marker: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda path, marker: os.truncate(path, path.stat().st_size - 1),
+    "one byte long": lambda path, marker: path.write_bytes(path.read_bytes() + b"\0"),
+    "first byte": lambda path, marker: flip(path, 0),
+    "header": lambda path, marker: flip(path, 20),
+    "middle": lambda path, marker: flip(path, path.stat().st_size // 2),
+    "last byte": lambda path, marker: flip(path, path.stat().st_size - 2),
+    "pickle": lambda path, marker: path.write_bytes(pickle.dumps(Bomb(marker))),
+    "torch file": lambda path, marker: torch.save({"a": torch.ones(1)}, path),
+    "a folder": lambda path, marker: (path.unlink(), path.mkdir()),
+    "of another step": lambda path, marker: shutil.copy(path.parent.parent / "step-00000010" / path.name, path),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [(file, damage) for file in FILES for damage in DAMAGES if (file, damage) != ("manifest.json", "of another step")],
+)
+def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage):
+    marker = tmp_path / "exploded"
+    DAMAGES[damage](root / "step-00000020" / file, marker)
+    found, loaded = load(root)
+    assert found.manifest.step == 10
+    assert same(loaded, state(10))
+    assert [(damaged.path.name, damaged.file) for damaged in found.passed_over] == [("step-00000020", file)]
+    assert found.passed_over[0].why
+    assert not marker.exists()
+
+
+def test_the_pickle_of_these_tests_does_explode(tmp_path):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
+    assert (tmp_path / "exploded").exists()
+
+
+def test_a_manifest_of_another_step_does_not_match_its_files(root):
+    shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
+    found, loaded = load(root)
+    assert same(loaded, state(10))
+    assert found.passed_over[0].file == part_name(0)
+    assert part_name(1) in found.passed_over[0].why  # every bad file is named
+
+
+def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
+    (root / "step-00000020" / part_name(1)).unlink()
+    flip(root / "step-00000010" / part_name(0), 200)
+    with pytest.raises(UserError) as caught:
+        load(root)
+    assert f"step-00000020/{part_name(1)}: missing" in caught.value.found
+    assert f"step-00000010/{part_name(0)}: the bytes changed" in caught.value.found
+
+
+def test_exactly_one_checkpoint_can_be_asked_for(root):
+    only = root / "step-00000010"
+    found = find(Store(root), 0, 1, alone, only)
+    assert found is not None
+    assert found.manifest.step == 10
+    flip(only / part_name(1), 100)
+    with pytest.raises(UserError, match=f"{part_name(1)}: the bytes changed"):
+        find(Store(root), 0, 1, alone, only)
+    with pytest.raises(UserError, match="missing"):
+        find(Store(root), 0, 1, alone, root / "step-00000011")
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path):
+    assert find(Store(tmp_path / "checkpoints"), 0, 1, alone) is None
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_come_to_the_same_answer(root, size):
+    """Each rank reads only its files: only one of them can have seen the damage."""
+    flip(root / "step-00000020" / part_name(1), 150)
+    answers = together(size, lambda rank, share: find(Store(root), rank, size, share))
+    for found in answers:
+        assert found.manifest.step == 10
+        assert [(damaged.path.name, damaged.file) for damaged in found.passed_over] == [("step-00000020", part_name(1))]
+
+
+def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
+    seen = []
+    monkeypatch.setattr("lockstep.checkpoint.parts.verify_file", lambda folder, file: seen.append(file.name))
+    together(2, lambda rank, share: find(Store(pristine), rank, 2, share))
+    assert sorted(seen) == [part_name(0), part_name(1)]
+
+
+@pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
+def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, first, second):
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(root, tmp_path / "claimed by another")
+    shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
+    Store(tmp_path / "claimed by another").claim("other")
+    places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
+    for answer in together(2, lambda rank, share: find(Store(places[rank]), rank, 2, share)):
+        assert isinstance(answer, UserError)
+        assert "share" in answer.fix
+
+
+def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
+    other = shutil.copytree(root, tmp_path / "other")
+    manifest = read_manifest(other / "step-00000020")
+    manifest.values["list"].append(1)
+    (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
+    answers = together(2, lambda rank, share: find(Store([root, other][rank]), rank, 2, share))
+    assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
+
+
+# ---- any bytes at all ----
+
+edits = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255), st.sampled_from(["set", "insert", "delete"])))
+
+
+def edited(data: bytes, changes: list[tuple[int, int, str]]) -> bytes:
+    out = bytearray(data)
+    for position, byte, how in changes:
+        at = position % (len(out) + 1)
+        if how == "insert" or at == len(out):
+            out.insert(at, byte)
+        elif how == "delete":
+            del out[at]
+        else:
+            out[at] = byte
+    return bytes(out)
+
+
+@settings(max_examples=80, deadline=None)
+@given(file=st.sampled_from(FILES), changes=edits)
+def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file, changes):
+    root = shutil.copytree(pristine, tmp_path_factory.mktemp("edit") / "checkpoints")
+    path = root / "step-00000020" / file
+    path.write_bytes(edited(path.read_bytes(), changes))
+    found, loaded = load(root)
+    if found.manifest.step == 20:
+        assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
+        assert repr(found.manifest) == repr(read_manifest(pristine / "step-00000020"))
+    else:
+        assert found.passed_over[0].file == file
+        assert same(loaded, state(10))
+    shutil.rmtree(root)
+
+
+ODD = [
+    *(None, True, -1, 0, 1, 7, 2**62, 2**63, 10**40, 1.5, -0.0, 1e308, "", "F32", "I64", "../x", "/etc/passwd"),
+    *("manifest.json", part_name(0), part_name(1), ".", "a\0b", "\ud800"),
+    *([], {}, [0], [[]], {"$float": "nan"}, {"$float": 3}),
+]
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [place for key, item in items for place in places(item, (*path, key))]
+
+
+def surgery(data: st.DataObject, document: dict) -> None:
+    """Replace, remove, repeat or swap something somewhere."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        found = places(document)
+        if not found:
+            return
+        *way, last = data.draw(st.sampled_from(found))
+        owner = document
+        for key in way:
+            owner = owner[key]
+        how = data.draw(st.sampled_from(["replace", "remove", "repeat", "swap"]))
+        if how == "remove":
+            del owner[last]
+        elif how == "repeat" and isinstance(owner, list):
+            owner.append(deepcopy(owner[last]))
+        elif how == "swap" and len(owner) > 1:
+            other = data.draw(st.sampled_from(list(owner) if isinstance(owner, dict) else range(len(owner))))
+            owner[last], owner[other] = owner[other], owner[last]
+        else:
+            owner[last] = deepcopy(data.draw(st.sampled_from(ODD)))
+
+
+def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
+    try:
+        manifest = read_manifest(folder)
+        if found := problems(folder, manifest, manifest.files):
+            return found[0]
+        reader = Reader(folder, manifest)
+        return {name: reader.read(name) for name in reader.names()}
+    except Damaged as damaged:
+        return damaged
+
+
+def kinds(tensors: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def seal(folder: Path, document: dict) -> None:
+    """Write a manifest whose digest is right, whatever it says."""
+    text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
+    document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_forged_manifest_with_a_right_digest_raises_nothing_but_damaged(pristine, tmp_path_factory, data):
+    folder = shutil.copytree(pristine / "step-00000020", tmp_path_factory.mktemp("forged") / "step-00000020")
+    document = json.loads((folder / "manifest.json").read_bytes())
+    surgery(data, document["content"])
+    seal(folder, document)
+    loaded = read_everything(folder)
+    if not isinstance(loaded, Damaged):  # what cannot be told from the truth: names, values, and tensors swapped
+        assert set(kinds(loaded).values()) <= set(kinds(state(20)).values())
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_forged_safetensors_header_raises_nothing_but_damaged(pristine, tmp_path_factory, data):
+    folder = shutil.copytree(pristine / "step-00000020", tmp_path_factory.mktemp("forged") / "step-00000020")
+    path = folder / part_name(0)
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    surgery(data, header)
+    text = json.dumps(header).encode()
+    claimed = data.draw(st.sampled_from([len(text)] * 6 + [0, len(text) - 1, 2**40, 2**64 - 1]))
+    path.write_bytes(claimed.to_bytes(8, "little") + text + raw[8 + length :])
+    document = json.loads((folder / "manifest.json").read_bytes())
+    digest = xxhash.xxh3_128(path.read_bytes()).hexdigest()
+    document["content"]["files"][0].update(size=path.stat().st_size, digest=digest)
+    seal(folder, document)
+    loaded = read_everything(folder)
+    if isinstance(loaded, Damaged):
+        assert loaded.file == path.name
+    else:
+        assert kinds(loaded) == kinds({**state(20), "t": state(20)["model.bias"]})
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda c: c["files"][0].update(name="../part"), "not a plain file name"),
+        (lambda c: c["files"][0].update(name="/etc/passwd"), "not a plain file name"),
+        (lambda c: c["files"].append(c["files"][0]), "listed twice"),
+        (lambda c: c["tensors"]["model.weight"].update(dtype="F128"), "unknown dtype"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"].pop(), "do not make up the whole"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"][0].update(offset=[4, 0]), "overlap"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(offset=[5, 0]), "reaches beyond"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(file="other"), "not listed"),
+        (lambda c: c["tensors"]["model.weight"].update(shape=[2**40, 0, 2**40]), "too large"),
+        (lambda c: c["tensors"]["model.weight"].update(shape=[0] * 65), "too many dimensions"),
+        (lambda c: c["aliases"].update(t="nobody"), "leads nowhere"),
+        (lambda c: c.pop("time"), "missing or unknown keys: time"),
+        (lambda c: c.update(step=-1), "step is no count"),
+        (lambda c: c.update(step=True), "step is no count"),
+        (lambda c: c.update(values={"a": {"$float": "2"}}), "stands for no number"),
+    ],
+)
+def test_each_lie_of_a_manifest_is_named(pristine, change, why):
+    document = json.loads((pristine / "step-00000020" / "manifest.json").read_bytes())
+    change(document["content"])
+    text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
+    document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    with pytest.raises(Damaged, match=why):
+        decode(json.dumps(document).encode(), pristine)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"format": NaN, "digest": "", "content": {}}', "NaN is not JSON"),
+        (b'{"format": 1, "format": 1, "digest": "", "content": {}}', "a key occurs twice"),
+        (b'{"format": 2, "digest": "", "content": {}}', "format 2; this version"),
+        (b"[" * 100_000, "recursion|nested"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
+        (b"\xff", "decode"),
+    ],
+)
+def test_what_is_no_manifest_is_damaged(tmp_path, text, why):
+    with pytest.raises(Damaged, match=why):
+        decode(text, tmp_path)
+
+
+def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_anything_is_read(root):
+    path = root / "step-00000020"
+    manifest = read_manifest(path)
+    entry = manifest.tensors["model.weight"]
+    manifest.tensors["model.weight"] = replace(entry, dtype="I32")
+    assert {damaged.file for damaged in problems(path, manifest, manifest.files)} == {
+        piece.file for piece in entry.pieces
+    }
+
+
+def test_many_pieces_are_checked_quickly(tmp_path):
+    """A comparison of each piece with each would take a minute."""
+    count = 30_000
+    piece = {"file": "part", "shape": [1, 1]}
+    content = {
+        "step": 1, "time": 0, "lockstep": "", "aliases": {}, "values": {},
+        "files": [{"name": "part", "size": 1, "digest": ""}],
+        "tensors": {
+            "x": {
+                "dtype": "U8", "shape": [1, count],
+                "pieces": [{**piece, "key": str(n), "offset": [0, n]} for n in range(count)],
+            }
+        },
+    }  # fmt: skip
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    document = {"format": 1, "digest": xxhash.xxh3_128(text.encode()).hexdigest(), "content": content}
+    assert len(decode(json.dumps(document).encode(), tmp_path).tensors["x"].pieces) == count
+
+
+def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
+    path = root / "step-00000020"
+    reader = Reader(path, read_manifest(path))
+    os.truncate(path / part_name(0), (path / part_name(0)).stat().st_size - 8)
+    with pytest.raises(Damaged, match=part_name(0)):
+        [reader.read(name) for name in reader.names()]

@@ -1,0 +1,145 @@
+"""Kill -9 at any moment, and what the disk is told in which order: there is always a whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import load, same, state
+
+from lockstep.checkpoint.parts import part_name
+from lockstep.checkpoint.store import Store
+
+HERE = Path(__file__).parent
+
+# The process that is killed. One import of torch serves all kills: each round is a fork, and saves until it dies.
+VICTIM = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from checkpoints import Retention, cut, savers, state
+
+root = Path(sys.argv[2])
+for line in sys.stdin:
+    step = int(line)
+    pid = os.fork()
+    if pid == 0:
+        team = savers(root, 2, token=f"{step:x}", keep=Retention(last=2))
+        print(os.getpid(), flush=True)
+        while True:
+            step += 1
+            for rank, saver in enumerate(team):
+                saver.save(step, cut(state(step), rank, 2), {}, {"step": step})
+            for saver in team:
+                assert saver.wait()[0].error is None
+    os.waitpid(pid, 0)
+    print("dead", flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one_before(tmp_path):
+    root, draw = tmp_path / "checkpoints", random.Random(0)
+    command = [sys.executable, "-c", VICTIM, str(HERE), str(root)]
+    newest, resumed, half = 0, 0, 0
+    longest = 0.04  # seconds until the kill; more on a machine where nothing gets committed in that time
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
+        assert victim.stdin is not None
+        assert victim.stdout is not None
+        deadline = time.monotonic() + 15  # on a busy machine, fewer rounds will do
+        for _ in range(60):
+            if resumed > 5 and half > 5 and time.monotonic() > deadline:
+                break
+            print(newest, file=victim.stdin, flush=True)
+            pid = int(victim.stdout.readline())
+            time.sleep(draw.uniform(0, longest))
+            os.kill(pid, signal.SIGKILL)
+            assert victim.stdout.readline() == "dead\n"
+            half += any(".tmp-" in path.name for path in root.iterdir())
+            longest *= 0.9 if Store(root).committed()[:1] > [root / f"step-{newest:08d}"] else 1.3
+            if not Store(root).committed():
+                continue
+            found, loaded = load(root)
+            assert found.passed_over == []  # a kill damages nothing that was committed
+            assert found.manifest.step >= newest
+            assert found.manifest.values == {"step": found.manifest.step}
+            assert same(loaded, state(found.manifest.step))
+            resumed += found.manifest.step > newest
+            newest = found.manifest.step
+            Store(root).clean("none")
+            assert not [path for path in root.iterdir() if ".tmp-" in path.name]
+        victim.stdin.close()
+    assert resumed > 5  # else nothing was tested
+    assert half > 5
+
+
+def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
+    """The same as above, at the points where chance seldom hits."""
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from checkpoints import commit, cut, savers, state\n"
+        "from lockstep import faults\n"
+        "for number, phase in enumerate(['write', 'rename', 'latest', 'committed']):\n"
+        "    root = Path(sys.argv[2]) / phase\n"
+        "    commit(root, 1)\n"
+        "    if (pid := os.fork()) == 0:\n"
+        "        faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
+        "        savers(root, asynchronous=False)[0].save(2, cut(state(2), 0, 1), {}, {})\n"
+        "        os._exit(0)\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(HERE), str(tmp_path)], check=True)
+    for phase, step in [("write", 1), ("rename", 1), ("latest", 2), ("committed", 2)]:
+        found, loaded = load(tmp_path / phase)
+        assert (found.manifest.step, found.passed_over) == (step, [])
+        assert same(loaded, state(step))
+    assert Store(tmp_path / "latest").latest_step() == 1  # nobody trusts it, so this does no harm
+    assert Store(tmp_path / "committed").latest_step() == 2
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_contents_reach_the_disk_before_names_do(tmp_path):
+    root, trace = tmp_path / "checkpoints", tmp_path / "trace"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import checkpoints\n" + (
+        "checkpoints.commit(Path(sys.argv[2]), 1, 2)"
+    )
+    calls = "trace=fsync,rename,renameat,renameat2,unlink,unlinkat"
+    command = ["strace", "-f", "-y", "-s", "300", "-e", calls, "-o", str(trace)]
+    ran = subprocess.run([*command, sys.executable, "-c", script, str(HERE), str(root)], capture_output=True, text=True)
+    if ran.returncode and "ptrace" in ran.stderr:
+        pytest.skip("strace may not trace here")
+    assert ran.returncode == 0, ran.stderr
+    order = [event for line in trace.read_text().splitlines() if (event := told(line, root))]
+    for rank in (0, 1):
+        confirmed = f"rename part-0000{rank}.json"
+        assert order.index(f"fsync {part_name(rank)}") < order.index(confirmed) < order.index("fsync manifest.json")
+    moments = [
+        *("fsync manifest.json", "fsync STAGED", "rename step-00000001"),
+        *("fsync ROOT", "fsync .latest", "rename latest", "fsync ROOT"),
+    ]
+    position = -1
+    for moment in moments:  # each of them after the one before
+        position = order.index(moment, position + 1)
+
+
+def told(line: str, root: Path) -> str | None:
+    """ "fsync NAME" or "rename NEW NAME" of one line of the trace, for files below `root`."""
+    if "resumed>" in line:  # the call's name and file were on the line where it began
+        return None
+    if match := re.search(rf"fsync\(\d+<{re.escape(str(root))}/?(.*?)>", line):
+        inner = match.group(1)
+        if not inner:
+            return "fsync ROOT"
+        name = inner.split("/")[-1]
+        return "fsync STAGED" if ".tmp-" in name else f"fsync {'.latest' if name.startswith('.latest') else name}"
+    if match := re.search(rf'rename\w*\(.*"{re.escape(str(root))}/([^"]*)"', line):
+        return f"rename {match.group(1).split('/')[-1]}"
+    return None

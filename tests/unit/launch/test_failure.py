@@ -1,0 +1,139 @@
+"""Failure records, and what is said about a rank that left none."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from lockstep.launch import failure
+from lockstep.launch.failure import Exit, Failure, Scene, examine, first
+from lockstep.pulse import Pulse
+
+WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
+
+
+@pytest.fixture
+def scene(tmp_path):
+    return Scene(rank=1, host="node-a", folder=tmp_path, log=tmp_path / "rank-1.log")
+
+
+def recorded(tmp_path, rank: int, error: Exception) -> Failure:
+    try:
+        raise error
+    except Exception as caught:
+        failure.record(tmp_path, rank, caught)
+    return examine(Scene(rank, "node-a", tmp_path, None), 1, time.time()).failure
+
+
+def test_records_survive_the_round_trip(tmp_path):
+    found = recorded(tmp_path, 1, KeyError("x"))
+    assert (found.rank, found.kind, found.host) == (1, "KeyError", "node-a")
+    assert "Traceback" in found.traceback
+    assert Failure.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
+def test_what_is_no_record_is_refused(wrong):
+    good = Failure(1, "h", 0.0, "k", "m").to_json()
+    with pytest.raises(ValueError, match="no failure record"):
+        Failure.from_json({**good, **wrong} if wrong else {})
+
+
+def test_half_a_record_is_none(scene):
+    (scene.folder / "rank-1.json").write_text('{"rank": 1')
+    assert examine(scene, 1, WHEN).failure.message == "ended with code 1"
+
+
+def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
+    ended = {rank: Exit(1, 9e9, recorded(tmp_path, rank, ValueError(str(rank)))) for rank in (1, 0)}
+    assert first(ended).rank == 1
+
+
+def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, scene):
+    complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
+    killed = examine(scene, -signal.SIGKILL, time.time() + 1)
+    assert first({0: Exit(1, time.time(), complaint), 1: killed}).kind == "SIGKILL"
+
+
+def test_an_abort_after_a_record_is_a_consequence(tmp_path, scene):
+    cause = Exit(1, time.time(), recorded(tmp_path, 0, ValueError("the real cause")))
+    assert first({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
+    assert first({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_done_and_left_are_no_failures(scene, code):
+    assert examine(scene, code, WHEN) == Exit(code, WHEN)
+    assert first({1: Exit(code, WHEN)}) is None
+
+
+def test_the_text_names_rank_step_phase_and_cause(scene):
+    Pulse(scene.folder / "pulse-1").beat("exchange", 41)
+    scene.log.write_text("\n".join(f"line {n}" for n in range(20)))
+    text = examine(scene, -signal.SIGKILL, WHEN).failure.text().splitlines()
+    assert text[0] == (
+        "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: killed from outside"
+    )
+    assert text[1:] == [f"  line {n}" for n in range(10, 20)]
+
+
+def test_a_rank_that_never_gave_a_sign_of_life(scene):
+    head = examine(scene, 3, WHEN).failure.headline
+    assert head == "lockstep: rank 1 on node-a failed at 12:03:10: exit: ended with code 3"
+
+
+def test_old_lines_of_the_log_are_not_its_last_words(scene):
+    scene.log.write_text("an earlier round\n")
+    later = Scene(1, "node-a", scene.folder, scene.log, log_began=scene.log.stat().st_size)
+    scene.log.open("a").write("my last words\n")
+    assert examine(later, -9, WHEN).failure.log == "my last words"
+
+
+def test_a_traceback_is_better_than_a_log(tmp_path):
+    text = recorded(tmp_path, 1, ValueError("x")).text()
+    assert "Traceback" in text
+    assert Failure(1, "h", WHEN, "k", "m", log="last line").text().endswith("\n  last line")
+
+
+def test_a_lost_node_has_no_rank_to_name():
+    text = Failure(3, "node-b", WHEN, "node", "node 1 (node-b) vanished: no sign of life for 5 s").text()
+    assert text == "lockstep: node 1 (node-b) vanished: no sign of life for 5 s (12:03:10)"
+
+
+def test_out_of_memory_is_told_from_a_kill(scene, monkeypatch):
+    monkeypatch.setattr(failure, "oom_kills", lambda: 1)
+    message = examine(scene, -signal.SIGKILL, WHEN).failure.message
+    assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"
+    monkeypatch.setattr(failure, "oom_kills", lambda: 0)
+    assert examine(scene, -signal.SIGKILL, WHEN).failure.message == "killed from outside"
+
+
+@pytest.mark.parametrize(
+    "text", ["low 0\nhigh 0\noom 2\noom_kill 7\n", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n"]
+)
+def test_both_kinds_of_control_groups_are_read(tmp_path, monkeypatch, text):
+    (tmp_path / "events").write_text(text)
+    monkeypatch.setattr(failure, "_memory_files", lambda: [tmp_path / "missing", tmp_path / "events"])
+    assert failure.oom_kills() == 7
+
+
+def test_a_full_dev_shm_is_suspected(scene):
+    assert re.search(r"/dev/shm has \d+ bytes free", examine(scene, -signal.SIGBUS, WHEN).failure.message)
+
+
+def test_a_crash_comes_with_its_stack(scene):
+    (scene.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
+    assert 'File "x.py", line 3' in examine(scene, -signal.SIGSEGV, WHEN).failure.text()
+
+
+def test_signals_without_a_name(scene):
+    assert examine(scene, -40, WHEN).failure.kind == "SIG40"
+
+
+@pytest.mark.parametrize(
+    ("kind", "python"), [("ValueError", True), ("exit", True), ("SIGKILL", False), ("node", False)]
+)
+def test_what_the_program_would_do_again(kind, python):
+    assert Failure(0, "h", 0.0, kind, "m").from_python is python

@@ -1,0 +1,146 @@
+"""What torch's flight recorder says about ranks that wait for each other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import flight
+from lockstep.launch.flight import analyse
+
+
+def entry(number, op="all_reduce", sizes=(4,), dtype="Float", done=True, group=("0", "default_pg")):
+    return {
+        "collective_seq_id": number,
+        "profiling_name": f"gloo:{op}",
+        "input_sizes": [list(sizes)],
+        "input_dtypes": [dtype],
+        "process_group": list(group),
+        "is_p2p": False,
+        "retired": done,
+        "state": "scheduled",
+    }
+
+
+def test_nothing_to_say_when_all_is_done():
+    assert analyse({0: [entry(1), entry(2)], 1: [entry(1), entry(2)]}) == []
+    assert analyse({}) == []
+
+
+def test_a_rank_that_never_entered():
+    line = analyse({0: [entry(1), entry(2, done=False)], 1: [entry(1)], 2: [entry(1), entry(2, done=False)]})
+    assert line == [
+        "process group default_pg: ranks 0, 2 wait in collective 2, all_reduce of [4] Float; "
+        "rank 1 never entered it (its last was 1, all_reduce of [4] Float)"
+    ]
+
+
+def test_a_rank_that_is_through_does_not_wait():
+    """The source of a broadcast need not stay."""
+    source, waiting = entry(1, "broadcast"), entry(1, "broadcast", done=False)
+    (line,) = analyse({0: [source], 1: [], 2: [waiting]})
+    assert "rank 2 waits in collective 1" in line
+
+
+def test_a_rank_that_entered_nothing_at_all():
+    (line,) = analyse({0: [entry(1, done=False)], 1: []})
+    assert line.endswith("rank 1 never entered it (it entered none)")
+
+
+@pytest.mark.parametrize("other", [{"op": "broadcast"}, {"sizes": (5,)}, {"dtype": "Long"}])
+def test_ranks_that_did_different_things(other):
+    (line,) = analyse(
+        {0: [entry(1), entry(2, done=False)], 1: [entry(1), entry(2, done=False, **other)], 2: [entry(1)]}
+    )
+    assert "collective 2 differs: rank 0 did all_reduce of [4] Float; rank 1 did" in line
+
+
+def test_the_earliest_difference_is_the_one_reported():
+    """Ranks whose order is swapped get garbage from gloo, and hang only much later."""
+    a, b = entry(1, sizes=(1,)), entry(1, sizes=(2,))
+    (line,) = analyse({0: [a, entry(2, done=False)], 1: [b]})
+    assert "collective 1 differs" in line
+
+
+def test_sizes_that_may_differ():
+    assert analyse({0: [entry(1, "gather", (4,))], 1: [entry(1, "gather", (5,))]}) == []
+
+
+def test_all_inside_and_no_end():
+    (line,) = analyse({0: [entry(1, done=False)], 1: [entry(1, done=False)]})
+    assert "all ranks have entered collective 1" in line
+
+
+def test_process_groups_are_apart():
+    mine, pair = ("0", "default_pg"), ("1", "tensor")
+    lines = analyse(
+        {
+            0: [entry(1, group=mine), entry(1, done=False, group=pair)],
+            1: [entry(1, group=mine), entry(1, group=pair), entry(2, done=False, group=pair)],
+            2: [entry(1, group=mine)],
+        }
+    )
+    assert len(lines) == 1
+    assert lines[0].startswith("process group tensor")
+    assert "rank 2" not in lines[0]
+
+
+def test_the_environment_keeps_the_dumps_in_the_folder(tmp_path):
+    values = flight.environment(tmp_path)
+    assert int(values["TORCH_FR_BUFFER_SIZE"]) >= 2000
+    assert values["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert Path(values["TORCH_FR_DUMP_TEMP_FILE"]).parent == tmp_path
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from lockstep.launch import flight
+folder, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+flight.serve(folder, rank)
+store = dist.FileStore(str(folder / "store"), 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+numbers = torch.ones(4)
+dist.all_reduce(numbers)
+print("ready", flush=True)
+if rank == 0:
+    dist.all_reduce(numbers)
+elif kind == "missing":
+    time.sleep(600)
+else:
+    dist.broadcast(numbers, src=0)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def pair(tmp_path, request):
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    started = [subprocess.Popen([*command, str(rank), request.param], stdout=subprocess.PIPE) for rank in (0, 1)]
+    for process in started:
+        assert process.stdout.readline() == b"ready\n"
+    yield tmp_path
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("missing", "rank 0 waits in collective 2, all_reduce of [4] Float; rank 1 never entered it"),
+        ("ops", "collective 2 differs: rank 0 did all_reduce of [4] Float; rank 1 did broadcast of [4] Float"),
+    ],
+    indirect=["pair"],
+)
+def test_real_ranks_that_hang_in_gloo(pair, expected):
+    first = flight.collect(pair, [0, 1], patience=20.0)
+    assert len(first) == 2
+    (line,) = analyse(flight.collect(pair, [0, 1], patience=20.0))  # asked twice, answered twice
+    assert expected in line
+
+
+def test_a_rank_that_does_not_answer_is_missing(tmp_path):
+    assert flight.collect(tmp_path, [0], patience=0.1) == {}

@@ -1,0 +1,354 @@
+"""When a job counts as hanging, who is named, and above all when there must be no alarm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lockstep.launch import hang
+from lockstep.launch.hang import Limits, RankView, Watch, explain, judge
+from lockstep.launch.stacks import line_of
+from lockstep.pulse import PHASES, Pulse
+
+LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "agree": 0.1, "evaluate": 20.0, "snapshot": 0.5}
+
+
+def view(rank, phase, age, step=41, state="S", place="", host="node-a", **longest):
+    known = dict.fromkeys(PHASES, 0.0) | LONGEST | longest
+    return RankView(rank, host, 1000 + rank, state, 100, age, step, 30, phase, place, known)
+
+
+# judge
+
+
+def test_no_alarm_while_everybody_advances():
+    assert judge([view(0, "exchange", 0.3), view(1, "data", 0.1)], Limits()) is None
+
+
+def test_no_alarm_without_ranks():
+    assert judge([], Limits()) is None
+
+
+def test_a_rank_stuck_in_its_computation_is_named():
+    views = [view(0, "exchange", 8.5), view(1, "compute", 8.0), view(2, "exchange", 8.4)]
+    suspicion = judge(views, Limits())
+    assert suspicion.odd == [1]
+    assert suspicion.reason == "no rank has advanced for 8.0 s (limit 5.0 s)"
+
+
+def test_one_rank_within_its_own_limit_is_enough_to_wait():
+    waiting = [view(0, "exchange", 20.0), view(2, "exchange", 20.0)]
+    assert judge([*waiting, view(1, "data", 20.0)], Limits()) is None
+    assert judge([*waiting, view(1, "data", 31.0)], Limits()).odd == [1]
+
+
+def test_limits_grow_with_what_was_seen_on_any_rank():
+    stuck = [view(0, "exchange", 40.0), view(1, "compute", 40.0)]
+    assert judge(stuck, Limits()) is not None
+    assert judge([stuck[0], view(1, "compute", 40.0, compute=9.0)], Limits()) is None
+    assert judge([view(0, "exchange", 40.0, compute=9.0), stuck[1]], Limits()) is None
+    assert judge([view(0, "exchange", 40.0, data=9.0), stuck[1]], Limits()) is None
+    assert hang.limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], Limits()) == 45.0
+
+
+def test_limits_come_from_the_configuration():
+    stuck = [view(0, "exchange", 2.0, compute=0.1), view(1, "compute", 2.0, compute=0.1)]
+    assert judge(stuck, Limits()) is None
+    assert judge(stuck, Limits(least=1.0)) is not None
+    assert judge(stuck, Limits(least=1.0, factor=50.0)) is None
+
+
+@pytest.mark.parametrize("phase", ["start", "join", "build", "load", "end", "yours"])
+def test_phases_without_a_history_have_the_long_limit(phase):
+    """Rank 0 writes its report, or the user's own loop draws pictures now and then, while the others wait."""
+    usual = {} if phase != "yours" else {"yours": 0.001}
+    others = [view(0, "agree", 899.0), view(2, "agree", 899.0)]
+    assert judge([*others, view(1, phase, 899.0, **usual)], Limits()) is None
+    assert judge([*others, view(1, phase, 901.0, **usual)], Limits()).odd == [1]
+
+
+def test_the_first_evaluation_may_take_long():
+    others = view(0, "agree", 600.0)
+    assert judge([others, view(1, "evaluate", 600.0, evaluate=0.0)], Limits()) is None
+    assert judge([others, view(1, "evaluate", 101.0)], Limits()).odd == [1]  # five times twenty seconds
+
+
+def test_the_first_step_may_compile():
+    first = RankView(0, "a", 1, "R", 9, 600.0, 1, 0, "compute", "", dict.fromkeys(PHASES, 1.0))
+    assert judge([first, view(1, "exchange", 600.0)], Limits()) is None
+
+
+def test_a_long_save_on_one_rank_is_no_hang():
+    assert judge([view(0, "snapshot", 25.0), view(1, "exchange", 25.0)], Limits()) is None
+    assert judge([view(0, "snapshot", 31.0), view(1, "exchange", 31.0)], Limits()).odd == [0]
+
+
+def test_ranks_that_have_finished_do_not_count():
+    done = view(1, "end", 50.0, state="")
+    assert judge([done], Limits()) is None
+    assert judge([view(0, "end", 50.0), done], Limits()) is None
+
+
+def test_a_debugger_is_not_disturbed():
+    assert judge([view(0, "exchange", 999.0), view(1, "compute", 999.0, state="t")], Limits()) is None
+
+
+# the odd rank
+
+
+def test_a_rank_behind_is_odd_even_when_it_waits():
+    assert judge([view(0, "exchange", 9.0), view(1, "exchange", 9.0, step=40)], Limits()).odd == [1]
+
+
+def test_the_one_in_another_collective_is_odd():
+    views = [view(0, "agree", 9.0, place="metrics"), view(1, "agree", 9.0, place="stop"), view(2, "exchange", 9.0)]
+    assert judge(views, Limits()).odd == []
+    views[1] = view(1, "exchange", 9.0)
+    assert judge(views, Limits()).odd == [0]
+
+
+def test_nobody_is_blamed_when_all_wait_in_the_same_place():
+    suspicion = judge([view(0, "exchange", 9.0), view(1, "exchange", 9.5)], Limits())
+    assert suspicion.odd == []
+    assert "no rank stands out" in explain(suspicion, {}).message
+
+
+def test_stacks_tell_who_is_odd_when_phases_do_not():
+    suspicion = judge([view(rank, "exchange", 9.0) for rank in range(3)], Limits())
+    stacks = {0: stack(("/u/train.py", 7, "f")), 1: stack(("/u/train.py", 9, "g")), 2: stack(("/u/train.py", 7, "f"))}
+    assert explain(suspicion, stacks).rank == 1
+
+
+# watch
+
+
+def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
+    watch = Watch()
+    seen = [watch.look([view(0, "exchange", s), view(1, "data", s, state="T")], now=s) for s in range(6)]
+    assert [bool(suspicion) for suspicion in seen] == [False] * 4 + [True] * 2
+    assert seen[4].odd == [1]
+    assert "stopped by a signal" in seen[4].reason
+
+
+def test_a_rank_stopped_for_a_moment_is_forgiven():
+    watch = Watch()
+    states = ["S", "T", "T", "S", "T", "T", "T", "S"]
+    assert not any(watch.look([view(0, "data", 9.0, state=state)], now=n) for n, state in enumerate(states))
+
+
+def test_a_rank_that_is_gone_is_noticed():
+    watch = Watch()
+    seen = [watch.look([view(0, "exchange", 0.1), view(1, "data", s, state="Z")], now=s) for s in range(5)]
+    assert seen[-1].odd == [1]
+    assert not any(seen[:-1])
+
+
+def test_after_the_launcher_itself_was_stopped_everybody_gets_the_full_time_again():
+    watch = Watch()
+    hanging = [view(0, "exchange", 3600.0, state="T"), view(1, "compute", 3600.0, state="T")]
+    assert not watch.look(hanging, now=0.0)
+    going_on = [view(0, "exchange", 3600.0), view(1, "compute", 3600.0)]
+    assert not any(watch.look(going_on, now=3600.0 + s) for s in range(6))
+    assert watch.look(going_on, now=3606.0).odd == [1]
+
+
+def test_compiling_again_is_no_hang_but_not_for_ever():
+    compiling = 'File "/x/site-packages/torch/_dynamo/convert_frame.py", line 9 in _compile\n'
+    backward = 'File "/x/site-packages/torch/_inductor/compile_fx.py", line 9 in fx_codegen_and_compile\n'
+    running = 'File "/x/site-packages/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper\n'
+    views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
+    suspicion = judge(views, Limits())
+    assert hang.excuse(suspicion, {0: "", 1: running}, Limits()) is None
+    assert hang.excuse(suspicion, {0: "", 1: compiling}, Limits(first=50.0)) is None
+    for text in (compiling, backward):
+        assert hang.excuse(suspicion, {0: "", 1: text}, Limits()) == "rank 1 is compiling"
+
+
+def test_a_rank_that_compiles_is_no_excuse_for_one_that_is_stopped():
+    watch = Watch()
+    views = [view(0, "compute", 1.0), view(1, "data", 9.0, state="T")]
+    suspicion = [watch.look(views, now=second) for second in range(5)][-1]
+    assert watch.excused(suspicion, {0: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'}) is None
+
+
+def test_a_rank_that_compiles_is_left_alone_for_a_while():
+    watch = Watch()
+    views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
+    alarms = [watch.look(views, now=second) for second in range(7)]
+    assert watch.excused(alarms[-1], {1: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'})
+    later = [watch.look(views, now=second) for second in range(7, 17)]
+    assert [bool(alarm) for alarm in later] == [False] * 9 + [True]
+
+
+# stacks
+
+
+def stack(*frames, threads=""):
+    lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
+    return threads + "\n".join(["Current thread 0x00007fb685846b80 (most recent call first):", *lines, ""])
+
+
+OTHER = 'Thread 0x00007fb684cfc6c0 [loader] (most recent call first):\n  File "/u/other.py", line 1 in run\n\n'
+
+
+def test_ranks_are_grouped_by_their_main_threads():
+    torch = ("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 5, "backward")
+    waits = stack(torch, ("/u/train.py", 40, "step"), threads=OTHER)
+    stacks = {0: waits, 1: stack(("/u/data.py", 3, "read"), threads=OTHER), 2: waits, 3: ""}
+    groups = hang.group(stacks)
+    assert [ranks for _, ranks in groups] == [[1], [0, 2]]
+    assert [str(frame) for frame in groups[1][0]] == ["/u/train.py:40 step"]
+
+
+def test_the_explanation_begins_with_the_odd_rank_and_its_line():
+    package = os.path.dirname(hang.__file__).removesuffix("launch")
+    waits = stack((package + "parallel/ddp.py", 131, "backward"), (package + "engine/step.py", 9, "run"))
+    reads = stack(
+        ("/venv/lib/python3.11/site-packages/urllib3/pool.py", 77, "urlopen"),
+        ("/u/data.py", 3, "read"),
+        ("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 5, "next"),
+        (package + "data/loader.py", 50, "batches"),
+    )
+    views = [view(rank, "exchange", 38.0) for rank in range(4)]
+    views[1] = view(1, "data", 37.0, state="R")
+    failure = explain(judge(views, Limits()), {0: waits, 1: reads, 2: waits, 3: waits}, ["rank 1 never entered it"])
+    assert (failure.kind, failure.rank, failure.host) == ("hang", 1, "node-a")
+    assert (failure.step, failure.phase) == (41, "data")
+    assert failure.message == (
+        "no rank has advanced for 37.0 s (limit 30.0 s); "
+        "rank 1 on node-a is the odd one: step 41, phase data, process running"
+    )
+    assert failure.traceback.splitlines() == [
+        "rank 1 is at: /u/data.py:3 read",
+        "  urllib3/pool.py:77 urlopen",
+        "  /u/data.py:3 read",
+        "  lockstep/data/loader.py:50 batches",
+        "3 ranks wait at: lockstep/parallel/ddp.py:131 backward (ranks 0, 2, 3), phase exchange",
+        "rank 1 never entered it",
+    ]
+
+
+def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
+    watch = Watch()
+    views = [view(0, "exchange", 9.0), view(1, "data", 9.0, state="T")]
+    suspicion = [watch.look(views, now=second) for second in range(5)][-1]
+    failure = explain(suspicion, {0: stack(("/u/train.py", 1, "f")), 1: ""})
+    assert "process stopped" in failure.message
+    assert "SIGCONT" in failure.traceback
+    assert "1 rank waits at: /u/train.py:1 f (rank 0), phase exchange" in failure.traceback
+
+
+def test_many_odd_ranks_are_not_all_described():
+    failure = explain(judge([view(rank, "data", 99.0) for rank in range(20)], Limits()), {})
+    assert "every rank is busy by itself" in failure.message
+    assert failure.message.endswith("12 more")
+    assert len(failure.traceback.splitlines()) == 8
+
+
+# with real processes
+
+RANK = """
+import faulthandler, re, signal, sys, threading, time
+from pathlib import Path
+from lockstep.launch.stacks import line_of
+from lockstep.pulse import Pulse
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+pulse = Pulse(folder / f"pulse-{sys.argv[3]}")
+pulse.beat("data", 7)
+if kind == "deaf":
+    print("ready", flush=True)
+    time.sleep(60)
+file = open(folder / f"stacks-{sys.argv[3]}", "a")
+faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def sleeps():
+    print("ready", flush=True)
+    time.sleep(60)
+def holds_the_gil():
+    print("ready", flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")
+{"sleeps": sleeps, "busy": holds_the_gil}[kind]()
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """One sleeps, one holds the GIL in C, one has not registered yet, one is stopped."""
+    kinds = ["sleeps", "busy", "deaf", "sleeps"]
+    started = []
+    for rank, kind in enumerate(kinds):
+        command = [sys.executable, "-c", RANK, str(tmp_path), kind, str(rank)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+    for process in started:
+        assert process.stdout.readline() == b"ready\n"
+    os.kill(started[3].pid, signal.SIGSTOP)
+    os.waitpid(started[3].pid, os.WUNTRACED)
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_stacks_of_real_processes(ranks, tmp_path):
+    (tmp_path / "stacks-0").write_text("an older dump\n")
+    pids = {rank: process.pid for rank, process in enumerate(ranks)}
+    begin = time.monotonic()
+    stacks = hang.collect(tmp_path, pids, patience=60.0)
+    assert time.monotonic() - begin < 50.0  # nobody waits for those that cannot answer
+    places = {line_of(frames).split()[-1]: members for frames, members in hang.group(stacks)}
+    assert places == {"sleeps": [0], "holds_the_gil": [1]}
+    assert "older" not in stacks[0]
+    assert stacks[2] == stacks[3] == ""
+    assert ranks[2].poll() is None  # it would have died of the signal
+
+
+def test_views_of_real_processes(ranks, tmp_path):
+    while hang.view_of(0, "here", ranks[0].pid, tmp_path).state != "S":
+        time.sleep(0.01)  # it has only just said that it is ready
+    views = [hang.view_of(rank, "here", process.pid, tmp_path) for rank, process in enumerate(ranks)]
+    assert [seen.phase for seen in views] == ["data"] * 4
+    assert [seen.step for seen in views] == [7] * 4
+    assert views[1].state == "R"
+    assert views[3].state == "T"
+    assert RankView.from_json(json.loads(json.dumps(views[0].to_json()))) == views[0]
+    ranks[0].kill()
+    ranks[0].wait()
+    assert hang.view_of(0, "here", ranks[0].pid, tmp_path).state == ""
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"age": "8"}, {"rank": None}, {"longest": {"data": "1"}}, {"longest": []}, {"more": 1}, {"phase": 3}]
+)
+def test_a_view_that_came_damaged_is_refused(wrong):
+    with pytest.raises(ValueError, match="no view"):
+        RankView.from_json(view(0, "data", 8.0).to_json() | wrong)
+    with pytest.raises(ValueError, match="no view"):
+        RankView.from_json({"rank": 0})
+
+
+def test_a_process_without_a_pulse_is_in_its_start(tmp_path):
+    process = subprocess.Popen(["sleep", "60"])
+    time.sleep(0.3)
+    seen = hang.view_of(5, "here", process.pid, tmp_path)
+    assert (seen.phase, seen.beats) == ("start", 0)
+    assert 0.1 < seen.age < 60.0
+    process.kill()
+    process.wait()
+    assert hang.view_of(5, "here", process.pid, tmp_path) is None
+
+
+def test_a_pulse_of_our_own_is_judged(tmp_path):
+    """The two sides fit: what a pulse learns is what the limits need."""
+    pulse = Pulse(tmp_path / "pulse-0")
+    for step in range(1, 5):
+        for phase in ("data", "compute", "exchange", "update"):
+            pulse.beat(phase, step)
+    pulse.beat("compute")
+    seen = hang.view_of(0, "here", os.getpid(), tmp_path)
+    assert hang.limit_of(seen, [seen], Limits()) == 5.0
+    time.sleep(0.1)
+    assert judge([hang.view_of(0, "here", os.getpid(), tmp_path)], Limits(least=0.05)).odd == [0]

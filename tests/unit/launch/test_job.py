@@ -1,0 +1,82 @@
+"""Counts, addresses, and what nodes must agree on."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.launch import job as module
+from lockstep.launch.job import Count, Job, append_event, committed_step, parse_join, parse_nnodes, parse_nproc
+from lockstep.machine import visible_gpus
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "1..", "..2", "4..2", "0..2", "1...2", "", "²"])
+def test_wrong_process_counts_are_refused(asked):
+    with pytest.raises(UserError, match="--nproc"):
+        parse_nproc(asked)
+
+
+@pytest.mark.parametrize("asked", ["0", "two", "2:1", "1..2", ":2", "0:2"])
+def test_wrong_node_counts_are_refused(asked):
+    with pytest.raises(UserError, match="--nnodes"):
+        parse_nnodes(asked)
+
+
+@pytest.mark.parametrize("asked", ["host", "host:", ":1", "host:0", "host:65536", "host:http"])
+def test_wrong_addresses_are_refused(asked):
+    with pytest.raises(UserError, match="--join"):
+        parse_join(asked)
+
+
+def test_counts(monkeypatch):
+    assert parse_nproc(None) == Count(1, 1)
+    assert parse_nproc(3) == parse_nproc("3") == Count(3, 3)
+    assert parse_nnodes(None) == Count(1, 1)
+    assert parse_nnodes("2") == Count(2, 2)
+    assert parse_nnodes("1:4") == Count(1, 4)
+    assert parse_join("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert parse_join("[::1]:29400") == ("::1", 29400)
+    for gpus, cores, first in [(4, 2, 4), (0, 2, 2), (16, 2, 8), (0, 1, 1)]:
+        monkeypatch.setattr(module, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(module, "available_cores", lambda cores=cores: cores)
+        assert parse_nproc("1..8") == Count(1, 8, first)
+        assert parse_nproc("auto").first == (gpus or min(2, cores))
+    assert parse_nproc("4..8").first == 4  # one core, and at least four asked for
+
+
+def test_gpus_are_counted_without_torch():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
+    def job(**spec) -> Job:
+        layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": spec.pop("run_dir", "runs/a")})]
+        return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Count(1, 1))
+
+    assert job().identity == job(path=["/b"], run_dir="runs/b", again="other").identity
+    assert job().identity != job(target="y").identity
+    assert job().identity != job(layers=[("command line", {"steps": 4})]).identity
+    assert job(run_dir="runs/b").decided == [["launcher", {"run_dir": "runs/b"}]]
+
+
+@pytest.mark.parametrize(
+    ("text", "step"), [("step-00000040\n", 40), ("step-0", 0), ("", None), ("step-x", None), ("../step-4", None)]
+)
+def test_the_newest_checkpoint_is_read_from_a_text_file(tmp_path, text, step):
+    assert committed_step(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text(text)
+    assert committed_step(tmp_path) == step
+
+
+def test_events_are_appended_line_by_line(tmp_path):
+    append_event(tmp_path / "run", {"event": "failure", "rank": 1})
+    append_event(tmp_path / "run", {"event": "restart"})
+    first, second = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(first)["rank"] == 1
+    assert json.loads(second).keys() == {"time", "event"}
+    assert os.listdir(tmp_path / "run") == ["events.jsonl"]

@@ -1,0 +1,494 @@
+"""The decisions of a job, without any process: events in, commands out."""
+
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import rounds as module
+from lockstep.launch.commands import Ending, Form, Log, Send, Tell
+from lockstep.launch.failure import Failure
+from lockstep.launch.hang import RankView
+from lockstep.launch.job import Count, Job, divide
+from lockstep.launch.messages import AskStacks, Beat, Broke, Exited, Leave, Prepare, Stacks, Stop
+from lockstep.launch.rounds import Node, Rounds
+
+ONE, TWO = Count(1, 1), Count(2, 2)
+
+
+@dataclass
+class Stage:
+    """A job whose time and checkpoints the test decides."""
+
+    nproc: Count = TWO
+    nnodes: Count = ONE
+    now: float = 1000.0
+    saved: int | None = None
+    commands: list = field(default_factory=list)
+
+    def __post_init__(self):
+        job = Job({"again": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
+        self.rounds = Rounds(job, lambda: self.saved, self.now)
+        self.join(0)
+
+    def join(self, number: int, count: Count | None = None) -> None:
+        self.rounds.joined(Node(number, f"host-{number}", count or self.nproc), self.now)
+
+    def tick(self, seconds: float = 0.0) -> list:
+        """What was asked for since the last tick."""
+        self.now += seconds
+        self.rounds.tick(self.now)
+        self.commands = self.rounds.take()
+        return self.commands
+
+    def exit(self, rank: int, code: int, **failure) -> None:
+        kind = signal.Signals(-code).name if code < 0 else "ValueError"
+        told = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
+        failed = Failure(rank=rank, **told).to_json() if code not in (0, 75) else None
+        self.rounds.exited(Exited(self.rounds.attempt, rank, code, time.time(), failed), self.now)
+
+    def stop(self, *nodes: int) -> None:
+        for node in nodes or (0,):
+            self.rounds.stopped(node, self.rounds.attempt, self.now)
+
+    def kill(self, rank: int = 1) -> list:
+        """A rank is killed and everybody is stopped."""
+        self.exit(rank, -9)
+        self.stop(*self.rounds.nodes)
+        return self.tick()
+
+    def beat(self, *views: dict, node: int = 0, **settings) -> None:
+        self.rounds.beat(node, Beat(list(views), settings), self.now)
+
+    def sent(self, kind: type) -> list[int]:
+        return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
+
+    def of(self, kind: type) -> list:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    @property
+    def said(self) -> str:
+        return "\n".join(tell.text for tell in self.of(Tell))
+
+
+@pytest.fixture
+def stage():
+    made = Stage()
+    assert made.tick() == [Form(0, {0: 2})]
+    return made
+
+
+def test_all_done(stage):
+    stage.exit(0, 0)
+    assert stage.tick() == []
+    stage.exit(1, 0)
+    assert stage.tick() == [Ending(0)]
+
+
+def test_a_kill_stops_all_and_starts_all_again(stage):
+    stage.exit(1, -9, step=41, phase="exchange")
+    stage.tick()
+    assert stage.sent(Stop) == [0]
+    assert not stage.of(Form)  # not before the last one is gone
+    assert "restarting 2 ranks from the beginning (restart 1 of 10 in an hour)" in stage.said
+    assert [log.event["event"] for log in stage.of(Log)] == ["failure", "restart"]
+    stage.stop()
+    assert stage.tick() == [Form(1, {0: 2})]
+
+
+def test_news_of_a_past_round_is_old(stage):
+    stage.kill()
+    stage.rounds.exited(Exited(0, 0, -9, time.time(), None), stage.now)
+    stage.rounds.stopped(0, 0, stage.now)
+    stage.rounds.broke(0, Broke(0, "died", False), stage.now)
+    assert stage.tick() == []
+
+
+def test_an_error_waits_a_moment_for_its_cause(stage):
+    stage.exit(0, 1, message="connection reset")
+    assert stage.tick(0.5) == []
+    stage.exit(1, -9)
+    stage.tick()
+    assert "rank 1 on host-0" in stage.said
+
+
+def test_an_error_whose_cause_never_shows_is_the_cause(stage):
+    stage.exit(0, 1, message="the real one")
+    stage.tick(1.1)
+    assert "rank 0 on host-0" in stage.said
+    assert "not restarted: no checkpoint was saved" in stage.said
+    stage.stop()
+    (ending,) = stage.tick()
+    assert (ending.code, ending.failure.message) == (1, "the real one")
+
+
+def test_an_error_after_progress_is_restarted_once(stage):
+    for code in (1, 1):
+        stage.saved = 5
+        stage.exit(0, code)
+        stage.tick(1.1)
+        stage.stop()
+        last = stage.tick()
+    assert [type(command) for command in last] == [Ending]
+    assert last[0].restarts == 1
+
+
+def test_a_user_error_is_never_restarted(stage):
+    stage.saved = 5
+    stage.exit(0, 1, for_user=True, message="asked\n  found: x\n  do: y")
+    stage.exit(1, 1, for_user=True, message="asked\n  found: x\n  do: y")
+    stage.tick()
+    assert stage.said == "lockstep: asked\n  found: x\n  do: y"
+    stage.stop()
+    assert stage.tick()[0].code == 2
+
+
+def test_the_budget_slides(stage):
+    for _ in range(10):
+        assert stage.kill()[-1] == Form(stage.rounds.attempt, {0: 2})
+    stage.now += 3601
+    for _ in range(10):
+        stage.kill()
+        stage.now += 1
+    last = stage.kill()
+    assert isinstance(last[-1], Ending)
+    assert last[-1].restarts == 20
+    assert "not restarted: 10 restarts within the last hour" in stage.said
+
+
+def test_the_budget_is_the_tasks_own(stage):
+    stage.beat(restart={"per_hour": 0, "grace": 1})
+    assert isinstance(stage.kill()[-1], Ending)
+
+
+def test_a_dead_zygote_is_a_failure(stage):
+    stage.rounds.broke(0, Broke(0, "the process that starts ranks died", False), stage.now)
+    stage.stop()
+    assert stage.tick()[-1] == Form(1, {0: 2})
+
+
+def test_what_is_hopeless_ends(stage):
+    stage.rounds.broke(0, Broke(0, "no torch", True), stage.now)
+    stage.stop()
+    assert stage.tick()[-1].code == 1
+
+
+def test_a_rank_that_keeps_failing_is_left_out():
+    stage = Stage(Count(1, 3))
+    stage.tick()
+    forms = [stage.kill(2)[-1].ranks[0] for _ in range(3)]
+    assert forms == [3, 3, 2]
+    forms = [stage.kill(1)[-1].ranks[0] for _ in range(3)]
+    assert forms == [2, 2, 1]
+    forms = [stage.kill(0)[-1].ranks[0] for _ in range(3)]
+    assert forms == [1, 1, 1]  # never below the least
+
+
+def test_progress_or_another_culprit_forgives():
+    stage = Stage(Count(1, 3))
+    stage.tick()
+    for rank, saved in [(2, None), (2, None), (1, None), (2, None), (2, 5), (2, 5), (2, 10)]:
+        stage.saved = saved
+        assert stage.kill(rank)[-1].ranks == {0: 3}
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_asked_to_leave(stage, name, code):
+    stage.rounds.asked(name, stage.now)
+    stage.tick()
+    assert stage.sent(Leave) == [0]
+    stage.saved = 12
+    stage.exit(0, 75)
+    stage.rounds.asked("SIGTERM", stage.now)  # schedulers send it more than once
+    assert stage.tick() == []
+    stage.exit(1, 75)
+    stage.tick()
+    assert stage.said == "lockstep: saved at step 12; to go on: type it again"
+    assert stage.of(Ending) == [Ending(code)]
+    assert stage.of(Log)[0].event == {"event": "preempted", "signal": name, "step": 12}
+
+
+def test_asked_but_done_in_the_meantime(stage):
+    stage.rounds.asked("SIGTERM", stage.now)
+    stage.exit(0, 0)
+    stage.exit(1, 0)
+    assert stage.tick()[-1] == Ending(0)
+
+
+def test_whoever_does_not_leave_is_killed(stage):
+    stage.beat(restart={"per_hour": 10, "grace": 30})
+    stage.rounds.asked("SIGTERM", stage.now)
+    stage.exit(0, 75)
+    stage.tick(29)
+    assert not stage.sent(Stop)
+    stage.tick(2)
+    assert stage.sent(Stop) == [0]
+    assert "1 rank had not left after 30 s" in stage.said
+    stage.stop()
+    assert stage.tick()[-1].code == 1
+
+
+def test_a_second_interrupt_stops_at_once(stage):
+    stage.rounds.asked("SIGINT", stage.now)
+    stage.tick()
+    stage.rounds.asked("SIGINT", stage.now)
+    stage.tick()
+    assert stage.sent(Stop) == [0]
+    stage.stop()
+    assert stage.tick() == [Ending(130)]
+
+
+def test_asked_between_two_rounds(stage):
+    stage.exit(1, -9)
+    stage.rounds.asked("SIGTERM", stage.now)
+    stage.stop()
+    stage.tick()
+    assert stage.of(Ending) == [Ending(75, None, 1)]
+    assert not stage.of(Form)
+
+
+def test_a_kill_while_leaving_is_not_restarted(stage):
+    stage.rounds.asked("SIGTERM", stage.now)
+    assert stage.kill()[-1].code == 1
+    assert "the job was asked to leave (SIGTERM)" in stage.said
+
+
+def test_ranks_asked_by_somebody_else(stage):
+    stage.exit(0, 75)
+    assert not stage.sent(Stop)
+    stage.exit(1, 75)
+    assert stage.tick()[-1] == Ending(75)
+
+
+def test_resize():
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.rounds.resize(9, stage.now)
+    assert "not resized to 9 ranks: --nproc allows 1..8" in [stage.tick(), stage.said][1]
+    stage.rounds.resize(2, stage.now)
+    assert stage.tick() == []
+    stage.rounds.resize(3, stage.now)
+    stage.tick()
+    assert stage.sent(Leave) == stage.sent(Prepare) == [0]
+    stage.exit(0, 75)
+    stage.exit(1, 75)
+    stage.tick()
+    assert stage.of(Form) == [Form(1, {0: 3})]
+    assert stage.rounds.restarts.total == 0
+
+
+def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.rounds.resize(3, stage.now)
+    assert stage.kill()[-1] == Form(1, {0: 3})
+    assert stage.rounds.restarts.total == 1
+
+
+def test_ranks_are_divided_evenly():
+    assert divide(5, {0: Count(1, 4), 1: Count(1, 4)}) == {0: 3, 1: 2}
+    assert divide(7, {0: Count(1, 2), 1: Count(1, 8), 2: Count(1, 8)}) == {0: 2, 1: 3, 2: 2}
+    assert divide(2, {0: Count(1, 4), 1: Count(1, 4)}) == {0: 1, 1: 1}
+
+
+# Several nodes
+
+
+def nodes(least: int, most: int, come: int) -> Stage:
+    stage = Stage(Count(1, 1), Count(least, most))
+    for number in range(1, come):
+        stage.join(number)
+    return stage
+
+
+def test_all_nodes_that_may_come_are_there():
+    assert nodes(1, 3, 3).tick()[-1] == Form(0, {0: 1, 1: 1, 2: 1})
+
+
+def test_enough_nodes_wait_a_moment_for_more():
+    stage = nodes(1, 3, 2)
+    assert not [stage.tick(2.9), stage.of(Form)][1]
+    stage.join(2)
+    assert [stage.tick(), stage.of(Form)][1] == [Form(0, {0: 1, 1: 1, 2: 1})]
+    stage = nodes(1, 3, 2)
+    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(0, {0: 1, 1: 1})]
+
+
+def test_too_few_nodes_do_not_wait_for_ever():
+    stage = nodes(2, 2, 1)
+    assert stage.tick(299) == []
+    assert stage.tick(2)[-1].code == 1
+    assert "only 1 node came within 300 s" in stage.said
+
+
+def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    stage.rounds.gone(1, "vanished: no sign of life for 5 s", stage.now)
+    stage.tick()
+    assert stage.sent(Stop) == [0]
+    assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no sign of life for 5 s")
+    stage.stop()
+    (ending,) = stage.tick()
+    assert (ending.code, ending.failure.kind) == (1, "node")
+
+
+def test_a_lost_node_is_done_without_where_allowed():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.rounds.gone(1, "vanished", stage.now)
+    stage.stop()
+    assert not [stage.tick(2.9), stage.of(Form)][1]
+    assert stage.tick(0.2) == [Form(1, {0: 1})]
+
+
+def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.beat(node=0)
+    stage.beat(node=1)
+    stage.exit(0, 1, message="connection reset by peer")
+    stage.tick(3)
+    stage.beat(node=0)
+    assert stage.tick() == []
+    stage.rounds.gone(1, "vanished: no sign of life for 5 s", stage.now)
+    stage.tick()
+    assert stage.said.startswith("lockstep: node 1 (host-1) vanished")
+    assert "restarting 1 rank" in stage.said
+
+
+def test_an_error_while_all_nodes_are_well_is_just_that():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.exit(0, 1, message="the real cause")
+    for node in (0, 1):
+        stage.beat(node=node)
+    stage.tick(1.1)
+    assert "rank 0 on host-0" in stage.said
+
+
+def test_a_node_lost_while_the_others_stop():
+    stage = nodes(2, 3, 3)
+    stage.tick()
+    stage.exit(2, -9)
+    stage.rounds.gone(1, "vanished", stage.now)
+    stage.stop(0, 2)
+    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(1, {0: 1, 2: 1})]
+    stage.exit(1, -9)
+    stage.rounds.gone(2, "vanished", stage.now)
+    stage.stop(0)
+    assert [stage.tick(), stage.of(Ending)][1][0].code == 1
+
+
+def test_a_node_lost_while_the_job_waits_for_more():
+    stage = nodes(2, 3, 3)
+    stage.tick()
+    stage.rounds.gone(2, "vanished", stage.now)
+    stage.stop(0, 1)
+    stage.tick()
+    stage.rounds.gone(1, "vanished", stage.now)
+    assert stage.tick()[-1].code == 1
+
+
+def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.exit(1, -9)
+    stage.stop(0)
+    stage.tick(9)
+    assert not stage.of(Form)
+    stage.tick(2)
+    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(1, {0: 1})]
+
+
+def test_a_node_that_has_done_its_part_may_go():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    stage.exit(1, 0)
+    stage.rounds.gone(1, "vanished", stage.now)
+    stage.exit(0, 0)
+    assert [stage.tick(), stage.of(Ending)][1] == [Ending(0)]
+
+
+def test_a_node_that_comes_is_welcomed():
+    stage = nodes(1, 2, 1)
+    stage.tick(3.1)
+    stage.join(1)
+    stage.tick()
+    assert stage.sent(Leave) == [0]
+    stage.exit(0, 75)
+    assert stage.tick() == [Form(1, {0: 1, 1: 1})]
+    assert stage.rounds.restarts.total == 0
+
+
+def test_asked_while_a_node_is_being_welcomed():
+    stage = nodes(1, 2, 1)
+    stage.tick(3.1)
+    stage.join(1)
+    stage.rounds.asked("SIGTERM", stage.now)
+    stage.exit(0, 75)
+    assert stage.tick()[-1] == Ending(75)
+
+
+# Hangs
+
+
+def view(rank: int, age: float, phase: str) -> dict:
+    seen = RankView(rank, "host-0", 1, "S", 9, age, step=41, steps=40, phase=phase, place="", longest={phase: 0.1})
+    return seen.to_json()
+
+
+def stuck(stage: Stage, **settings) -> None:
+    """Rank 1 stays in its data while rank 0 waits, as seen once a second."""
+    for second in range(0, 40, 2):
+        stage.beat(view(0, float(second), "exchange"), view(1, float(second), "data"), **settings)
+        stage.rounds.look(stage.now)
+        if AskStacks in [type(command.message) for command in stage.tick(2) if isinstance(command, Send)]:
+            return
+    pytest.fail("nothing was noticed")
+
+
+def test_a_hang_is_explained_and_restarted(stage):
+    stuck(stage)
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
+    stage.rounds.stacks(0, Stacks(0, {"0": "", "1": stack}, {}), stage.now)
+    stage.tick()
+    assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
+    assert "data.py:7" in stage.said
+    stage.stop()
+    assert stage.tick() == [Form(1, {0: 2})]
+
+
+def test_a_hang_may_be_the_end(stage):
+    stuck(stage, hang={"action": "stop"})
+    stage.tick(6)  # nobody could answer
+    assert "not restarted: hang.action is stop" in stage.said
+
+
+def test_a_kill_is_a_better_reason_than_a_hang(stage):
+    stuck(stage)
+    stage.exit(1, -9)
+    stage.tick()
+    assert "SIGKILL" in stage.said
+
+
+def test_strange_records_of_collectives_do_no_harm(stage):
+    stuck(stage)
+    stage.rounds.stacks(0, Stacks(0, {"0": "", "1": ""}, {"0": [{"what": 1}]}), stage.now)
+    stage.tick()
+    assert "hang" in stage.said
+
+
+def test_no_wait_is_without_a_limit():
+    """In every phase but the run itself, which is watched by its signs of life, there is a deadline."""
+    stage = Stage(Count(1, 2, 1))
+    assert stage.rounds._deadline < float("inf")
+    stage.tick()
+    stage.rounds.resize(2, stage.now)
+    assert stage.rounds.phase is module.Phase.LEAVE
+    assert stage.rounds._deadline < float("inf")
+    stage.exit(0, -9)
+    assert stage.rounds.phase is module.Phase.STOP
+    assert stage.rounds._deadline < float("inf")

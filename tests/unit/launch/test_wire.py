@@ -1,0 +1,231 @@
+"""Messages between nodes, and what happens to those that are none."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import UserError
+from lockstep.launch import wire
+from lockstep.launch.follow import _introduce
+from lockstep.launch.job import Count, Job
+from lockstep.launch.messages import Beat, Exited, Hello, Refused, Say, Stacks, Start, Welcome, decode, encode
+from lockstep.launch.wire import Hub, Line, Lost, claim, connect, difference
+
+MESSAGES = [
+    Hello("host", 1, 2, 1, {"target": "x"}),
+    Exited(0, 1, -9, 12.5, None),
+    Exited(0, 1, 1, 12, {"rank": 1}),
+    Stacks(3, {"0": "line\nline"}, {"0": [{}]}),
+    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000),
+    Beat([{"rank": 0}], {"hang": {}}),
+    Say("text with \u00e9"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_survive_the_round_trip(message):
+    assert encode(message).count(b"\n") == 1
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[1]",
+        b"GET / HTTP/1.1",
+        b'{"kind": "Nothing"}',
+        b'{"kind": "Say"}',
+        b'{"kind": "Say", "text": 1}',
+        b'{"kind": "Say", "text": "x", "more": 1}',
+        b'{"kind": "Stopped", "attempt": true}',
+        b'{"kind": "Stopped", "attempt": 1.5}',
+        b'{"kind": "Message"}',
+        b'{"kind": ["Say"], "text": "x"}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(ValueError):  # noqa: PT011  (JSON's own errors are among them)
+        decode(line)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(["Exited", "Beat", "Hello", "Start", "End"]), st.dictionaries(st.text(max_size=8), values))
+def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
+    try:
+        decode(json.dumps({**fields, "kind": kind}).encode())
+    except ValueError:
+        pass
+
+
+@pytest.fixture
+def line():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    made = Line(here, time.monotonic())
+    yield made, there
+    made.close()
+    there.close()
+
+
+def received(line: Line, now: float = 0.0) -> list:
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if messages := line.receive(now):
+            return messages
+    raise AssertionError("nothing came")
+
+
+def test_messages_come_whole(line):
+    made, there = line
+    data = encode(Say("a")) + encode(Say("b"))
+    there.sendall(data[:-5])
+    assert received(made) == [Say("a")]
+    there.sendall(data[-5:])
+    assert received(made) == [Say("b")]
+
+
+def test_last_words_are_heard_before_the_end(line):
+    made, there = line
+    there.sendall(encode(Say("bye")))
+    there.close()
+    assert received(made) == [Say("bye")]
+    with pytest.raises(Lost, match="closed"):
+        received(made)
+
+
+def test_silence_is_noticed(line):
+    made, _ = line
+    assert made.receive(made.heard + 4.9) == []
+    with pytest.raises(Lost, match="no sign of life for 5 s"):
+        made.receive(made.heard + 5.1)
+
+
+def test_noise_ends_a_connection(line):
+    made, there = line
+    there.sendall(b"GET / HTTP/1.0\r\n")
+    with pytest.raises(Lost, match="no message of ours"):
+        received(made)
+
+
+def test_a_message_without_end_is_cut_off(line, monkeypatch):
+    monkeypatch.setattr(wire, "LARGEST", 1000)
+    made, there = line
+    there.sendall(b"x" * 5000)
+    with pytest.raises(Lost, match="too long"):
+        received(made)
+
+
+def test_who_does_not_read_is_given_up(line, monkeypatch):
+    monkeypatch.setattr(wire, "LARGEST", 1000)
+    made, _ = line
+    with pytest.raises(Lost, match="stopped reading"):
+        made.send(Say("x" * 50_000_000))
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_one_claims_the_address_and_the_others_connect(address):
+    listener = claim(address)
+    assert claim(address) is None
+    hub = Hub(listener)
+    lines = [connect(address, source, print) for source in (None, "127.0.0.2")]
+    for line in lines:
+        line.send(Say("here"))
+    heard = []
+    while len(heard) < 2:
+        heard += hub.poll(0.0)
+    assert [message for _, message in heard] == [Say("here")] * 2
+    hub.send(heard[1][0], Beat())
+    assert received(lines[1]) == [Beat()]
+    lines[0].close()
+    number = heard[0][0]
+    while not (gone := hub.poll(0.0)):
+        pass
+    assert (gone[0][0], type(gone[0][1])) == (number, Lost)
+    hub.send(number, Beat())  # nobody is there: no harm
+    lines[1].close()
+    hub.close()
+
+
+def test_last_words_arrive_although_others_still_talk(address):
+    hub = Hub(claim(address))
+    line = connect(address, None, print)
+    line.send(Say("here"))
+    while not (heard := hub.poll(0.0)):
+        pass
+    line.send(Say("not heard in time"))
+    time.sleep(0.05)
+    hub.send(heard[0][0], Say("the end"))
+    closing = threading.Thread(target=hub.close)
+    closing.start()
+    time.sleep(0.1)
+    line.send(Beat())  # would be answered with a reset if the other side had hung up
+    time.sleep(0.1)
+    assert received(line) == [Say("the end")]
+    line.close()
+    closing.join(timeout=1.5)
+    assert not closing.is_alive()  # it does not wait longer than it must
+
+
+def test_orders_may_come_together_with_the_welcome(line):
+    made, there = line
+    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000)
+    there.sendall(
+        encode(Say("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
+    )
+    layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
+    adopted, orders = _introduce(Job({"layers": layers, "path": []}, Path("runs/a"), Count(1, 1)), "host", made)
+    assert orders == [Say("early"), order]
+    assert adopted.run_dir == Path("runs/b")
+    assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
+
+
+def test_a_refusal_is_an_error_for_the_user(line):
+    made, there = line
+    there.sendall(encode(Refused("--join x", "target: 'b' here, 'a' there", "run the same command")))
+    with pytest.raises(UserError, match="run the same command"):
+        _introduce(Job({}, Path("runs/a"), Count(1, 1)), "host", made)
+
+
+def test_an_address_of_another_machine_is_not_ours():
+    assert claim("192.0.2.1:29400") is None
+
+
+def test_an_address_that_nobody_knows():
+    with pytest.raises(UserError, match="--join"):
+        claim("no.such.host.invalid:29400")
+
+
+def test_nobody_answers(address, monkeypatch):
+    monkeypatch.setattr(wire, "CONNECT_S", 1.5)
+    said = []
+    with pytest.raises(UserError, match="nobody answered"):
+        connect(address, None, said.append)
+    assert f"nobody answers at {address} yet" in said[0]
+
+
+def test_differences_are_named():
+    ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
+    theirs = Hello("h", 1, 1, 1, {**ours, "target": "b.py"})
+    assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
+    assert difference(Hello("h", 1, 1, 1, ours), ours) is None

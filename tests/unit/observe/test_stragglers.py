@@ -1,0 +1,95 @@
+"""A slow rank is named when the others wait for it, and only then."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.observe.stragglers import Watch, pack, slowest, unpack
+from lockstep.pulse import Pulse
+
+
+def job(works, exchange=0.05):
+    """Rows of ranks that leave every step together: who works longer, waits less."""
+    longest = max(data + compute for data, compute in works)
+    return [{"data": d, "compute": c, "exchange": longest - d - c + exchange} for d, c in works]
+
+
+def test_a_rank_that_waits_for_its_data():
+    slow = slowest(job([(0.01, 0.2), (0.01, 0.2), (0.31, 0.2), (0.01, 0.2)]))
+    assert (slow.rank, slow.cause) == (2, "data")
+    assert (slow.own, slow.others) == (0.31, 0.01)
+    assert slow.share == pytest.approx(0.3 / 0.56)
+    assert "rank 2 is slow: it waits for data 0.31 s a step, the others 0.01 s" in str(slow)
+    assert "54%" in str(slow)
+
+
+def test_a_rank_that_computes_slowly():
+    slow = slowest(job([(0.01, 0.4), (0.02, 0.2)]))
+    assert (slow.rank, slow.cause) == (0, "compute")
+
+
+def test_equal_ranks_and_slow_communication_name_nobody():
+    assert slowest(job([(0.01, 0.2)] * 4)) is None
+    assert slowest(job([(0.01, 0.2)] * 4, exchange=5.0)) is None
+
+
+def test_less_than_the_threshold_is_no_news():
+    works = [(0.0, 0.1), (0.0, 0.125)]
+    assert slowest(job(works, exchange=0.0)) is None
+    assert slowest(job(works, exchange=0.0), threshold=1.2).rank == 1
+
+
+def test_a_slow_part_of_a_long_step_is_no_news():
+    assert slowest(job([(0.0, 0.001), (0.0, 0.01)], exchange=1.0)) is None
+
+
+def test_nobody_is_slow_if_nobody_waits():
+    """More work on one rank that costs the others nothing: a loader that works ahead, say."""
+    for waited in (0.0, 0.08):
+        rows = [{"data": 0.0, "compute": 0.1, "exchange": 0.3}, {"data": 0.2, "compute": 0.1, "exchange": 0.3 - waited}]
+        assert slowest(rows) is None
+
+
+def test_one_rank_alone_is_never_slow():
+    assert slowest(job([(9.0, 9.0)])) is None
+    assert slowest([]) is None
+
+
+@given(
+    st.integers(2, 9).flatmap(
+        lambda size: st.tuples(
+            st.integers(0, size - 1),
+            st.lists(st.floats(0.1, 0.12), min_size=size, max_size=size),
+            st.floats(0.1, 2.0),
+        )
+    )
+)
+def test_whoever_is_slow_is_found(case):
+    rank, works, extra = case
+    rows = job([(0.0, work + (extra if other == rank else 0.0)) for other, work in enumerate(works)])
+    assert slowest(rows).rank == rank
+
+
+def test_figures_travel_as_plain_numbers():
+    pulse = Pulse()
+    before = dict(pulse.spent)
+    pulse.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "agree": 0.5, "evaluate": 99.0}
+    packed = pack(before, pulse.spent, 10)
+    assert packed == pytest.approx([0.1, 0.25, 0.35])
+    assert unpack([*packed, 1.0, 2.0, 3.0])[1] == {"data": 1.0, "compute": 2.0, "exchange": 3.0}
+    assert pack(before, pulse.spent, 0) == pytest.approx([1.0, 2.5, 3.5])
+
+
+def test_a_finding_is_said_once_and_again_after_a_change():
+    well = job([(0.01, 0.2)] * 3)
+    first, second = job([(0.01, 0.4), (0.01, 0.2), (0.01, 0.2)]), job([(0.01, 0.2), (0.01, 0.4), (0.01, 0.2)])
+    watch = Watch()
+    said = [watch.look(rows) for rows in (first, well, first, first, first, second, second, well, well, first, first)]
+    assert [slow.rank if slow else None for slow in said] == [None, None, None, 0, None, None, 1, None, None, None, 0]
+
+
+def test_one_good_interval_does_not_make_it_news_again():
+    well, bad = job([(0.01, 0.2)] * 2), job([(0.01, 0.4), (0.01, 0.2)])
+    watch = Watch()
+    said = [watch.look(rows) for rows in (bad, bad, well, bad, bad)]
+    assert [bool(slow) for slow in said] == [False, True, False, False, False]
