@@ -30,9 +30,10 @@ CASES = {
     "nan": (Fault("nan", **PLACE), 2),
     "disk-full": (Fault("disk full", rank=1, step=10), 0),
 }
+MORE = {"nan": ("nonfinite.policy=stop",), "killed-while-saving": ("checkpoint.asynchronous=false",)}
 WHAT_MUST_BE_SAID = {
     "killed": ("rank 1", "step 12", "phase exchange", "SIGKILL", "To go on: lockstep train"),
-    "killed-while-saving": ("rank 0", "SIGKILL", "To go on: lockstep train"),
+    "killed-while-saving": ("rank 0", "step 10", "phase snapshot", "SIGKILL", "To go on: lockstep train"),
     "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To go on"),
     "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To go on"),
     "exit": ("rank 1", "step 12", "phase compute", "ended with code 3", "To go on"),
@@ -57,7 +58,7 @@ def first_screen(output: str) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_screen(tmp_path: Path, name: str) -> None:
     fault, code = CASES[name]
-    words = (*ONCE, "nonfinite.policy=stop") if name == "nan" else ONCE
+    words = (*ONCE, *MORE.get(name, ()))
     ended = train(tmp_path, *words, faults=(fault,))
     assert ended.code == code, ended.output
     assert not re.search(r"^(error|.*Connection (closed|reset))", ended.output.split("lockstep:")[0], re.M), (

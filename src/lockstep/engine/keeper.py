@@ -194,8 +194,8 @@ class Keeper:
         """Copy the state, and let it be written while training goes on; `around` is what the loop knows beside it."""
         self.settle()
         pulse, before = self.runtime.pulse, self.runtime.pulse.phase
-        pulse.beat("snapshot")
         step = self.state.stepper.counters.step
+        pulse.beat("snapshot", step)
         tensors, aliases, state = self.state.capture()
         values = {
             "state": state,

@@ -187,6 +187,7 @@ class Run:
         # Not the derived micro-batch, which follows the number of ranks: the same batches give the same number.
         batch = self.config.evaluate.batch or self.config.micro_batch or min(self.plan.global_batch, 32)
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
+        self.runtime.pulse.beat("evaluate", self.stepper.counters.step if self.opened else 0)
         found = evaluate(evaluator, self.driver, self.runtime)
         if found is None:  # somebody was asked to leave, and waits no longer
             self._leave_evaluation()
