@@ -9,7 +9,6 @@ lambdas and local functions by value. A worker that hangs or dies fails the job'
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import os
 import signal
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -100,7 +99,7 @@ class Worker:
 
     def dump_stacks(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(DUMP)
+            os.killpg(self.process.pid, DUMP)  # the job's own process is a child of the worker's
 
     def kill(self) -> None:
         self.connection.close()
@@ -200,70 +199,57 @@ def _tail(path: Path, characters: int = 6000) -> str:
 
 
 def main() -> None:
+    """Every job runs in a process of its own, forked from this one, which has imported everything and done nothing:
+    what a job leaves behind (process groups, meshes, threads) dies with it."""
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
-    faulthandler.register(DUMP, all_threads=True)
-    for name in ("torch._dynamo", "torch.distributed.nn"):
-        # The first optimizer imports them anyway. Imported while a group exists, they keep it open for ever, as the
-        # default value of arguments.
+    signal.signal(DUMP, signal.SIG_IGN)
+    for name in ("torch._dynamo", "torch.distributed.nn", "torch.distributed.fsdp", "lockstep.engine.own_loop"):
         importlib.import_module(name)
-    from torch.distributed import PrefixStore, TCPStore
-
-    store = TCPStore("127.0.0.1", store_port, is_master=False)
-    held = _hold_destroyed_groups()
-    modules = 0
     connection.send_bytes(b"ready")
     while True:
         try:
             job: Job = cloudpickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
-        faulthandler.dump_traceback_later((job.limit + ORPHAN_TIME).total_seconds(), exit=True)
-        answer = _answer(job, PrefixStore(f"job-{job.number}", store), held)
-        if len(sys.modules) > modules:  # what imports brought stays: never look through it for garbage again
-            gc.freeze()
-            modules = len(sys.modules)
-        faulthandler.cancel_dump_traceback_later()
-        connection.send_bytes(answer)
+        work = _unpacked(job)  # here, so that what it imports is imported once
+        child = os.fork()
+        if child == 0:
+            _run(job, work, connection, store_port)
+        _, status = os.waitpid(child, 0)
+        if status:  # it died without an answer: so do we, and the session hears of it
+            sys.exit(1)
 
 
-def _hold_destroyed_groups() -> list[Any]:
-    """Whatever group a job destroys lands in the returned list, so that the list is the last to let go of it.
-
-    Where DDP's reducer is the last, torch can deadlock: it waits for gloo's threads and keeps the GIL meanwhile,
-    while one of them waits for the GIL to free a tensor. Python's own reference gives the GIL away first.
-    """
-    import torch.distributed as dist
-
-    held: list[Any] = []
-    destroy = dist.destroy_process_group
-
-    def hold_and_destroy(group: Any = None) -> None:
-        held.append(group or dist.group.WORLD)
-        destroy(group)
-
-    dist.destroy_process_group = hold_and_destroy
-    return held
-
-
-def _answer(job: Job, store: Any, held: list[Any]) -> bytes:
-    result = _attempt(job, store)
-    left = _destroy_group()
-    gc.collect()
-    held.clear()  # only now are the sockets closed, and peers that wait for a failed rank freed
-    if not isinstance(result, Failure) and (left or _gloo_threads()):
-        result = Failure(job.rank, RuntimeError("the job left its process group behind"), "", time.time())
+def _unpacked(job: Job) -> Any:
     try:
-        return cloudpickle.dumps(result)
+        return cloudpickle.loads(job.payload)
+    except BaseException as error:
+        return _failure(job.rank, error)
+
+
+def _run(job: Job, work: Any, connection: Connection, store_port: int) -> NoReturn:
+    from torch.distributed import PrefixStore, TCPStore
+
+    faulthandler.register(DUMP, all_threads=True)
+    faulthandler.dump_traceback_later((job.limit + ORPHAN_TIME).total_seconds(), exit=True)
+    store = PrefixStore(f"job-{job.number}", TCPStore("127.0.0.1", store_port, is_master=False))
+    result = work if isinstance(work, Failure) else _attempt(job, work, store)
+    try:
+        answer = cloudpickle.dumps(result)
     except Exception as error:  # whatever a result's own pickling raises
-        return cloudpickle.dumps(_failure(job.rank, TypeError(f"the result cannot travel: {error}")))
+        answer = cloudpickle.dumps(_failure(job.rank, TypeError(f"the result cannot travel: {error}")))
+    connection.send_bytes(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def _attempt(job: Job, store: Any) -> Any:
+def _attempt(job: Job, work: Any, store: Any) -> Any:
     from lockstep.runtime.world import World
 
     try:
-        function, args = cloudpickle.loads(job.payload)
+        function, args = work
         return function(World(job.rank, job.world, job.rank, job.world), store, *args)
     except BaseException as error:
         return _failure(job.rank, error)
@@ -277,24 +263,6 @@ def _failure(rank: int, error: BaseException) -> Failure:
     except Exception:  # an exception class that cannot be rebuilt from its arguments
         error = RuntimeError(f"{type(error).__name__}: {error}")
     return Failure(rank, error, trace, now)
-
-
-def _destroy_group() -> bool:
-    """Whether there was one: a process group that outlives its job would meet the next job's."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        return True
-    # A failed start leaves torch's counter of groups ahead, and the next group under a name of its own.
-    dist.distributed_c10d._world.group_count = 0
-    return False
-
-
-def _gloo_threads() -> int:
-    """A group that somebody still holds keeps its threads, and its peers waiting."""
-    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").glob("*")]
-    return sum("gloo" in name for name in names)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ def add_ranks(world: World, store: Any, start: float) -> tuple[int, float]:
         return os.getpid(), float(runtime.collectives.sum_(torch.tensor(start + world.rank)))
 
 
-def test_results_come_by_rank_from_the_same_processes(pool: Pool) -> None:
+def test_results_come_by_rank_from_new_processes(pool: Pool) -> None:
     for size in (1, 2, 3, 4):
         found = pool.run(add_ranks, 10.0, world=size)
         assert [total for _, total in found] == [10.0 * size + sum(range(size))] * size
         again = pool.run(add_ranks, 0.0, world=size)
-        assert [pid for pid, _ in again] == [pid for pid, _ in found]
+        assert not {pid for pid, _ in again} & {pid for pid, _ in found}
 
 
 def test_local_functions_travel_too(pool: Pool) -> None:
@@ -61,9 +61,8 @@ def leave_the_group(world: World, store: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
 
-def test_a_process_group_left_behind_is_an_error(pool: Pool) -> None:
-    with pytest.raises(RuntimeError, match="left its process group behind"):
-        pool.run(leave_the_group, world=2)
+def test_what_a_job_leaves_behind_does_not_reach_the_next(pool: Pool) -> None:
+    pool.run(leave_the_group, world=2)
     assert pool.run(add_ranks, 0.0, world=2)[0][1] == 1.0
 
 

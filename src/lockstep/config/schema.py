@@ -88,6 +88,12 @@ class DDPConfig(Section):
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; exchanges after backward")
 
 
+class FSDPConfig(Section):
+    blocks: list[str] | None = _key(None, "classes of the modules to cut one by one; null: found", example=["Block"])
+    offload: bool = _key(False, "keep parameters and optimizer state in host memory")
+    replicas: int | None = _key(None, "hsdp: groups of ranks with a whole copy each; null: one per host", ge=1)
+
+
 class CheckpointConfig(Section):
     every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
     minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)
@@ -136,7 +142,7 @@ class RunConfig(Section):
     micro_batch: int | None = _key(None, "samples per forward and backward; null: derived", example=8, ge=1)
     tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")
-    strategy: Literal["ddp"] = _key("ddp", "how the ranks share the model")
+    strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp"] = _key("ddp", "how the ranks share the model")
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
@@ -151,6 +157,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
+    fsdp: FSDPConfig = FSDPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
     hang: HangConfig = HangConfig()

@@ -27,6 +27,7 @@ class BatchShape:
     global_batch: int
     micro_batch: int
     tail: str
+    even: bool = False  # every rank runs equally many micro-batches, padded with ones that weigh nothing
 
 
 def open_source(
@@ -136,7 +137,9 @@ class MapSource:
         """This rank's micro-batches, still without data. With nothing to do it repeats the first, as padding."""
         count = -(-window.size // self.shape.micro_batch)
         mine = deal(count, self.world.rank, self.world.size)
-        return [self._piece(window, index, padding=not mine) for index in mine or range(1)]
+        most = -(-count // self.world.size) if self.shape.even else 1
+        padding = [self._piece(window, mine[0] if mine else 0, padding=True) for _ in range(most - len(mine))]
+        return [*(self._piece(window, index, padding=False) for index in mine), *padding]
 
     def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
         start, stop = micro_slice(window, self.shape.micro_batch, index)
@@ -207,8 +210,12 @@ class StreamSource:
                 "__iter__ starts anew",
             )
         else:
+            pieces = []
+        most = self.samples // self.shape.micro_batch if self.shape.even else 1
+        assert self._last is not None
+        for _ in range(most - len(pieces)):
             last = self._last
-            pieces = [MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)]
+            pieces.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
         samples = sum(piece.samples for piece in pieces if not piece.padding)
         return Share(len(pieces), pieces, samples * self.world.size, exhausted=self._ended)
 

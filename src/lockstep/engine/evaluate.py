@@ -53,7 +53,7 @@ def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluati
     driver.model.eval()
     try:
         with torch.no_grad():
-            rows, samples = _run_my_batches(evaluator, driver.model, runtime)
+            rows, samples = _run_my_batches(evaluator, driver, runtime)
     finally:
         for module, training in modes:  # each as it was: a part may be kept in eval mode on purpose
             module.training = training
@@ -64,24 +64,25 @@ def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluati
     return _combine([row for part in everything for row in part["rows"]], sum(part["samples"] for part in everything))
 
 
-def _run_my_batches(
-    evaluator: Evaluator, model: nn.Module, runtime: Runtime
-) -> tuple[list[dict[str, list[float]]], int]:
-    """`model` is the unwrapped one: ranks run different numbers of batches, so no forward may wait for another rank."""
+def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> tuple[list[dict[str, list[float]]], int]:
+    """With the unwrapped model: ranks run different numbers of batches, so no forward may wait for another rank. Where
+    one must (a model that is cut), those with fewer batches repeat one, and forget what came out."""
     length, batch = len(evaluator.reader.dataset), evaluator.batch
     mine = deal(math.ceil(length / batch), runtime.world.rank, runtime.world.size)
     ranges = [range(index * batch, min((index + 1) * batch, length)) for index in mine]
-    requests = ((0, ids) for ids in ranges)
+    most = -(-math.ceil(length / batch) // runtime.world.size) if driver.in_step else 0
+    repeated = [range(min(batch, length))] * (most - len(ranges))
+    requests = ((0, ids) for ids in [*ranges, *repeated])
     results: list[dict[str, tuple[Any, Any]]] = []
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
         runtime.pulse.beat("evaluate")
-        if runtime.notice.signal is not None:
+        if runtime.notice.signal is not None and not driver.in_step:
             return [], 0
         with evaluator.precision.autocast():
-            loss = evaluator.loss_of(model, to_device(data, runtime.device))
+            loss = evaluator.loss_of(driver.model, to_device(data, runtime.device))
         results.append({name: (total, weight) for name, total, weight in terms(loss)})
     # Read back only now: one host synchronisation instead of one per batch.
-    rows = [{name: [float(t), float(w)] for name, (t, w) in row.items()} for row in results]
+    rows = [{name: [float(t), float(w)] for name, (t, w) in row.items()} for row in results[: len(ranges)]]
     return rows, sum(map(len, ranges))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
@@ -158,14 +158,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save_weights(run_dir: Path, model: nn.Module) -> None:
+def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Under the model's own names; tied weights are stored once. An older file is replaced whole or not at all."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
     staged = run_dir / "model.safetensors.tmp"
     try:
-        save_model(model, str(staged))
+        save_file(weights, str(staged), metadata={"format": "pt", **aliases})
         os.replace(staged, run_dir / "model.safetensors")
     except (OSError, SafetensorError) as error:
         staged.unlink(missing_ok=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.config import ClipConfig, LrConfig
 from lockstep.errors import UserError
+from lockstep.parallel.layout import local
 
 
 def factor(config: LrConfig, step: int, total: int) -> float:
@@ -110,14 +112,16 @@ class Clipping:
         limit = self.config.norm
         return 1.0 if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
 
-    def clip_elements_(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+    def clip_elements_(
+        self, parameters: list[Tensor], grads: list[Tensor], lengths_of: Callable[[list[Tensor]], list[Tensor]]
+    ) -> None:
+        """`lengths_of` knows tensors of which this rank holds a part only."""
+        here = [local(grad) for grad in grads]
         if self.config.value is not None:
-            torch._foreach_clamp_min_(grads, -self.config.value)
-            torch._foreach_clamp_max_(grads, self.config.value)
+            torch._foreach_clamp_min_(here, -self.config.value)
+            torch._foreach_clamp_max_(here, self.config.value)
         if self.config.adaptive is not None:
             # No gradient longer than `adaptive` times its weight; the floor lets zero weights move at all.
-            weights = torch._foreach_norm([p.detach() for p in parameters])
-            lengths = torch._foreach_norm(grads)
-            for grad, weight, length in zip(grads, weights, lengths, strict=True):
+            for grad, weight, length in zip(here, lengths_of(parameters), lengths_of(grads), strict=True):
                 limit = self.config.adaptive * weight.clamp(min=1e-3)
                 grad.mul_((limit / (length + 1e-6)).clamp(max=1.0))

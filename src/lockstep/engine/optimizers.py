@@ -59,6 +59,14 @@ class Optimizers:
             )
 
 
+def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
+    """An optimizer that was made before the model was cut holds parameters that are gone: give it the new ones."""
+    replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
+    for optimizer in made if isinstance(made, list | tuple) else [made]:
+        for group in getattr(optimizer, "param_groups", []) if replaced else []:
+            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+
+
 def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 

@@ -22,7 +22,7 @@ from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.keeper import Keeper, Resumed
 from lockstep.engine.optim import LearningRate
-from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.optimizers import Optimizers, rebind
 from lockstep.engine.samples import SampleLog, blame
 from lockstep.engine.selfcheck import (
     TrainableGuard,
@@ -33,7 +33,7 @@ from lockstep.engine.selfcheck import (
     first_share,
 )
 from lockstep.engine.skips import is_spike
-from lockstep.engine.state import RunState, Stateful
+from lockstep.engine.state import RunState, Stateful, whole_state
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
@@ -83,10 +83,13 @@ class Run:
             )
         check_storage(model)
         check_supported(model)
+        check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
+        before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime)
-        self.optimizers = Optimizers(optimizers(self.driver.model), model)
+        made = optimizers(self.driver.model)
+        rebind(made, before, dict(model.named_parameters()))
+        self.optimizers = Optimizers(made, model)
         self.guard = TrainableGuard(model)
-        check_replicas(model, self.runtime)  # frozen parts are not broadcast: they must be equal by themselves
         return self.driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -94,7 +97,7 @@ class Run:
         config, runtime = self.config, self.runtime
         self.plan = plan = make_plan(config, runtime.world.size, len(data) if hasattr(data, "__len__") else None)
         check_even_work(self.driver.model, plan, config.tail)
-        shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail)
+        shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, even=self.driver.in_step)
         self.source: BatchSource = open_source(
             data, collate, shape, config.data, config.seed, runtime.world, runtime.device
         )
@@ -150,7 +153,8 @@ class Run:
             self.recorder.poll()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
-            check_replicas(self.driver.model, self.runtime)
+            if self.driver.replicated:
+                check_replicas(self.driver.model, self.runtime)
         self.stepper.save_failed = self.keeper.poll()
         self.stepper.save_requested = self.keeper.wants(step)
 
@@ -213,7 +217,8 @@ class Run:
         self.keeper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
-        on_main(lambda: save_weights(self.run_dir, self.driver.model), self.runtime)
+        weights, aliases = whole_state(self.driver.model, keep=self.runtime.is_main)
+        on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""

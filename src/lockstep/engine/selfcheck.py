@@ -161,11 +161,12 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach().contiguous().view(whole).sum(dtype=torch.int64)
 
 
-def check_replicas(model: nn.Module, runtime: Runtime) -> None:
+def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Replicas must hold the same bits. Compares a checksum per parameter; names the first that differs."""
-    if runtime.world.alone:
+    pairs = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
+    if runtime.world.alone or not pairs:
         return
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    names, parameters = zip(*pairs, strict=True)
     everybody = runtime.collectives.gather_json(torch.stack([_checksum(p) for p in parameters]).tolist())
     for rank, theirs in enumerate(everybody):
         for name, mine, other in zip(names, everybody[0], theirs, strict=True):

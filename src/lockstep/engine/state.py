@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.save import Slice
@@ -18,6 +19,7 @@ from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
+from lockstep.parallel.layout import block_of, is_cut, like, local, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -68,7 +70,10 @@ class RunState:
                 tensors[full] = value.detach()
         parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
         values: Values = {
-            "model": {"extra": extra, "left_out": {name: digest(self._named(name)) for name in sorted(self._left_out)}},
+            "model": {
+                "extra": extra,
+                "left_out": {name: digest(whole(self._named(name))) for name in sorted(self._left_out)},
+            },
             "optimizers": [self._optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
             "next_samples": next_samples(self.source),
@@ -115,7 +120,7 @@ class RunState:
         plain = {name for name, value in here.items() if isinstance(value, Tensor)}
         left_out = values["left_out"]
         for name, expected in left_out.items():
-            if name in plain and digest(self._named(name)) != expected:
+            if name in plain and digest(whole(self._named(name))) != expected:
                 raise UserError(
                     f"the frozen parameter {name!r} as it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
@@ -136,8 +141,7 @@ class RunState:
                 raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
             if places.setdefault(original, place) != place:
                 raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
-            with torch.no_grad():
-                target.copy_(reader.read(source))
+            _fill(target, source, reader)
         for name, value in values["extra"].items():
             owner, _, _ = name.rpartition("_extra_state")
             self.model.get_submodule(owner.rstrip(".")).set_extra_state(unpack(value, reader.read, self._device))
@@ -173,7 +177,7 @@ class RunState:
             name = sorted(set(order) ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        state = unpack(saved["state"], reader.read, self._device)
+        state = unpack(saved["state"], lambda name: self._read_for(name, number, reader), self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))
         packed = {
@@ -185,6 +189,15 @@ class RunState:
         }
         optimizer.load_state_dict(packed)  # torch puts every tensor on its parameter's device
         return changed
+
+    def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
+        """A tensor of an optimizer's state: of one that is laid out like its parameter, this rank's part."""
+        rest = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
+        parameter = dict(self.model.named_parameters()).get(rest)
+        if isinstance(parameter, DTensor) and reader.shape(name) == tuple(parameter.shape):
+            block = block_of(parameter)
+            return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
+        return reader.read(name)
 
     def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
@@ -211,10 +224,16 @@ class RunState:
 
 
 def share_out(tensors: dict[str, Tensor], rank: int, size: int) -> list[Slice]:
-    """Replicas hold the same: each rank writes a part of the tensors, about equally many bytes."""
+    """What is cut, every rank writes its part of. What all ranks hold, they share: about equally many bytes each."""
     loads = [0] * size
     mine = []
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            block = block_of(tensor)
+            if block.first_copy and block.local.numel():
+                mine.append(Slice(name, block.local, block.shape, block.offset))
+    replicated = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    for name, tensor in sorted(replicated.items(), key=lambda item: (-item[1].nbytes, item[0])):
         writer = loads.index(min(loads))
         loads[writer] += tensor.nbytes
         if writer == rank:
@@ -241,8 +260,36 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[Values]:
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
+def whole_state(model: nn.Module, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors, uncut, and the other names of tied ones. All ranks must call this; those that do not `keep`
+    them get nothing."""
+    found, aliases, seen = {}, {}, {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue
+        first = seen.setdefault(_identity(value), name)
+        if first != name:
+            aliases[name] = first
+            continue
+        full = whole(value)
+        if keep:
+            found[name] = (full.cpu() if is_cut(value) else full).contiguous()
+    return found, aliases
+
+
+def _fill(target: Tensor, name: str, reader: Reader) -> None:
+    """This rank's part of `target`, and nothing else, is read."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            block = block_of(target)
+            block.local.copy_(reader.read_block(name, block.offset, tuple(block.local.shape)))
+        else:
+            target.copy_(reader.read(name))
+
+
 def _identity(tensor: Tensor) -> Any:
     """Equal for two names of one tensor."""
+    tensor = local(tensor)
     if tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -27,6 +27,7 @@ from lockstep.engine.spikes import SpikeWatch
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
 from lockstep.parallel.drivers import Driver
+from lockstep.parallel.layout import local
 from lockstep.parallel.word import Word
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
@@ -83,7 +84,7 @@ class Stepper:
         self.clipping = Clipping(config.clip)
         self.skips = SkipPolicy(config.nonfinite, config.spike)
         self.spikes = SpikeWatch(config.spike)
-        self.folds = optimizers.folds and not self.clipping.changes_elements
+        self.folds = optimizers.folds and driver.replicated and not self.clipping.changes_elements
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
@@ -156,8 +157,8 @@ class Stepper:
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
         used = driver.names if len(grads) == len(driver.names) else self._used_names()
-        norms = torch.stack(torch._foreach_norm(grads))
-        norm = torch.linalg.vector_norm(norms)  # of the gradients as exchanged: same bits on every rank
+        norms = driver.norms(grads)
+        norm = torch.linalg.vector_norm(norms)
         self.lr = self.learning_rate.set(self.counters.applied)
         step, self.counters.step = self.counters.step, self.counters.step + 1
         if self.late:
@@ -195,9 +196,10 @@ class Stepper:
         if self.folds:
             self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
-        torch._foreach_mul_(grads, coefficient)
+        here = [local(grad) for grad in grads]
+        torch._foreach_mul_(here, coefficient)
         if self.clipping.changes_elements:
-            self.clipping.clip_elements_(parameters, grads)
+            self.clipping.clip_elements_([p.detach() for p in parameters], grads, self.driver.lengths)
         self.optimizers.step()
 
     def _apply_late(self, step: int, norm: Tensor, norms: Tensor, packed: Tensor, used: list[str]) -> StepResult | None:

@@ -8,6 +8,7 @@ from lockstep.config import RunConfig
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.flat import FlatDriver
+from lockstep.parallel.fsdp import FSDPDriver
 from lockstep.runtime.context import Runtime
 
 
@@ -18,6 +19,8 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
+    if config.strategy in ("fsdp", "fsdp-grads", "hsdp"):
+        return FSDPDriver(model, config.strategy, config.fsdp, runtime)
     if config.ddp.find_unused_parameters:
         return FlatDriver(model, runtime)
     return DDPDriver(model, config.ddp, runtime)

@@ -95,6 +95,8 @@ class Replica(DistributedDataParallel):
 
 
 class DDPDriver:
+    in_step, replicated = False, True
+
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime):
         self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
@@ -138,6 +140,12 @@ class DDPDriver:
     def word(self) -> Tensor:
         assert self._word_parameter.grad is not None
         return self._word_parameter.grad
+
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
+
+    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_norm(tensors))
 
     def sync_buffers(self) -> None:
         live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]

@@ -20,6 +20,8 @@ class Driver(Protocol):
     names: list[str]
     gradient_factor: float  # what turns `.grad` after the exchange into the sum over all ranks
     codec: WordCodec
+    in_step: bool  # a forward waits for the other ranks: all must run equally many
+    replicated: bool  # every rank holds every parameter whole
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
@@ -33,6 +35,12 @@ class Driver(Protocol):
     def word(self) -> Tensor:
         """The summed word of this step, packed by `codec`."""
 
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        """The lengths of this step's gradients as a whole, in their order, the same bits on every rank."""
+
+    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of tensors that are laid out like the parameters."""
+
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
 
@@ -41,6 +49,7 @@ class SingleDriver:
     """One process: there is nobody to exchange with."""
 
     gradient_factor = 1.0
+    in_step, replicated = False, True
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = self.call = model
@@ -61,6 +70,12 @@ class SingleDriver:
 
     def word(self) -> Tensor:
         return self._word
+
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack(self.lengths(grads))
+
+    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_norm(tensors))
 
     def sync_buffers(self) -> None:
         pass

@@ -1,0 +1,39 @@
+"""The repeated parts of a model, such as the layers of a transformer: what is gathered, recomputed or cut as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lockstep.errors import UserError
+
+
+def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn.Module]:
+    """The modules of the classes `named`, or else the children of every list of equal modules. May be none at all."""
+    if named:
+        found = [module for module in model.modules() if type(module).__name__ in named]
+        if not found:
+            classes = sorted(
+                {type(module).__name__ for module in model.modules() if any(True for _ in module.children())}
+            )
+            raise UserError(
+                f"blocks of class {', '.join(named)}",
+                "no such module in the model",
+                f"use one of: {', '.join(classes)}",
+            )
+        return _outermost(found)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    repeated = [list(holder) for holder in lists if len(holder) > 1 and len({type(m) for m in holder}) == 1]
+    return _outermost([module for children in repeated for module in children if _has_parameters(module)])
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Without those that lie inside another one."""
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    unique = {id(module): module for module in modules if id(module) not in inside}
+    return list(unique.values())

@@ -1,0 +1,145 @@
+"""One word of configuration, another way to execute: the same parameters after the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.engine import loop
+from lockstep.engine.run import Run
+from lockstep.engine.state import whole_state
+from lockstep.errors import Preempted
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import configured
+
+LENGTH, WIDTH, VOCABULARY = 52, 8, 13
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """Blocks, tied weights, a frozen part, and one part that is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Ragged(Task):
+    def model(self) -> nn.Module:
+        return Small()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, VOCABULARY, (LENGTH, 7), generator=g)
+        counted = torch.randint(0, 7, (LENGTH,), generator=g)
+        return TensorDataset(tokens, torch.arange(6) < counted[:, None])
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        logits = model(tokens[:, :-1])
+        each = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return Loss((each * mask.flatten()).sum(), mask.sum())
+
+    def eval_data(self) -> Any:
+        return self.data()
+
+
+BASE = {"global_batch": 10, "micro_batch": 2, "steps": 10, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+
+
+def final(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
+    """A job: the whole model after a run, and what was measured on it."""
+    resolved = configured(BASE | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = Run(resolved, runtime, "test")
+        task = Ragged()
+        if leave_at is not None:
+            notice = runtime.notice
+            original = run.finish
+
+            def finish(share: Any, result: Any) -> None:
+                if run.stepper.counters.step == leave_at - 1 and world.rank == 0:
+                    notice.signal = "SIGTERM"
+                original(share, result)
+
+            run.finish = finish
+        try:
+            summary = loop.fit(task, run)
+        except Preempted as left:
+            summary = {"left": left.step}
+        weights, _ = whole_state(run.driver.model, keep=True)
+        return {"weights": {name: t.clone() for name, t in weights.items()}, "summary": summary}
+
+
+@pytest.fixture(scope="module")
+def single(pool: Pool) -> dict[str, Any]:
+    return pool.run(final, {}, world=1)[0]
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        error = float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-9))
+        assert error <= 1e-5, f"{name}: off by {error:.1e}"
+
+
+STRATEGIES = {
+    "ddp": {"strategy": "ddp"},
+    "unused": {"ddp.find_unused_parameters": True},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp-grads": {"strategy": "fsdp-grads"},
+    "hsdp": {"strategy": "hsdp", "fsdp.replicas": 2},
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_ends_with_the_same_parameters(
+    pool: Pool, single: dict[str, Any], name: str, world: int
+) -> None:
+    for found in pool.run(final, STRATEGIES[name], world=world):
+        assert_close(found["weights"], single["weights"])
+        assert found["summary"]["eval_loss"] == pytest.approx(single["summary"]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("after", STRATEGIES)
+@pytest.mark.parametrize("before", STRATEGIES)
+def test_save_in_any_resume_in_any_other(
+    pool: Pool, single: dict[str, Any], tmp_path: Path, before: str, after: str
+) -> None:
+    values = {"run_dir": str(tmp_path), "resume": "auto"}
+    left = pool.run(final, STRATEGIES[before] | values, 5, world=4)
+    assert left[0]["summary"] == {"left": 5}
+    for found in pool.run(final, STRATEGIES[after] | values, world=2):
+        assert_close(found["weights"], single["weights"])
