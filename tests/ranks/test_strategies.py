@@ -117,6 +117,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 STRATEGIES = {
     "ddp": {"strategy": "ddp"},
     "unused": {"ddp.find_unused_parameters": True},
+    "zero1": {"strategy": "zero1"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp-grads": {"strategy": "fsdp-grads"},
     "hsdp": {"strategy": "hsdp", "fsdp.replicas": 2},

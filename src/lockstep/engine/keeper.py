@@ -16,12 +16,12 @@ import torch
 import lockstep
 from lockstep.checkpoint.load import Found, Reader, find
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Report, Saver, free_bytes
+from lockstep.checkpoint.save import Report, Saver, Slice, free_bytes
 from lockstep.checkpoint.store import Store
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import typed
 from lockstep.engine.folder import RunFolder, on_main
-from lockstep.engine.state import RunState, share_out
+from lockstep.engine.state import RunState, merged, share_out, sizes_of
 from lockstep.errors import UserError
 from lockstep.launch.place import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
@@ -197,6 +197,8 @@ class Keeper:
         step = self.state.stepper.counters.step
         pulse.beat("snapshot", step)
         tensors, aliases, state = self.state.capture()
+        if not self.state.alike:
+            state = merged(self.runtime.collectives.gather_json(state))
         values = {
             "state": state,
             "config": {key: typed(value) for key, value in flatten(self.config).items()},
@@ -205,7 +207,7 @@ class Keeper:
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
             **around,
         }
-        slices = share_out(tensors, self.runtime.world.rank, self.runtime.world.size)
+        slices = self._share(tensors)
         self.saver.save(step, slices, aliases, values, self.state.steady())
         self._open, self._saved_step, self._rewinds = True, step, 0
         self._last = time.monotonic()
@@ -215,7 +217,13 @@ class Keeper:
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
         tensors, _, _ = self.state.capture_tensors()
-        self.saver.prepare(share_out(tensors, self.runtime.world.rank, self.runtime.world.size))
+        self.saver.prepare(self._share(tensors))
+
+    def _share(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
+        """What this rank writes."""
+        mine, world = sizes_of(tensors), self.runtime.world
+        everybody = [mine] * world.size if self.state.alike else self.runtime.collectives.gather_json(mine)
+        return share_out(tensors, world.rank, everybody)
 
     def poll(self) -> bool:
         """Tell what has been written. Whether this rank's part of a save has failed: the control word carries that."""

@@ -22,6 +22,7 @@ class Optimizers:
         for optimizer in self.all:
             _check_kind(optimizer)
         _check_coverage(self.all, model)
+        self.groups = [[list(group["params"]) for group in o.param_groups] for o in self.all]  # all, whoever steps them
         fused = all(type(o) in FOLDING and _fused(o) for o in self.all)
         # They hold the divisor in float32: float64 parameters are scaled before the step instead.
         self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())

@@ -35,6 +35,7 @@ from lockstep.engine.selfcheck import (
 from lockstep.engine.skips import is_spike
 from lockstep.engine.state import RunState, Stateful, whole_state
 from lockstep.engine.step import Stepper
+from lockstep.engine.zero import ShardedOptimizers
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
@@ -88,7 +89,8 @@ class Run:
         self.driver = apply(model, self.config, self.runtime)
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
-        self.optimizers = Optimizers(made, model)
+        cut = self.config.strategy == "zero1" and not self.runtime.world.alone
+        self.optimizers = ShardedOptimizers(made, model, self.runtime) if cut else Optimizers(made, model)
         self.guard = TrainableGuard(model)
         return self.driver
 

@@ -42,6 +42,7 @@ class RunState:
         keep_frozen: bool,
     ):
         self.model, self.optimizers, self.stepper, self.source = model, optimizers, stepper, source
+        self.alike = type(optimizers) is Optimizers  # every rank knows the same
         self.others = others  # the task, and what a loop of the user's own has registered
         self._device = next(model.parameters()).device
         self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
@@ -158,7 +159,7 @@ class RunState:
         return {
             "kind": type(optimizer).__name__,
             "state": pack(state, prefix, tensors),
-            "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+            "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
             "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
             "settings": pack(_settings(optimizer), f"{prefix}.settings", tensors),
         }
@@ -173,11 +174,13 @@ class RunState:
             )
         order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         before = [name for group in saved["params"] for name in group]
-        if set(order) != set(before):
-            name = sorted(set(order) ^ set(before))[0]
+        here = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
+        if here != set(before):
+            name = sorted(here ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        state = unpack(saved["state"], lambda name: self._read_for(name, number, reader), self._device)
+        mine = {name: kept for name, kept in saved["state"].items() if name in set(order)}
+        state = unpack(mine, lambda name: self._read_for(name, number, reader), self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))
         packed = {
@@ -223,20 +226,43 @@ class RunState:
         return changed, groups
 
 
-def share_out(tensors: dict[str, Tensor], rank: int, size: int) -> list[Slice]:
-    """What is cut, every rank writes its part of. What all ranks hold, they share: about equally many bytes each."""
-    loads = [0] * size
+def merged(everybody: list[Values]) -> Values:
+    """The values of all ranks as one. They differ only in whose parameters the optimizers hold state of."""
+    first = dict(everybody[0])
+    first["optimizers"] = [
+        {**one, "state": {name: kept for values in everybody for name, kept in values["optimizers"][k]["state"].items()}}
+        for k, one in enumerate(first["optimizers"])
+    ]
+    return first
+
+
+def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The bytes of those that this rank holds whole."""
+    return {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+
+
+def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, int]]) -> list[Slice]:
+    """What is cut, every rank writes its part of. What several ranks hold, they share: about equally many bytes each.
+
+    `everybody`: the names and bytes of the tensors that each rank holds whole.
+    """
+    holders: dict[str, list[int]] = {}
+    for holder, sizes in enumerate(everybody):
+        for name in sizes:
+            holders.setdefault(name, []).append(holder)
+    loads = [0] * len(everybody)
     mine = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             block = block_of(tensor)
             if block.first_copy and block.local.numel():
                 mine.append(Slice(name, block.local, block.shape, block.offset))
-    replicated = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    for name, tensor in sorted(replicated.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        writer = loads.index(min(loads))
-        loads[writer] += tensor.nbytes
+    bytes_of = {name: size for one in everybody for name, size in one.items()}
+    for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
+        writer = min(holders[name], key=lambda holder: (loads[holder], holder))
+        loads[writer] += size
         if writer == rank:
+            tensor = tensors[name]
             mine.append(Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
     return mine
 
