@@ -158,6 +158,7 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
 @contextmanager
 def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
+    from lockstep.engine.exhausted import explained
     from lockstep.engine.own_loop import OwnRun
     from lockstep.engine.run import Run
     from lockstep.runtime import context
@@ -176,7 +177,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         run = Run(resolved, runtime, script)
         own = OwnRun(run)
         try:
-            yield own
+            with explained(run):
+                yield own
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 own.close()  # the script ends here, and well
@@ -197,13 +199,15 @@ def fit_shipped(path: str, layers: list[Layer]) -> None:
 
 def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
     from lockstep.engine import loop
+    from lockstep.engine.exhausted import explained
     from lockstep.engine.run import Run
     from lockstep.runtime import context
 
     with context.start(World.from_env(), resolved.config) as runtime:
         run = Run(resolved, runtime, name, task.unit)
         try:
-            summary = loop.fit(task, run)
+            with explained(run):
+                summary = loop.fit(task, run)
         except BaseException as error:
             run.fail(error)
             raise

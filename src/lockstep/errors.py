@@ -36,6 +36,10 @@ class ConfigError(UserError):
         return ConfigError, (self.problems,)
 
 
+class SmallerMicroBatch(Exception):
+    """Out of memory under micro_batch=auto: a note with a smaller size has been left, so trying again makes sense."""
+
+
 class Preempted(SystemExit):
     """The run was asked to leave (SIGTERM, SIGUSR1, Ctrl-C), and has saved its state. Uncaught, it is the exit code."""
 

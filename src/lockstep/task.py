@@ -116,6 +116,16 @@ class Task:
         ]
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, fused=True)
 
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any] | None:
+        """For mesh.tp: which layers are cut, and how: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, also
+        "gathered", or a torch ParallelStyle. None: by the names that layers usually go by."""
+        return None
+
+    def stages(self, model: nn.Module) -> list[nn.Module] | None:
+        """For mesh.pp: the model as modules that are called one after another, each with what the one before it
+        returned; cuts lie between them. None: the parts of an nn.Sequential."""
+        return None
+
     def eval_data(self) -> Any:
         """A map-style dataset, or None: nothing to evaluate."""
         return None

@@ -52,9 +52,25 @@ class Small(nn.Module):
         return self.head(x)
 
 
+class Front(nn.Module):
+    """What comes before the blocks: for a pipeline."""
+
+    def __init__(self, model: Small) -> None:
+        super().__init__()
+        self.embed, self.frozen = model.embed, model.frozen
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return x + self.frozen(x)
+
+
 class Ragged(Task):
     def model(self) -> nn.Module:
         return Small()
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Small)
+        return [Front(model), *model.blocks, model.head]
 
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -98,7 +114,7 @@ def final(world: World, store: Any, values: dict[str, Any], leave_at: int | None
             summary = loop.fit(task, run)
         except Preempted as left:
             summary = {"left": left.step}
-        weights, _ = whole_state(run.driver.model, keep=True)
+        weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
         return {"weights": {name: t.clone() for name, t in weights.items()}, "summary": summary}
 
 
@@ -121,6 +137,13 @@ STRATEGIES = {
     "fsdp": {"strategy": "fsdp"},
     "fsdp-grads": {"strategy": "fsdp-grads"},
     "hsdp": {"strategy": "hsdp", "fsdp.replicas": 2},
+    "tp": {"strategy": "tp"},
+    "ddp x tp": {"mesh.tp": 2},
+    "fsdp x tp": {"strategy": "fsdp", "mesh.tp": 2},
+    "pp": {"strategy": "pp"},
+    "pp gpipe x dp": {"mesh.pp": 2, "pp.schedule": "gpipe"},
+    "pp interleaved": {"mesh.pp": 2, "pp.schedule": "interleaved"},
+    "pp zero-bubble": {"mesh.pp": 2, "pp.schedule": "zero-bubble"},
 }
 
 

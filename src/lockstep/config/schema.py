@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from lockstep.errors import UserError
 
@@ -22,10 +24,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _remat(value: Any) -> str:
+    if value is None:
+        return "none"
+    if not re.fullmatch(r"none|full|selective|every-[1-9]\d*", str(value)):
+        raise PydanticCustomError("remat", "Input should be 'none', 'full', 'selective' or 'every-2'")
+    return value
+
+
 # `none` and `off` reach us as null and false, because that is how YAML reads these words.
 Scaling = Annotated[Literal["none", "sqrt", "linear"], BeforeValidator(lambda v: "none" if v is None else v)]
 SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], BeforeValidator(lambda v: "off" if v is False else v)]
 Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
+Remat = Annotated[str, BeforeValidator(_remat)]
+GradientHook = Annotated[
+    Literal["none", "fp16", "bf16", "powersgd"], BeforeValidator(lambda v: "none" if v is None else v)
+]
 PathText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 
 
@@ -86,12 +100,31 @@ class DataConfig(Section):
 class DDPConfig(Section):
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; exchanges after backward")
+    hook: GradientHook = _key("none", "how gradients are made smaller to travel; all but none lose a little")
+    powersgd_rank: int = _key(4, "powersgd: rank that a gradient matrix is sent with", ge=1)
+    powersgd_start: int = _key(100, "powersgd: steps at the start that are exchanged in full", ge=0)
+    error_feedback: bool = _key(True, "powersgd: add what a step left out to the next one")
+    gradient_as_bucket_view: bool = _key(True, "gradients live in the buckets; false: one more copy of them")
+    static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
+    sync_batchnorm: bool = _key(False, "BatchNorm over the micro-batches of all ranks (CUDA)")
 
 
 class FSDPConfig(Section):
-    blocks: list[str] | None = _key(None, "classes of the modules to cut one by one; null: found", example=["Block"])
     offload: bool = _key(False, "keep parameters and optimizer state in host memory")
     replicas: int | None = _key(None, "hsdp: groups of ranks with a whole copy each; null: one per host", ge=1)
+
+
+class MeshConfig(Section):
+    pp: int | None = _key(None, "stages of the model, one after another", example=2, ge=1)
+    dp: int | None = _key(None, "groups of ranks with samples of their own; null: what is left", example=2, ge=1)
+    tp: int | None = _key(None, "ranks that share every layer (the task's tensor_plan)", example=2, ge=1)
+
+
+class PPConfig(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = _key("1f1b", "order of forwards and backwards")
+    stages_per_rank: int | None = _key(
+        None, "stages of the model on each rank; null: interleaved 2, otherwise 1", example=2, ge=1
+    )
 
 
 class CheckpointConfig(Section):
@@ -139,10 +172,19 @@ class RunConfig(Section):
     seed: int = _key(0, "seed of all random streams", ge=0)
     global_batch: int | None = _key(None, "samples per optimizer step, all ranks together", example=64, ge=1)
     local_batch: int | None = _key(None, "samples per optimizer step and rank", example=8, ge=1)
-    micro_batch: int | None = _key(None, "samples per forward and backward; null: derived", example=8, ge=1)
+    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
+        None, "samples per forward and backward; null: derived; auto: halved when memory runs out", example=8
+    )
     tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")
-    strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp"] = _key("ddp", "how the ranks share the model")
+    strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"] = _key(
+        "ddp", "how the ranks share the model"
+    )
+    blocks: list[str] | None = _key(
+        None, "classes of the modules that are cut, or computed again, as one; null: found", example=["Block"]
+    )
+    init: Literal["host", "meta"] = _key("host", "where the model is made; meta: nowhere, then block by block (fsdp)")
+    remat: Remat = _key("none", "compute blocks again in backward: none, full, selective or every-2", example="full")
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
@@ -158,6 +200,8 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
+    mesh: MeshConfig = MeshConfig()
+    pp: PPConfig = PPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
     hang: HangConfig = HangConfig()
@@ -192,6 +236,14 @@ NOT_ABOVE = (  # the first must not be larger than the second
     ("scaler.minimum", "scaler.initial"),
     ("scaler.initial", "scaler.maximum"),
 )
+
+
+ONLY_DDP = {  # and the values that ask for nothing
+    "ddp.hook": "none",
+    "ddp.static_graph": False,
+    "ddp.gradient_as_bucket_view": True,
+    "ddp.sync_batchnorm": False,
+}
 
 
 # ---- nested and dotted ----------------------------------------------------------------------------------
@@ -260,7 +312,25 @@ def clashes(leaves: Mapping[str, Leaf]) -> list[UserError]:
         found = "lr.reference_batch, the batch that the rate was tuned for, is not set"
         problems.append(UserError(str(scaling), found, "add lr.reference_batch=256, or type lr.scaling=none"))
     for low, high in [(leaves[a], leaves[b]) for a, b in NOT_ABOVE if a in leaves and b in leaves]:
-        if low.value is not None and high.value is not None and low.value > high.value:
+        both_numbers = all(isinstance(leaf.value, int | float) for leaf in (low, high))
+        if both_numbers and low.value > high.value:
             fix = f"type {low.key}={typed(high.value)}, or {high.key}={typed(low.value)}"
             problems.append(UserError(f"{low} and {high}", f"{low.key} is larger than {high.key}", fix))
-    return problems
+    return problems + _without_ddp(leaves)
+
+
+def _without_ddp(leaves: Mapping[str, Leaf]) -> list[UserError]:
+    """Options of torch's DDP, where something else runs the model or exchanges the gradients."""
+    strategy, unused = leaves.get("strategy"), leaves.get("ddp.find_unused_parameters")
+    rivals = [strategy] if strategy and strategy.value not in ("ddp", "zero1") else []
+    rivals += [unused] if unused and unused.value else []
+    rivals += [leaves[key] for key in ("mesh.tp", "mesh.pp") if key in leaves and (leaves[key].value or 1) > 1]
+    asked = [leaves[key] for key, usual in ONLY_DDP.items() if key in leaves and leaves[key].value not in (None, usual)]
+    found = "an option of torch's DistributedDataParallel, which does not run then"
+    return [
+        UserError(
+            f"{leaf} and {rival}", found, f"type {leaf.key}={typed(ONLY_DDP[leaf.key])}, or leave {rival.key} out"
+        )
+        for leaf in asked
+        for rival in rivals
+    ]

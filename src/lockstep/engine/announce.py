@@ -11,6 +11,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.engine.optim import LearningRate
+from lockstep.parallel.hooks import about
+from lockstep.parallel.mesh import plan_mesh
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.pulse import FOLDER
@@ -46,9 +48,19 @@ def facts(
         "learning rate": ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
         + _scaling(config, plan),
     }
-    if config.micro_batch is None and any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules()):
+    if not (mesh := plan_mesh(config, runtime.world)).plain:
+        told["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
+    if config.micro_batch in (None, "auto") and _drops(model):
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
+    if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
+        told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
+    if config.ddp.hook != "none" and not runtime.world.alone:
+        told["exchange"] = about(config.ddp)
     return told
+
+
+def _drops(model: nn.Module) -> bool:
+    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
 
 
 def _world(runtime: Runtime) -> str:

@@ -68,9 +68,9 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
     """With the unwrapped model: ranks run different numbers of batches, so no forward may wait for another rank. Where
     one must (a model that is cut), those with fewer batches repeat one, and forget what came out."""
     length, batch = len(evaluator.reader.dataset), evaluator.batch
-    mine = deal(math.ceil(length / batch), runtime.world.rank, runtime.world.size)
+    mine = deal(math.ceil(length / batch), driver.data_rank, driver.data_size)
     ranges = [range(index * batch, min((index + 1) * batch, length)) for index in mine]
-    most = -(-math.ceil(length / batch) // runtime.world.size) if driver.in_step else 0
+    most = -(-math.ceil(length / batch) // driver.data_size) if driver.in_step else 0
     repeated = [range(min(batch, length))] * (most - len(ranges))
     requests = ((0, ids) for ids in [*ranges, *repeated])
     results: list[dict[str, tuple[Any, Any]]] = []
@@ -78,12 +78,21 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
         runtime.pulse.beat("evaluate")
         if runtime.notice.signal is not None and not driver.in_step:
             return [], 0
-        with evaluator.precision.autocast():
-            loss = evaluator.loss_of(driver.model, to_device(data, runtime.device))
-        results.append({name: (total, weight) for name, total, weight in terms(loss)})
+        loss = _loss(evaluator, driver, to_device(data, runtime.device))
+        if loss is not None:
+            results.append({name: (total, weight) for name, total, weight in terms(loss)})
+    if not driver.speaks:  # another rank has gone through the same batches, and tells
+        return [], 0
     # Read back only now: one host synchronisation instead of one per batch.
     rows = [{name: [float(t), float(w)] for name, (t, w) in row.items()} for row in results[: len(ranges)]]
     return rows, sum(map(len, ranges))
+
+
+def _loss(evaluator: Evaluator, driver: Driver, data: Any) -> Loss | None:
+    if driver.pipeline is not None:
+        return driver.pipeline.forward(evaluator.loss_of, data)
+    with evaluator.precision.autocast():
+        return evaluator.loss_of(driver.model, data)
 
 
 def _combine(rows: list[dict[str, list[float]]], samples: int) -> Evaluation:

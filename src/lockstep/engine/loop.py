@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.engine.run import Run
+from lockstep.parallel.meta import make_model
 from lockstep.task import Task
 
 
@@ -17,7 +18,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     now and then:           log, evaluate, keep a checkpoint
     at the end:             save, evaluate, show
     """
-    run.adopt(task.model(), task.optimizer)
+    run.adopt(make_model(task.model, run.config), task.optimizer, task)
     if hasattr(task, "state_dict"):
         run.others["task"] = task
     run.open(task.data(), task.collate)
@@ -45,12 +46,17 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
 
 def _show(task: Task, run: Run) -> str | None:
     """The weights are saved: an error in a sample's code is told, and does not spoil the run."""
-    if not run.runtime.is_main:
+    if not run.runtime.is_main and not run.driver.in_step:
+        return None
+    if run.driver.pipeline is not None:
+        if type(task).show is not Task.show:
+            run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
         return None
     run.driver.model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # growing inputs would compile again and again
-            return task.show(run.driver.model)
+            text = task.show(run.driver.model)  # by all ranks, where a forward waits for the others
+            return text if run.runtime.is_main else None
     except Exception:
         run.recorder.event("warning", reason=f"show() failed:\n{traceback.format_exc()}")
         return None

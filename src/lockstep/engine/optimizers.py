@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.layout import grid_of
 
 # torch's own fused optimizers divide gradients by `grad_scale` inside their one pass. Others that claim to take part in
 # loss scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
@@ -27,6 +30,7 @@ class Optimizers:
         # They hold the divisor in float32: float64 parameters are scaled before the step instead.
         self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())
         self.skips_by_itself = self.folds and all(type(o) in SKIPPING for o in self.all)
+        self._mixed = len({grid_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
 
@@ -38,7 +42,8 @@ class Optimizers:
         self._updating = True
         for optimizer in self.all:
             optimizer.grad_scale, optimizer.found_inf = divisor, skip  # pyrefly: ignore[missing-attribute]
-            optimizer.step()
+            with _one_grid_per_group(optimizer) if self._mixed else nullcontext():
+                optimizer.step()
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
@@ -58,6 +63,25 @@ class Optimizers:
                 "a direct call: the gradients are sums over the batch, not yet divided, checked or clipped",
                 "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
             )
+
+
+@contextmanager
+def _one_grid_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch's fused and foreach optimizers take whole and cut parameters, or two ways of cutting, only one by one."""
+    groups = optimizer.param_groups
+    parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in groups:
+        by_grid: dict[Any, list[Tensor]] = {}
+        for p in group["params"]:
+            by_grid.setdefault(grid_of(p), []).append(p)
+        parts += [(group, {**group, "params": some}) for some in by_grid.values()]
+    optimizer.param_groups = [part for _, part in parts]
+    try:
+        yield
+    finally:
+        for group, part in parts:  # some optimizers keep numbers there
+            group.update({key: value for key, value in part.items() if key != "params"})
+        optimizer.param_groups = groups
 
 
 def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:

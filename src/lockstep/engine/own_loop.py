@@ -64,6 +64,13 @@ class OwnRun:
                 )
             return model.to(self.device)
         driver = self._run.adopt(model, lambda _: list(optimizers))
+        if driver.pipeline is not None:
+            raise UserError(
+                "a pipeline (mesh.pp) in a loop of your own",
+                "a loop that computes the loss of one micro-batch after another; in a pipeline they are on their way "
+                "together, and the loss is known on the last stage only",
+                "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
+            )
         self._run.optimizers.refuse_direct_steps()
         return driver.call, *optimizers
 

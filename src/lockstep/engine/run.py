@@ -19,6 +19,7 @@ from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.engine.announce import facts, tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
+from lockstep.engine.exhausted import noted_micro_batch
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.keeper import Keeper, Resumed
 from lockstep.engine.optim import LearningRate
@@ -26,6 +27,7 @@ from lockstep.engine.optimizers import Optimizers, rebind
 from lockstep.engine.samples import SampleLog, blame
 from lockstep.engine.selfcheck import (
     TrainableGuard,
+    check_enough_work,
     check_even_work,
     check_replicas,
     check_same_config,
@@ -41,11 +43,13 @@ from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
+from lockstep.parallel.powersgd import KEPT_AS
 from lockstep.plan.plan import make_plan
 from lockstep.precision import check_storage, choose
 from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
+from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
 
 
@@ -74,8 +78,8 @@ class Run:
         seed_everything(derive(self.config.seed, "init"))
         seed_torch(derive(self.config.seed, "init"), runtime.device)
 
-    def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any]) -> Driver:
-        """Put the model on its device and under its driver, and get its optimizers."""
+    def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
+        """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it."""
         if hasattr(self, "driver"):
             raise UserError(
                 "a second model in one run",
@@ -86,7 +90,9 @@ class Run:
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
-        self.driver = apply(model, self.config, self.runtime)
+        self.driver = apply(model, self.config, self.runtime, task)
+        if (hook := getattr(self.driver, "hook", None)) and hasattr(hook, "state_dict"):
+            self.others[KEPT_AS] = hook
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
         cut = self.config.strategy == "zero1" and not self.runtime.world.alone
@@ -97,17 +103,27 @@ class Run:
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""
         config, runtime = self.config, self.runtime
-        self.plan = plan = make_plan(config, runtime.world.size, len(data) if hasattr(data, "__len__") else None)
+        share = World(self.driver.data_rank, self.driver.data_size)  # ranks that share a layer share the samples too
+        samples = len(data) if hasattr(data, "__len__") else None
+        most = noted_micro_batch(self.run_dir, runtime) if config.micro_batch == "auto" else None
+        self.plan = plan = make_plan(config, share.size, samples, most)
         check_even_work(self.driver.model, plan, config.tail)
+        if self.driver.pipeline is not None:
+            check_enough_work(plan)
         shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, even=self.driver.in_step)
-        self.source: BatchSource = open_source(
-            data, collate, shape, config.data, config.seed, runtime.world, runtime.device
-        )
+        self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
         state = RunState(
-            self.driver.model, self.optimizers, self.stepper, self.source, self.others, config.checkpoint.frozen
+            self.driver.model,
+            self.optimizers,
+            self.stepper,
+            self.source,
+            self.others,
+            config.checkpoint.frozen,
+            self.driver.holders,
+            runtime.world.rank,
         )
         self.keeper = Keeper(self.folder, state, config, plan, runtime, self.recorder.event)
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
@@ -131,7 +147,7 @@ class Run:
             first = not self._began and self.config.checks.first_batch and not self.runtime.world.alone
             self._began = True
             self.runtime.pulse.beat("data", self.stepper.counters.step)
-            share = first_share(self.source, self.runtime) if first else self.source.take()
+            share = first_share(self.source, self.runtime, self.driver.data_rank) if first else self.source.take()
             share.batches = self._timed(share.batches)
             self._spans = {self.stepper.counters.step: share.span, **dict(list(self._spans.items())[:1])}
             yield share
@@ -190,9 +206,7 @@ class Run:
             raise UserError(
                 "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
             )
-        # Not the derived micro-batch, which follows the number of ranks: the same batches give the same number.
-        batch = self.config.evaluate.batch or self.config.micro_batch or min(self.plan.global_batch, 32)
-        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
+        evaluator = Evaluator(loss_of, reader, self.evaluation_batch(), self.config.data.workers, self.precision)
         self.runtime.pulse.beat("evaluate", self.stepper.counters.step if self.opened else 0)
         found = evaluate(evaluator, self.driver, self.runtime)
         if found is None:  # somebody was asked to leave, and waits no longer
@@ -210,6 +224,11 @@ class Run:
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return found
 
+    def evaluation_batch(self) -> int:
+        """Not the derived micro-batch, which follows the number of ranks: the same batches give the same number."""
+        set_to = None if self.config.micro_batch == "auto" else self.config.micro_batch
+        return self.config.evaluate.batch or set_to or min(self.plan.global_batch, 32)
+
     def save(self) -> None:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self._end_loaders()
@@ -219,7 +238,7 @@ class Run:
         self.keeper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
-        weights, aliases = whole_state(self.driver.model, keep=self.runtime.is_main)
+        weights, aliases = whole_state(self.driver.model, self.runtime.is_main, self.driver.pipeline)
         on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
 
     def close(self, text: str | None = None) -> dict[str, Any]:

@@ -32,10 +32,11 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
             )
 
 
-def first_share(source: BatchSource, runtime: Runtime) -> Share:
+def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> Share:
     """The first share of every rank, or the same error on every rank.
 
-    Two ranks that read the same samples double their weight, and nothing else would ever show it.
+    Two ranks that read the same samples double their weight, and nothing else would ever show it. Those of one
+    `data_rank` must read the same ones.
     """
     share, problem, mine = None, None, None
     try:
@@ -44,15 +45,32 @@ def first_share(source: BatchSource, runtime: Runtime) -> Share:
         mine = None if batches[0].padding else digest(batches[0].data)
     except UserError as error:
         problem = error
-    everybody = runtime.collectives.gather_json([mine, problem and [problem.asked, problem.found, problem.fix]])
-    for rank, (_, trouble) in enumerate(everybody):
+    everybody = runtime.collectives.gather_json(
+        [mine, problem and [problem.asked, problem.found, problem.fix], data_rank]
+    )
+    for rank, (_, trouble, _) in enumerate(everybody):
         if trouble:
             raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
     assert share is not None
+    firsts = _first_batches([(place, value) for value, _, place in everybody])
     # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
     if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
-        _check_different([value for value, _ in everybody])
+        _check_different(list(firsts.values()))
     return share
+
+
+def _first_batches(found: list[tuple[int, str | None]]) -> dict[int, str | None]:
+    """One digest per data rank."""
+    firsts: dict[int, str | None] = {}
+    for rank, (place, value) in enumerate(found):
+        if firsts.setdefault(place, value) != value:
+            raise UserError(
+                "the same samples on all ranks that share a layer or follow each other as stages",
+                f"rank {rank} read another first batch than the first rank of its group",
+                "let Lockstep deal the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
+                "samples that draw random numbers",
+            )
+    return firsts
 
 
 def _check_different(digests: list[str | None]) -> None:
@@ -120,6 +138,19 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
         )
 
 
+def check_enough_work(plan: Plan) -> None:
+    """A pipeline with one micro-batch is a queue of one: all stages but one wait at any time."""
+    if plan.micro_batches // plan.world < 2:
+        several = max(1, plan.global_batch // (2 * plan.world))
+        fix = f"type micro_batch={several} or less" if plan.global_batch >= 2 * plan.world else "type a larger batch"
+        raise UserError(
+            "a pipeline (mesh.pp), in which several micro-batches are on their way at once",
+            f"{plan.micro_batches} of {plan.micro_batch} samples in a step, for {plan.world} "
+            f"pipeline{'s' * (plan.world > 1)}",
+            f"{fix}: at least one for each stage is best",
+        )
+
+
 class TrainableGuard:
     """What is trainable was fixed when the model was wrapped: a layer unfrozen later would never be exchanged."""
 
@@ -163,7 +194,7 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Replicas must hold the same bits. Compares a checksum per parameter; names the first that differs."""
-    pairs = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
+    pairs = [(name, p) for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))]
     if runtime.world.alone or not pairs:
         return
     names, parameters = zip(*pairs, strict=True)

@@ -19,7 +19,8 @@ from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
-from lockstep.parallel.layout import block_of, is_cut, like, local, whole
+from lockstep.parallel.drivers import Pipelined
+from lockstep.parallel.layout import block_of, like, local, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -40,9 +41,12 @@ class RunState:
         source: BatchSource,
         others: Mapping[str, Stateful],
         keep_frozen: bool,
+        holders: Mapping[str, tuple[int, ...]] = {},
+        rank: int = 0,
     ):
         self.model, self.optimizers, self.stepper, self.source = model, optimizers, stepper, source
-        self.alike = type(optimizers) is Optimizers  # every rank knows the same
+        self.alike = type(optimizers) is Optimizers and not holders  # every rank knows the same
+        self.elsewhere = {name for name, ranks in holders.items() if rank not in ranks}  # here it is only a name
         self.others = others  # the task, and what a loop of the user's own has registered
         self._device = next(model.parameters()).device
         self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
@@ -67,13 +71,13 @@ class RunState:
                 extra[name] = pack(value, full, tensors)
             elif (first := seen.setdefault(_identity(value), full)) != full:
                 aliases[full] = first
-            else:
+            elif name not in self.elsewhere:
                 tensors[full] = value.detach()
         parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
         values: Values = {
             "model": {
                 "extra": extra,
-                "left_out": {name: digest(whole(self._named(name))) for name in sorted(self._left_out)},
+                "left_out": {n: digest(whole(self._named(n))) for n in sorted(self._left_out - self.elsewhere)},
             },
             "optimizers": [self._optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
@@ -98,7 +102,7 @@ class RunState:
         for number, saved in enumerate(_as_many(values["optimizers"], len(self.optimizers.all))):
             changed += self._restore_optimizer(number, saved, reader)
         self.stepper.load_state_dict(values["stepper"])
-        parts = {name: unpack(state, reader.read, self._device) for name, state in values["parts"].items()}
+        parts = {name: self._part(name, state, reader) for name, state in values["parts"].items()}
         self.source.load_state_dict(parts.pop("data"))
         _check_next_samples(values["next_samples"], next_samples(self.source))
         for name, owner in self.others.items():
@@ -109,6 +113,14 @@ class RunState:
         return changed + [
             f"{name}: in the checkpoint, and nobody here takes it" for name, state in parts.items() if state
         ]
+
+    def _part(self, name: str, state: Any, reader: Reader) -> Any:
+        """Its owner may know better what this rank needs of the saved tensors; without an owner they are not read."""
+        owner = self.others.get(name)
+        if owner is None and name != "data":
+            return state
+        own: Callable[[str, Reader], Tensor] | None = getattr(owner, "read", None)
+        return unpack(state, reader.read if own is None else lambda tensor: own(tensor, reader), self._device)
 
     # ---- the model ----
 
@@ -121,7 +133,7 @@ class RunState:
         plain = {name for name, value in here.items() if isinstance(value, Tensor)}
         left_out = values["left_out"]
         for name, expected in left_out.items():
-            if name in plain and digest(whole(self._named(name))) != expected:
+            if name in plain - self.elsewhere and digest(whole(self._named(name))) != expected:
                 raise UserError(
                     f"the frozen parameter {name!r} as it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
@@ -142,7 +154,8 @@ class RunState:
                 raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
             if places.setdefault(original, place) != place:
                 raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
-            _fill(target, source, reader)
+            if name not in self.elsewhere:
+                _fill(target, source, reader)
         for name, value in values["extra"].items():
             owner, _, _ = name.rpartition("_extra_state")
             self.model.get_submodule(owner.rstrip(".")).set_extra_state(unpack(value, reader.read, self._device))
@@ -179,7 +192,7 @@ class RunState:
             name = sorted(here ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        mine = {name: kept for name, kept in saved["state"].items() if name in set(order)}
+        mine = {name: kept for name, kept in saved["state"].items() if name in {*order} - self.elsewhere}
         state = unpack(mine, lambda name: self._read_for(name, number, reader), self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))
@@ -227,10 +240,14 @@ class RunState:
 
 
 def merged(everybody: list[Values]) -> Values:
-    """The values of all ranks as one. They differ only in whose parameters the optimizers hold state of."""
+    """The values of all ranks as one. They differ only in whose parameters they hold, and the optimizers state of."""
     first = dict(everybody[0])
+    first["model"] = {
+        key: {name: kept for values in reversed(everybody) for name, kept in values["model"][key].items()}
+        for key in first["model"]
+    }
     first["optimizers"] = [
-        {**one, "state": {name: kept for values in everybody for name, kept in values["optimizers"][k]["state"].items()}}
+        {**one, "state": {n: kept for values in everybody for n, kept in values["optimizers"][k]["state"].items()}}
         for k, one in enumerate(first["optimizers"])
     ]
     return first
@@ -286,9 +303,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[Values]:
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
-def whole_state(model: nn.Module, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+def whole_state(
+    model: nn.Module, keep: bool, pipeline: Pipelined | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The model's tensors, uncut, and the other names of tied ones. All ranks must call this; those that do not `keep`
-    them get nothing."""
+    them get nothing. A `pipeline` fetches what only some ranks hold."""
     found, aliases, seen = {}, {}, {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -297,9 +316,9 @@ def whole_state(model: nn.Module, keep: bool) -> tuple[dict[str, Tensor], dict[s
         if first != name:
             aliases[name] = first
             continue
-        full = whole(value)
+        full = whole(value) if pipeline is None else pipeline.fetch(name, value)
         if keep:
-            found[name] = (full.cpu() if is_cut(value) else full).contiguous()
+            found[name] = (full if full is value else full.cpu()).contiguous()
     return found, aliases
 
 

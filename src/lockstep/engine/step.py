@@ -26,7 +26,7 @@ from lockstep.engine.skips import SkipPolicy, gradient_trouble, spike_trouble
 from lockstep.engine.spikes import SpikeWatch
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
-from lockstep.parallel.drivers import Driver
+from lockstep.parallel.drivers import Driver, Pipelined
 from lockstep.parallel.layout import local
 from lockstep.parallel.word import Word
 from lockstep.precision import DynamicScaler, Precision
@@ -103,12 +103,37 @@ class Stepper:
     def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
         """The whole transaction; returns the newest settled result (on a GPU the previous step's)."""
         self.begin(share)
+        if self.driver.pipeline is not None:
+            self._run_pipeline(self.driver.pipeline, share, loss_of)
+            return self.apply()
         for micro in share:
             self.prepare(micro)
             with self.precision.autocast():
                 loss = loss_of(self.driver.call, micro.data)
             self.backward(loss)
         return self.apply()
+
+    def _run_pipeline(self, pipeline: Pipelined, share: Share, loss_of: Callable[[Any, Any], Loss]) -> None:
+        """All micro-batches at once: what `prepare` and `backward` do for one comes when the pipeline calls."""
+
+        def begin(micro: MicroBatch, stage: int) -> None:
+            self._micro = micro
+            self.runtime.pulse.beat("compute", self.counters.step)
+            place = (stage,) if stage else ()  # the first stage draws what a single process would
+            seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index, *place), self.runtime.device)
+
+        def finish(micro: MicroBatch, loss: Loss) -> Tensor:
+            return loss.total * self._note(loss)
+
+        micros = list(share)
+        if self.scaler and self.scaler.unit_weight is None:  # the first stages must know the scale before the loss
+            self._micro = micros[0]
+            loss = pipeline.forward(loss_of, micros[0].data)
+            self.scaler.unit_weight = self._usual_weight(0.0 if loss is None else loss.weight)
+        pipeline.run(micros, loss_of, begin, finish)
+        self.backwards_done = share.count
+        self.runtime.pulse.beat("exchange")
+        pipeline.exchange(self._word())
 
     def begin(self, share: Share) -> None:
         self.driver.begin()
@@ -128,6 +153,15 @@ class Stepper:
         self.driver.arm(last=self.backwards_done + 1 == self._share.count)
 
     def backward(self, loss: Loss) -> None:
+        start = self._note(loss)
+        self.backwards_done += 1
+        last = self.backwards_done == self._share.count
+        if last:
+            self.runtime.pulse.beat("exchange")
+        self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
+
+    def _note(self, loss: Loss) -> float:
+        """Add up what the micro-batch cost. What its gradient starts with."""
         _check(loss)
         if self.scaler and self.scaler.unit_weight is None:
             self.scaler.unit_weight = self._usual_weight(loss.weight)
@@ -135,19 +169,14 @@ class Stepper:
             self.metrics_seen.update(loss.metrics)
         if kind := faults.fire("loss", self.counters.step):
             loss.total = loss.total * float(kind)
-        if not self._micro.padding:
+        if not self._micro.padding and self.driver.speaks:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
             micro = self._micro
             self.taken.append(Piece(micro.index, micro.epoch, micro.ids, loss.total.detach()))
             if self.spikes.on:
                 self._loss = self._loss + self._as_number(loss.total.detach())
-        start = 0.0 if self._micro.padding else self._scale()
-        self.backwards_done += 1
-        last = self.backwards_done == self._share.count
-        if last:
-            self.runtime.pulse.beat("exchange")
-        self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
+        return 0.0 if self._micro.padding else self._scale()
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
@@ -156,7 +185,8 @@ class Stepper:
         driver, packed = self.driver, self.driver.word()
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-        used = driver.names if len(grads) == len(driver.names) else self._used_names()
+        everywhere = len(grads) == len(driver.names) or driver.pipeline is not None  # whose norms are of all stages
+        used = driver.names if everywhere else self._used_names()
         norms = driver.norms(grads)
         norm = torch.linalg.vector_norm(norms)
         self.lr = self.learning_rate.set(self.counters.applied)
@@ -197,8 +227,9 @@ class Stepper:
             self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
         here = [local(grad) for grad in grads]
-        torch._foreach_mul_(here, coefficient)
-        if self.clipping.changes_elements:
+        if here:  # a stage may have nothing to train
+            torch._foreach_mul_(here, coefficient)
+        if here and self.clipping.changes_elements:
             self.clipping.clip_elements_([p.detach() for p in parameters], grads, self.driver.lengths)
         self.optimizers.step()
 
@@ -303,7 +334,8 @@ class Stepper:
 
         We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
         """
-        counts = [0.0, 0.0] if self._micro.padding else [float(weight), float(self._micro.samples)]
+        silent = self._micro.padding or not self.driver.speaks
+        counts = [0.0, 0.0] if silent else [float(weight), float(self._micro.samples)]
         mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
         total, samples = self.runtime.collectives.sum_(mine).tolist()
         return 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))

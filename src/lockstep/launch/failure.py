@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import pulse
-from lockstep.errors import UserError
+from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import stacks
 
 LEFT = 75  # the exit code of a rank that has saved and left because it was asked to
 NODE, ZYGOTE, HANG = "node", "zygote", "hang"  # kinds that are neither an exception nor a signal
+SMALLER = SmallerMicroBatch.__name__  # the only exception that does not come again by itself
 LOG_LINES = 10
 
 
@@ -42,7 +43,7 @@ class Failure:
     @property
     def from_python(self) -> bool:
         """An exception or an exit code: what the same program would most likely do again."""
-        return self.kind not in (NODE, ZYGOTE, HANG) and not self.kind.startswith("SIG")
+        return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
 
     @property
     def headline(self) -> str:
@@ -56,6 +57,8 @@ class Failure:
         """The culprit first, then what it left behind, indented."""
         if self.for_user:
             return f"lockstep: {self.message}"
+        if self.kind == SMALLER:  # nothing is wrong with the program
+            return self.headline
         detail = self.traceback.rstrip() or self.log.rstrip()
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.launch import hang
-from lockstep.launch.failure import HANG, NODE, Failure
+from lockstep.launch.failure import HANG, NODE, SMALLER, Failure
 
 HOUR_S = 3600.0
 TIMES_IN_A_ROW = 3  # a rank that fails so often without progress is left out, if the job may shrink
@@ -78,7 +78,7 @@ class Restarts:
         self.total += 1
         self._in_a_row = self._in_a_row + 1 if self._culprit == (place, saved) else 1
         self._culprit = (place, saved)
-        if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
+        if self._in_a_row < TIMES_IN_A_ROW or failure.kind in (NODE, SMALLER):
             return False
         self._in_a_row = 0
         return True

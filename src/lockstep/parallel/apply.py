@@ -1,29 +1,64 @@
-"""The one place that knows the order in which techniques are applied to a model: compile, then replicate."""
+"""The one place that knows the order in which techniques are applied to a model: cut its layers, recompute, compile,
+then cut or replicate the whole."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 from lockstep.config import RunConfig
+from lockstep.parallel.batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.flat import FlatDriver
 from lockstep.parallel.fsdp import FSDPDriver
+from lockstep.parallel.mesh import Axes, plan_mesh
+from lockstep.parallel.meta import check_made_as_asked, fill
+from lockstep.parallel.remat import recompute_blocks
+from lockstep.parallel.tensor import TensorDriver, cut_layers
 from lockstep.runtime.context import Runtime
 
 
-def apply(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """`model` on its device, in a Driver. Parameter names stay the user's own."""
-    model.to(runtime.device)
-    if wants_compile(config, runtime):
+def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = None) -> Driver:
+    """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model."""
+    mesh = plan_mesh(config, runtime.world)
+    axes = None if mesh.plain else Axes(mesh, runtime)
+    staged = mesh.sizes["pp"] > 1
+    check_made_as_asked(model, config)
+    if config.init == "meta" and runtime.world.alone:
+        fill(model, (), lambda _: None, config.seed, runtime)
+    empty = any(p.is_meta for p in model.parameters())
+    if not staged and not empty:  # a stage moves only what it keeps, and what is empty is filled when it is cut
+        model.to(runtime.device)
+    if axes and not staged and mesh.sizes["tp"] > 1:
+        cut_layers(model, task, axes, runtime)
+    if config.ddp.sync_batchnorm:
+        synchronise_batchnorm(model, runtime)
+    recompute_blocks(model, config)
+    if wants_compile(config, runtime) and not staged:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
+    driver = _stage(model, task, config, runtime, axes) if axes and staged else _drive(model, config, runtime, axes)
+    driver.data_rank, driver.data_size, driver.speaks = mesh.data_rank, mesh.data_size, mesh.speaks
+    return driver
+
+
+def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
     if config.strategy in ("fsdp", "fsdp-grads", "hsdp"):
-        return FSDPDriver(model, config.strategy, config.fsdp, runtime)
+        return FSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed)
+    if axes:
+        return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
         return FlatDriver(model, runtime)
-    return DDPDriver(model, config.ddp, runtime)
+    return DDPDriver(model, config.ddp, runtime, config.seed)
+
+
+def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes) -> Driver:
+    from lockstep.parallel.staged import StagedDriver  # torch's pipelines take a moment to import
+
+    return StagedDriver(model, task, config, axes, runtime, wants_compile(config, runtime))
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:

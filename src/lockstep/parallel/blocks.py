@@ -10,9 +10,10 @@ from lockstep.errors import UserError
 
 
 def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn.Module]:
-    """The modules of the classes `named`, or else the children of every list of equal modules. May be none at all."""
+    """The modules of the classes `named` (or of subclasses: cutting makes some), or else the children of every list of
+    equal modules. May be none at all."""
     if named:
-        found = [module for module in model.modules() if type(module).__name__ in named]
+        found = [module for module in model.modules() if any(kind.__name__ in named for kind in type(module).__mro__)]
         if not found:
             classes = sorted(
                 {type(module).__name__ for module in model.modules() if any(True for _ in module.children())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import trainable
+from lockstep.parallel.drivers import Pipelined, trainable
+from lockstep.parallel.hooks import HalfHook, Hook
+from lockstep.parallel.powersgd import PowerSGDHook
 from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
 
@@ -96,8 +98,11 @@ class Replica(DistributedDataParallel):
 
 class DDPDriver:
     in_step, replicated = False, True
+    data_rank, data_size, speaks = 0, 1, True
+    pipeline: Pipelined | None = None
+    holders: Mapping[str, tuple[int, ...]] = {}
 
-    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime):
+    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = float(runtime.world.size)  # DDP leaves the mean over ranks; we want the sum
@@ -110,11 +115,16 @@ class DDPDriver:
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
             **{_BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
         )
         self._word_parameter = carrier.last[0]
         self.call: nn.Module = self._replica
+        self.hook = self._make_hook(config, seed)
+        if self.hook:
+            self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
+        self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
         self.sync_buffers()
 
     def begin(self) -> None:
@@ -124,11 +134,15 @@ class DDPDriver:
 
     def arm(self, last: bool) -> None:
         self._replica.require_backward_grad_sync = last
+        if self._reached is not None:
+            self._reached.clear()
         self._replica.armed = False
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         if not self._replica.armed:
             raise _bypassed(type(self.model).__name__)
+        if self.hook:
+            self.hook.prepare(start, word)
         if word is None:
             torch.autograd.backward(total, start)
             return
@@ -151,11 +165,30 @@ class DDPDriver:
         live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
         self.runtime.collectives.broadcast_(live)
 
+    def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
+        word, group = self._word_parameter, self._replica.process_group
+        assert group is not None
+        if config.hook == "powersgd":
+            named = dict(zip(self.names, self.parameters, strict=True))
+            return PowerSGDHook(word, group, named, config, seed)
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return HalfHook(word, group, dtypes[config.hook]) if config.hook in dtypes else None
+
+    def _watch_gradients(self) -> set[int]:
+        """The parameters that backward has reached, where gradients themselves do not show it."""
+        reached: set[int] = set()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
+        return reached
+
     def _check_complete(self) -> None:
         """A parameter that the last backward did not reach leaves its bucket unsent: DDP says so one step later,
         without names, and after the last step not at all. What was exchanged is a view into a bucket."""
         pairs = zip(self.names, self.parameters, strict=True)
-        unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
+        if self._reached is None:
+            unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
+        else:
+            unsent = [name for name, p in pairs if id(p) not in self._reached]
         if unsent:
             raise UserError(
                 "every trainable parameter takes part in the loss of every micro-batch",

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.word import Word, WordCodec
+from lockstep.parallel.layout import squared_lengths
+from lockstep.parallel.word import LENGTH, Word, WordCodec
+from lockstep.runtime.context import Runtime
+from lockstep.task import Loss, MicroBatch
+
+
+class Pipelined(Protocol):
+    """What a driver can do whose ranks hold different parts of the model, through which micro-batches flow."""
+
+    def run(
+        self,
+        micros: Sequence[MicroBatch],
+        loss_of: Callable[[Any, Any], Loss],
+        begin: Callable[[MicroBatch, int], None],
+        finish: Callable[[MicroBatch, Loss], Tensor],
+    ) -> None:
+        """Forward and backward of all micro-batches of a step, in the order that suits the pipeline. `begin(micro,
+        stage)` comes before every forward; `finish(micro, loss)`, where the loss is known, gives what to
+        backpropagate."""
+
+    def forward(self, loss_of: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+        """Without gradients; None where the loss is not known."""
+
+    def exchange(self, word: Word) -> None:
+        """After `run`: gradients and word become sums over all ranks."""
+
+    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the model from whoever holds it. Every rank must call this."""
 
 
 class Driver(Protocol):
@@ -22,6 +50,11 @@ class Driver(Protocol):
     codec: WordCodec
     in_step: bool  # a forward waits for the other ranks: all must run equally many
     replicated: bool  # every rank holds every parameter whole
+    data_rank: int  # whose samples this rank goes through: those of the same number go through the same ones
+    data_size: int
+    speaks: bool  # of those, the one whose loss and weight count
+    pipeline: Pipelined | None  # runs all micro-batches of a step at once, stage by stage
+    holders: Mapping[str, tuple[int, ...]]  # the ranks that have a tensor of the model, where not all do
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
@@ -50,6 +83,9 @@ class SingleDriver:
 
     gradient_factor = 1.0
     in_step, replicated = False, True
+    data_rank, data_size, speaks = 0, 1, True
+    pipeline: Pipelined | None = None
+    holders: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = self.call = model
@@ -79,6 +115,60 @@ class SingleDriver:
 
     def sync_buffers(self) -> None:
         pass
+
+
+class CutDriver:
+    """What drivers have in common of whose parameters this rank holds parts: lengths are sums over ranks."""
+
+    gradient_factor = 1.0  # gradients are summed, and never divided
+    in_step, replicated = True, False
+    data_rank, data_size, speaks = 0, 1, True
+    pipeline: Pipelined | None = None
+    holders: Mapping[str, tuple[int, ...]] = {}
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        """`model` has been cut."""
+        self.model = self.call = model
+        self.runtime = runtime
+        self.names, self.parameters = trainable(model)
+        self.codec = WordCodec(runtime.device, torch.float64)
+
+    def begin(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def arm(self, last: bool) -> None:
+        pass
+
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+        torch.autograd.backward(total, start)
+        if word is not None:
+            self.add_gradients()
+            self._exchange(word)
+
+    def add_gradients(self) -> None:
+        """After the last backward: whatever is still to be done for gradients that are sums over all ranks."""
+
+    def word(self) -> Tensor:
+        return self._word
+
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        return self._squared.sqrt()
+
+    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+        squared = squared_lengths(tensors).to(self.runtime.device)
+        return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
+
+    def sync_buffers(self) -> None:
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
+    def _exchange(self, word: Word) -> None:
+        """The word and the gradients' squared lengths, in one sum."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        packed = self.codec.pack(word, times=1.0)
+        everything = torch.cat([packed, squared_lengths(grads).to(packed.device)])
+        self.runtime.collectives.sum_(everything)
+        self._word, self._squared = everything[:LENGTH], everything[LENGTH:]
 
 
 def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:

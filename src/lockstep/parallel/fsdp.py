@@ -7,71 +7,59 @@ hsdp         cut inside a group of ranks, copied between groups
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from functools import partial
+
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.config import FSDPConfig
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.drivers import trainable
-from lockstep.parallel.layout import squared_lengths
-from lockstep.parallel.word import LENGTH, Word, WordCodec
+from lockstep.parallel.drivers import CutDriver
+from lockstep.parallel.mesh import Axes
+from lockstep.parallel.meta import fill
+from lockstep.parallel.tensor import agree_on_plain
 from lockstep.runtime.context import Runtime
 
 
-class FSDPDriver:
-    gradient_factor = 1.0  # gradients are summed, and never divided
-    in_step, replicated = True, False
+class FSDPDriver(CutDriver):
+    """Every micro-batch's gradients are cut at once and added to this rank's part: no full-size copy is kept."""
 
-    def __init__(self, model: nn.Module, strategy: str, config: FSDPConfig, runtime: Runtime):
-        self.model = self.call = model
-        self.runtime = runtime
-        _agree_on_start(model, runtime)
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str,
+        config: FSDPConfig,
+        blocks: list[str] | None,
+        runtime: Runtime,
+        axes: Axes | None = None,
+        seed: int = 0,
+    ):
+        """`axes`: the layers have been cut along tp before, and are now cut once more, along dp. `seed`: of the
+        weights, if the model has none yet."""
+        self._parts = axes.along("tp") if axes else None
         offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
-        mesh, keep = make_mesh(strategy, config, runtime), strategy == "fsdp-grads"
-        for block in find_blocks(model, config.blocks):
-            fully_shard(block, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
-        fully_shard(model, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
+        mesh = axes.devices["dp"] if axes else make_mesh(strategy, config, runtime)
+        keep = strategy == "fsdp-grads"
+        cut = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
+        parts = find_blocks(model, blocks)
+        if any(p.is_meta for p in model.parameters()):
+            fill(model, parts, cut, seed, runtime)
+        else:
+            if axes is None:
+                _agree_on_start(model, runtime)
+            for block in parts:
+                cut(block)
+        cut(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
-        self.names, self.parameters = trainable(model)
-        self.codec = WordCodec(runtime.device, torch.float64)
+        super().__init__(model, runtime)
 
-    def begin(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def arm(self, last: bool) -> None:
-        """Every micro-batch's gradients are cut at once and added to this rank's part: no full-size copy is kept."""
-
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
-        torch.autograd.backward(total, start)
-        if word is not None:
-            self._exchange(word)
-
-    def word(self) -> Tensor:
-        return self._word
-
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return self._squared.sqrt()
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = squared_lengths(tensors).to(self.runtime.device)
-        return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
-
-    def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
-
-    def _exchange(self, word: Word) -> None:
-        """The word and the gradients' squared lengths, in one sum."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        packed = self.codec.pack(word, times=1.0)
-        everything = torch.cat([packed, squared_lengths(grads).to(packed.device)])
-        self.runtime.collectives.sum_(everything)
-        self._word, self._squared = everything[:LENGTH], everything[LENGTH:]
+    def add_gradients(self) -> None:
+        if self._parts:
+            agree_on_plain(self.parameters, self._parts)
 
 
 def make_mesh(strategy: str, config: FSDPConfig, runtime: Runtime) -> DeviceMesh:

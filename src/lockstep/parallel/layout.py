@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_cut(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+def grid_of(tensor: Tensor) -> DeviceMesh | None:
+    """What it is laid out over; None: it is plain."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -35,13 +39,34 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def block_of(tensor: DTensor) -> Block:
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    part = tensor.to_local()
-    assert tuple(part.shape) == tuple(shape), "a part of another size than its layout says"
-    place = tensor.device_mesh.get_coordinate()
+    part, mesh = tensor.to_local(), tensor.device_mesh
+    place = mesh.get_coordinate()
     assert place is not None, "this rank has no part of the tensor"
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    for axis in _in_order_of_cutting(tensor.placements):
+        dim = tensor.placements[axis].dim  # pyrefly: ignore[missing-attribute]
+        step = -(-shape[dim] // mesh.size(axis))  # as torch.chunk: the last parts may be short, or empty
+        start = min(place[axis] * step, shape[dim])
+        offset[dim] += start
+        shape[dim] = min(step, shape[dim] - start)
+    assert list(part.shape) == shape, "a part of another size than its layout says"
     copies = [where for where, placement in zip(place, tensor.placements, strict=True) if placement == Replicate()]
-    return Block(part, tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
+    return Block(part, tuple(tensor.shape), tuple(offset), first_copy=not any([*copies, *_places_outside(tensor)]))
+
+
+def _in_order_of_cutting(placements: Sequence[Placement]) -> list[int]:
+    """The axes that cut: from left to right, but FSDP cuts what tp has cut before, and stands to the left of it."""
+    cutting = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
+    return sorted(cutting, key=lambda axis: isinstance(placements[axis], _StridedShard))
+
+
+def _places_outside(tensor: DTensor) -> list[int]:
+    """This rank's coordinates along the axes of the whole grid that the tensor is not laid out over: it is copied
+    along those. Not along pp, whose stages hold different tensors."""
+    inner = tensor.device_mesh.mesh_dim_names or ()
+    grid = tensor.device_mesh._get_root_mesh()
+    place = grid.get_coordinate() or []
+    return [where for name, where in zip(grid.mesh_dim_names or (), place, strict=True) if name not in (*inner, "pp")]
 
 
 def like(part: Tensor, model: DTensor) -> DTensor:
@@ -52,21 +77,20 @@ def like(part: Tensor, model: DTensor) -> DTensor:
     )
 
 
-def squared_lengths(tensors: list[Tensor]) -> Tensor:
-    """Of this rank's parts, in float64. What several ranks hold counts once in a sum over all ranks."""
+def squared_lengths(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
+    """Of this rank's parts, in float64. What several ranks hold counts once in a sum over `ranks` ranks (all)."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
+    if ranks is None:
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     here = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
-    copies = torch.tensor([_copies(tensor) for tensor in tensors], dtype=torch.float64)
+    copies = torch.tensor([ranks / _parts(tensor) for tensor in tensors], dtype=torch.float64)
     return here / copies.to(here.device)
 
 
-def _copies(tensor: Tensor) -> int:
-    """How many ranks hold the same part."""
+def _parts(tensor: Tensor) -> int:
+    """How many it is cut into."""
     if not isinstance(tensor, DTensor):
-        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    count = 1
-    for size, placement in sizes:
-        count *= size if placement == Replicate() else 1
-    return count
+    return math.prod(size for size, placement in sizes if placement != Replicate())

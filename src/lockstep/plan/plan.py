@@ -26,15 +26,23 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
-    """`samples` is the length of the dataset, None for a stream."""
+def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None) -> Plan:
+    """`samples` is the length of the dataset, None for a stream; `most`: the largest micro-batch that memory holds, as
+    far as an earlier attempt has found out."""
     if samples == 0:
         raise UserError("a dataset to train on", "one with no samples", "check the path or filter that it is made from")
     reasons: dict[str, str] = {}
     global_batch = _global_batch(config, world, reasons)
-    micro_batch = _micro_batch(config, global_batch, world, reasons)
+    micro_batch = _micro_batch(config, global_batch, world, most, reasons)
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
+    if config.ddp.static_graph and world > 1 and accumulation > 1:
+        raise UserError(
+            "ddp.static_graph=true",
+            f"{accumulation} micro-batches per rank and step; torch counts the gradients of all of them in the first "
+            "step, and of the last one from then on",
+            f"type micro_batch={math.ceil(global_batch / world)}, or leave ddp.static_graph out",
+        )
     reasons["accumulation"] = f"{micro_batches} micro-batches on {world} rank{'s' * (world > 1)}"
     per_epoch = None if samples is None else _steps_per_epoch(samples, global_batch, config.tail)
     if per_epoch == 0:
@@ -45,6 +53,14 @@ def make_plan(config: RunConfig, world: int, samples: int | None) -> Plan:
         )
     steps = _steps(config, per_epoch, reasons)
     return Plan(world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
+
+
+def smaller_micro_batch(plan: Plan) -> int:
+    """Half of it, or the next size below that a stream can be cut into without a rest."""
+    half = max(1, plan.micro_batch // 2)
+    if plan.samples is not None:
+        return half
+    return next(size for size in range(half, 0, -1) if plan.micro_batch % size == 0)
 
 
 def _steps_per_epoch(samples: int, global_batch: int, tail: str) -> int:
@@ -65,18 +81,21 @@ def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int
     return config.global_batch
 
 
-def _micro_batch(config: RunConfig, global_batch: int, world: int, reasons: dict[str, str]) -> int:
+def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None, reasons: dict[str, str]) -> int:
     if global_batch < world:
         raise UserError(
             f"global_batch={global_batch} on {world} ranks",
             f"a batch that cannot be split: {world - global_batch} ranks would have nothing to do in every step",
             f"type global_batch={world} or more, or --nproc {global_batch}",
         )
-    if config.micro_batch is None:
+    if config.micro_batch in (None, "auto"):
         even = math.ceil(global_batch / world)
         # 9 samples on 4 ranks: pieces of 3 would leave a rank idle in every step, pieces of 2 do not.
         micro = even if math.ceil(global_batch / even) >= world else global_batch // world
         reasons["micro_batch"] = f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
+        if most is not None and most < micro:
+            reasons["micro_batch"] = f"{micro} did not fit into memory"
+            return most
         return micro
     count = math.ceil(global_batch / config.micro_batch)
     if count < world:

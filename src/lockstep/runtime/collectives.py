@@ -16,10 +16,13 @@ from lockstep.runtime.world import World
 
 
 class Collectives:
-    """Small agreements between all ranks. Every method must be called by every rank, in the same order."""
+    """Small agreements between all ranks, or those of a `group`, which are then the `world`. Every method must be
+    called by every rank of it, in the same order."""
 
-    def __init__(self, world: World, device: torch.device, pulse: Pulse | None = None):
-        self.world, self.device, self.pulse = world, device, pulse or Pulse()
+    def __init__(
+        self, world: World, device: torch.device, pulse: Pulse | None = None, group: dist.ProcessGroup | None = None
+    ):
+        self.world, self.device, self.pulse, self.group = world, device, pulse or Pulse(), group
 
     @contextmanager
     def _agreeing(self, place: str) -> Iterator[None]:
@@ -41,12 +44,12 @@ class Collectives:
     def _gather_json(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device))
+        dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
         longest = max(int(length) for length in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in range(self.world.size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return [
             json.loads(bytes(part[: int(length)].cpu().tolist())) for part, length in zip(parts, lengths, strict=True)
         ]
@@ -55,7 +58,7 @@ class Collectives:
         """Add `values` over all ranks, in place and on its device: no host synchronisation."""
         if not self.world.alone:
             with self._agreeing("sum"):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
@@ -64,7 +67,8 @@ class Collectives:
         with self._agreeing("broadcast"):
             for tensor in tensors:
                 data = tensor.detach().contiguous()
-                dist.broadcast(data.reshape(-1).view(torch.uint8), source)  # as bytes: gloo knows not every format
+                as_bytes = data.reshape(-1).view(torch.uint8)  # gloo knows not every format
+                dist.broadcast(as_bytes, group=self.group, group_src=source)
                 if data.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(data)
 
@@ -80,5 +84,5 @@ class Collectives:
         """
         if not self.world.alone:
             with self._agreeing("farewell"):
-                dist.barrier()
+                dist.barrier(self.group)
             time.sleep(0.05)

@@ -1,0 +1,129 @@
+"""Out of memory: say what took it and what would help; or, with micro_batch=auto, go on one size down.
+
+The rank that ran out ends, and its launcher stops the others, which wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.folder import on_main
+from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.plan.memory import Footprint, Option, bytes_of, options
+from lockstep.plan.plan import smaller_micro_batch
+from lockstep.pulse import FOLDER
+from lockstep.runtime.context import Runtime
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            raise
+        raise _explanation(error, run) from error
+
+
+def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
+    """What an earlier attempt of this run found to be the most."""
+    path = _note(run_dir)
+    return on_main(lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None, runtime)
+
+
+def _explanation(error: RuntimeError, run: Run) -> Exception:
+    found = _what_was_missing(str(error))
+    if not hasattr(run, "driver"):
+        return UserError("to build the model", found, "build a smaller one, or type device=cpu")
+    held = _footprint(run)
+    if not run.opened:
+        asked, first = "to put the model on its device", []
+        less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1)
+    elif run.runtime.pulse.phase == "evaluate":
+        batch = run.evaluation_batch()
+        asked, less = f"an evaluation in batches of {batch}", []
+        first = [Option(f"evaluate.batch={batch // 2}", None)] if batch > 1 else []
+    else:
+        asked, first = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}", []
+        if smaller := _one_size_down(run):
+            return SmallerMicroBatch(f"{asked} does not fit: {found}; going on with micro-batches of {smaller}")
+        blocks = len(find_blocks(run.driver.model, run.config.blocks))
+        less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks)
+    missing = _missing(str(error))
+    advice = "; ".join(option.text(missing) for option in [*first, *less])
+    return UserError(asked, f"{found}; it holds {held}", f"type one of these, the first first: {advice}")
+
+
+def _one_size_down(run: Run) -> int | None:
+    """With micro_batch=auto under our launcher: leave a note for the next attempt, which begins at the last commit."""
+    if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
+        return None
+    smaller = smaller_micro_batch(run.plan)
+    staged = run.run_dir / f"micro_batch.json.{run.runtime.world.rank}"  # several ranks may run out at once
+    staged.write_text(json.dumps({"micro_batch": smaller}))
+    os.replace(staged, _note(run.run_dir))
+    return smaller
+
+
+def _note(run_dir: Path) -> Path:
+    return run_dir / "micro_batch.json"
+
+
+def _footprint(run: Run) -> Footprint:
+    model, made, device = run.driver.model, getattr(run, "optimizers", None), run.runtime.device
+
+    def count(tensors: Iterable[Any]) -> int:
+        """What is offloaded lies elsewhere."""
+        return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
+
+    states = [state for optimizer in (made.all if made else []) for state in optimizer.state.values()]
+    held = Footprint(
+        parameters=count([*model.parameters(), *model.buffers()]),
+        gradients=count(p.grad for p in model.parameters()),
+        optimizer=count(value for state in states for value in state.values()),
+    )
+    if device.type != "cuda":
+        return held
+    worst = torch.cuda.max_memory_allocated(device)
+    return Footprint(held.parameters, held.gradients, held.optimizer, max(0, worst - held.state))
+
+
+def _what_was_missing(message: str) -> str:
+    wanted, free = _sizes(message)
+    if wanted is None:
+        return f"out of memory: {message.splitlines()[0] if message else 'no details'}"
+    return f"out of memory: {wanted} wanted" + (f", {free} free" if free else "")
+
+
+def _sizes(message: str) -> tuple[str | None, str | None]:
+    """As torch writes them: `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`."""
+    wanted = re.search(r"allocate ([\d.]+ (?:[KMGT]i)?B|\d+ bytes)", message)
+    free = re.search(r"of which ([\d.]+ (?:[KMGT]i)?B|\d+ bytes) is free", message)
+    return wanted and wanted[1], free and free[1]
+
+
+def _missing(message: str) -> int | None:
+    wanted, free = (_bytes(size) for size in _sizes(message))
+    return None if wanted is None or free is None else max(0, wanted - free)
+
+
+def _bytes(size: str | None) -> int | None:
+    if size is None:
+        return None
+    number, unit = size.split()
+    return round(float(number) * UNITS[unit.removesuffix("bytes").removesuffix("B").removesuffix("i")])

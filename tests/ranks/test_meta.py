@@ -1,0 +1,188 @@
+"""A model made without memory starts with the same bits as one made in it, and says what it cannot fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import RunConfig
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.state import whole_state
+from lockstep.errors import UserError
+from lockstep.parallel.meta import check_made_as_asked, fill, make_model
+from lockstep.runtime import context
+from lockstep.runtime.seeds import derive, seed_torch
+from lockstep.runtime.world import World
+from pool import Pool
+from ranks.support import configured, watched_run
+from ranks.test_strategies import STRATEGIES, Small, assert_close, final, single
+
+__all__ = ["single"]  # a fixture
+
+CPU = torch.device("cpu")
+META = RunConfig(init="meta", strategy="fsdp")
+
+
+class Zoo(nn.Module):
+    """Modules whose weights are made in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.recurrent = nn.LSTM(8, 8, num_layers=2)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(8), nn.GroupNorm(2, 8)])
+        self.shared = self.norms[1]
+        self.small = Small()
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    seed_torch(derive(0, "init"), CPU)
+    return make()
+
+
+def filled(make: Callable[[], nn.Module], cut: Callable[[nn.Module], Any] = lambda _: None) -> nn.Module:
+    model = make_model(make, META)
+    assert all(p.is_meta for p in model.parameters())
+    with context.start(World(0, 1, 0, 1), configured({}).config) as runtime:
+        fill(model, [block for block in model.modules() if type(block).__name__ == "Block"], cut, 0, runtime)
+    return model
+
+
+@pytest.mark.parametrize("make", [Small, Zoo])
+def test_the_same_bits_as_without(make: Callable[[], nn.Module], tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = made(make)
+    after = torch.rand(1)
+    torch.manual_seed(99)
+    found = filled(make)
+    assert torch.equal(torch.rand(1), after)  # and the generator is left where it would have been
+    assert list(found.state_dict()) == list(expected.state_dict())
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    assert [p.requires_grad for p in found.parameters()] == [p.requires_grad for p in expected.parameters()]
+
+
+def test_tied_weights_stay_tied() -> None:
+    model: Any = filled(Small)
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_recurrent_module_runs_on_its_new_weights() -> None:
+    expected, found = made(lambda: nn.LSTM(8, 8)), filled(lambda: nn.LSTM(8, 8))
+    x = torch.randn(3, 2, 8)
+    assert torch.equal(found(x)[0], expected(x)[0])
+
+
+def test_a_block_is_cut_before_the_next_one_is_filled() -> None:
+    """So that only one of them is whole at any time."""
+    empty: list[int] = []
+    model: Any = None
+
+    def make() -> nn.Module:
+        nonlocal model
+        model = Small()
+        return model
+
+    filled(make, lambda block: empty.append(sum(b.up.weight.is_meta for b in model.blocks)))
+    assert empty == [2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-grads", "hsdp"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_training_ends_with_the_same_parameters(pool: Pool, single: dict[str, Any], name: str, world: int) -> None:
+    for found in pool.run(final, STRATEGIES[name] | {"init": "meta"}, world=world):
+        assert_close(found["weights"], single["weights"])
+
+
+def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    """A job: the weights before the first step, in a loop of the user's own."""
+    with watched_run(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as run:
+        with torch.device("meta"):
+            model = Small()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        OwnRun(run).setup(model, optimizer)
+        weights, _ = whole_state(run.driver.model, keep=True)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in run.driver.parameters}
+        return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def test_in_a_loop_of_ones_own_every_rank_starts_with_the_same_bits(pool: Pool) -> None:
+    expected = made(Small).state_dict()
+    for found in pool.run(start_of, {"init": "meta"}, world=2):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+# ---- refused --------------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Half(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.arange(4.0)
+
+
+class Overreaching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Small()
+
+    def reset_parameters(self) -> None:
+        for p in self.inner.parameters():
+            nn.init.zeros_(p)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.ModuleDict({"a": Bare()}), ["Bare (a) has none", "write one that sets scale"]),
+        (lambda: nn.Sequential(Half()), ["Half (0) leaves angles unset", "set angles in it"]),
+        (lambda: nn.Sequential(Masked()), ["Masked (0) keeps mask"]),
+        (lambda: nn.Sequential(Attribute()), ["Attribute (0) keeps table"]),
+        (Overreaching, ["Overreaching sets blocks that have been cut already"]),
+    ],
+)
+def test_what_cannot_be_filled_is_named(make: Callable[[], nn.Module], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        filled(make)
+    assert all(word in str(caught.value) for word in [*words, "init=host"]), str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"strategy": "fsdp", "mesh.tp": 2}])
+def test_only_where_the_model_is_cut(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="strategy=fsdp"):
+        make_model(Small, configured({"init": "meta"} | values).config)
+
+
+def test_a_model_made_otherwise_than_asked() -> None:
+    with pytest.raises(UserError, match="a model with weights in it"):
+        check_made_as_asked(Small(), META)
+    with torch.device("meta"):
+        empty = Small()
+    with pytest.raises(UserError, match="type init=meta"):
+        check_made_as_asked(empty, RunConfig())

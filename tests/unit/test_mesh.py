@@ -1,0 +1,62 @@
+"""The grid of ranks: who stands where, what follows from what was asked, and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.parallel.mesh import Mesh, plan_mesh
+from lockstep.runtime.world import World
+from ranks.support import configured
+
+
+def test_the_grid_has_tp_innermost_and_one_voice_per_share_of_the_data() -> None:
+    sizes = {"pp": 2, "dp": 3, "tp": 2}
+    places = [Mesh(sizes, rank) for rank in range(12)]
+    assert [tuple(place.coordinate(axis) for axis in ("pp", "dp", "tp")) for place in places] == [
+        (pp, dp, tp) for pp in range(2) for dp in range(3) for tp in range(2)
+    ]
+    assert places[9].ranks("tp") == [8, 9]
+    assert places[9].ranks("dp") == [7, 9, 11]
+    assert places[9].ranks("pp") == [3, 9]
+    assert [place.rank for place in places if place.speaks] == [6, 8, 10]
+    assert {place.data_rank for place in places if place.speaks} == {0, 1, 2}
+
+
+ACCEPTED = [
+    ({}, 4, (1, 4, 1)),
+    ({"strategy": "tp"}, 4, (1, 1, 4)),
+    ({"strategy": "tp"}, 1, (1, 1, 1)),
+    ({"strategy": "tp", "mesh.dp": 2}, 4, (1, 2, 2)),
+    ({"mesh.tp": 2}, 8, (1, 4, 2)),
+    ({"mesh": {"pp": 2, "dp": 2, "tp": 2}}, 8, (2, 2, 2)),
+    ({"strategy": "hsdp", "mesh.dp": 4}, 4, (1, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("values", "size", "shape"), ACCEPTED)
+def test_what_is_not_said_about_the_grid_follows(values: dict[str, Any], size: int, shape: tuple[int, ...]) -> None:
+    assert plan_mesh(configured(values).config, World(size=size)).shape == shape
+
+
+REFUSED = [
+    ({"mesh.tp": 3}, 4, "4 is not a multiple of 3", "type mesh.tp=2, or --nproc 3"),
+    ({"mesh.tp": 2}, 1, "1 is not a multiple of 2", "type mesh.tp=1, or --nproc 2"),
+    ({"mesh": {"dp": 3, "tp": 2}}, 8, "a grid of 6 places", "type mesh.dp=4, or --nproc 6"),
+    ({"mesh": {"pp": 3, "dp": 1, "tp": 3}}, 8, "a grid of 9 places", "--nproc 9"),
+    ({"strategy": "hsdp", "mesh.tp": 2}, 4, "knows no tp axis", "type strategy=fsdp"),
+    ({"strategy": "zero1", "mesh.tp": 2}, 4, "knows no tp axis", "type strategy=ddp"),
+    ({"strategy": "tp", "mesh.tp": 1}, 4, "nothing to cut", "leave mesh.tp out"),
+    ({"strategy": "tp", "mesh.dp": 3}, 4, "4 is not a multiple of 3", "mesh.dp=2"),
+    ({"strategy": "fsdp", "fsdp.offload": True, "mesh.tp": 2}, 4, "in host memory", "leave fsdp.offload out"),
+]
+
+
+@pytest.mark.parametrize(("values", "size", "found", "fix"), REFUSED)
+def test_grids_that_cannot_be_are_refused(values: dict[str, Any], size: int, found: str, fix: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        plan_mesh(configured(values).config, World(size=size))
+    assert found in refusal.value.found
+    assert fix in refusal.value.fix
