@@ -125,7 +125,7 @@ def test_a_full_dev_shm_is_suspected(scene):
 
 def test_a_crash_comes_with_its_stack(scene):
     (scene.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
-    assert 'at: x.py:3 f' in examine(scene, -signal.SIGSEGV, WHEN).failure.text()
+    assert "at: x.py:3 f" in examine(scene, -signal.SIGSEGV, WHEN).failure.text()
 
 
 def test_signals_without_a_name(scene):
