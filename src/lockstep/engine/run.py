@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
@@ -33,7 +34,7 @@ from lockstep.engine.selfcheck import (
     first_share,
 )
 from lockstep.engine.skips import is_spike
-from lockstep.engine.state import RunState, Stateful
+from lockstep.engine.state import RunState, Stateful, weights_of
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
@@ -46,6 +47,8 @@ from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
+
+LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
 
 
 class Run:
@@ -62,12 +65,13 @@ class Run:
         self.resumed: Resumed | None = None
         self.started = time.time()
         self.evaluation: Evaluation | None = None
+        self._evaluated_at = 0
         self._interval_samples = self._interval_steps = 0
         log_samples = self.config.log.samples
         self._stopped = self._leaving = self._save_asked = False
         self._spans: dict[int, tuple[int, int] | None] = {}  # the samples of the last steps
         self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
-        self.opened = self._began = False
+        self.opened = self._began = self._prepared = False
         runtime.pulse.beat("build")
         # What draws random numbers before the first step (building the model, say) draws the same on every rank.
         seed_everything(derive(self.config.seed, "init"))
@@ -170,14 +174,20 @@ class Run:
             self._save(evaluation_due)
             self._save_asked = self.stepper.save_requested = False
             self.recorder.exclude(time.perf_counter() - began)
-        elif step == 1:
+        elif not self._prepared:
             self.keeper.prepare()
+        self._prepared = True
         if self._leaving:
             self._leave(step)
 
     def evaluate(
-        self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
+        self,
+        data: Any,
+        loss_of: Callable[[nn.Module, Any], Loss],
+        collate: Callable[[list[Any]], Any],
+        may_leave: bool = False,
     ) -> Evaluation:
+        """`may_leave`: nothing of this step is left to do after it, so that it may be broken off to leave."""
         began = time.perf_counter()
         reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
         if not self.opened and self.config.evaluate.batch is None:
@@ -186,12 +196,12 @@ class Run:
             )
         # Not the derived micro-batch, which follows the number of ranks: the same batches give the same number.
         batch = self.config.evaluate.batch or self.config.micro_batch or min(self.plan.global_batch, 32)
-        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision)
+        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision, may_leave)
         self.runtime.pulse.beat("evaluate", self.stepper.counters.step if self.opened else 0)
         found = evaluate(evaluator, self.driver, self.runtime)
         if found is None:  # somebody was asked to leave, and waits no longer
             self._leave_evaluation()
-        self.evaluation = found
+        self.evaluation, self._evaluated_at = found, self.stepper.counters.step if self.opened else 0
         self.recorder.event(
             "eval",
             step=self.stepper.counters.step if self.opened else 0,
@@ -213,7 +223,8 @@ class Run:
         self.keeper.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
-        on_main(lambda: save_weights(self.run_dir, self.driver.model), self.runtime)
+        weights, aliases = weights_of(self.driver.model)
+        on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""
@@ -229,8 +240,9 @@ class Run:
             write_summary(self.run_dir, summary)
             report = write_report(self.run_dir)
             if self.config.log.progress != "off":
-                print(f"report   {report}")
+                print(f"report   {Path(self.folder.shown) / report.name}")
         self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
+        self.folder.let_go()
         return summary
 
     def fail(self, error: BaseException) -> None:
@@ -240,7 +252,7 @@ class Run:
             if hasattr(self, "optimizers"):
                 self.optimizers.release()
             if hasattr(self, "keeper"):
-                self.keeper.close()
+                self.keeper.close(patience=LAST_SAVE)
             if FOLDER in os.environ:
                 self.recorder.hide()  # our launcher shows the first failure, and this may only be its consequence
             if not isinstance(error, Preempted):
@@ -248,6 +260,7 @@ class Run:
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.run_dir)
+        self.folder.let_go()
 
     def _end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
@@ -301,7 +314,8 @@ class Run:
     def _rewind(self) -> None:
         result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
         assert result is not None
-        self.keeper.rewind(result, self._spans.get(result.step))
+        resumed = self.keeper.rewind(result, self._spans.get(result.step))
+        self.recorder.carry_on(self.stepper.sums, resumed.interval)
         self._interval_samples = self._interval_steps = 0
         self.recorder.start_clock()
 
@@ -329,9 +343,9 @@ class Run:
         self.keeper.save({"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval})
 
     def _metrics(self) -> dict[str, float]:
-        """The last evaluation, by which checkpoints are compared."""
-        if self.evaluation is None:
-            return self.resumed.metrics if self.resumed else {}
+        """What checkpoints are compared by: the evaluation of these very weights, if there was one."""
+        if self.evaluation is None or self._evaluated_at != self.stepper.counters.step:
+            return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
     def _resumed_text(self, resumed: Resumed) -> str:
@@ -350,7 +364,7 @@ class Run:
             "trainable": sum(p.numel() for p in self.driver.parameters),
             "unit": self.unit,
             "steps": self.plan.steps,
-            "run_dir": str(self.run_dir),
+            "run_dir": self.folder.shown,
         }
 
     def _summary(self) -> dict[str, Any]:
