@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, committed_step, parse_nnodes, parse_nproc
-from lockstep.launch.place import choose_run_dir, lock, newest_checkpoint, prepare
+from lockstep.launch.place import choose_run_dir, lock, newest_checkpoint, prepare, run_of
 from lockstep.launch.supervise import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
@@ -83,7 +84,12 @@ def train(target: str, layers: list[Layer], asked: Processes, arguments: Sequenc
             "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
         )
     if not asked.launched:
-        run_target(target, layers)
+        try:
+            run_target(target, layers)
+        except Preempted as left:
+            if left.checkpoint:
+                print(f"lockstep: to go on: {_again(arguments, run_of(Path(left.checkpoint)))}", file=sys.stderr)
+            raise
         return 0
     run_dir = _run_dir(_last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers)
     spec = {"target": target, "layers": layers, "again": _again(arguments, run_dir)}
@@ -122,7 +128,9 @@ def _again(arguments: Sequence[str], run_dir: Path) -> str:
     while "--resume" in words:
         place = words.index("--resume")
         del words[place : place + 2]
-    return shlex.join(["lockstep", *words, "--resume", str(run_dir)]) if words else f'resume="{run_dir}"'
+    if not any(word.startswith("run_dir=") for word in words):
+        words.append(f"run_dir={run_dir}")
+    return shlex.join(["lockstep", *words, "--resume", "auto"]) if arguments else f'run_dir="{run_dir}", resume="auto"'
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -240,6 +248,7 @@ def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> Ending:
     prepare(run_dir)
+    (run_dir / "resize").unlink(missing_ok=True)  # a wish of an earlier day
     held = lock(run_dir)  # or somebody trains there: a second launcher must not write into its record
     if held is not None:
         held.close()
@@ -252,5 +261,6 @@ def _launch(
     with JsonlSink(run_dir / "events.jsonl") as events:
         cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
-    write_report(run_dir)
+    with contextlib.suppress(OSError):  # a full disk: everything else has been said
+        write_report(run_dir)
     return ending

@@ -160,7 +160,7 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
         raise UserError(
             f"to write the final weights to {run_dir}",
             str(error),
-            f"make room, then add --resume {run_dir} to the same command: the training itself is done",
+            f"make room, then add --resume {run_dir} to the same command: it goes on from the last checkpoint",
         ) from error
 
 

@@ -31,7 +31,7 @@ from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
 NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
-AROUND = ("evaluation_due", "interval")  # what the loop adds to the state, beside the metrics
+AROUND = ("evaluation_due", "interval", "seconds")  # what the loop adds to the state, beside the metrics
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Resumed:
     changes: list[str]  # what is not as it was, in words
     evaluation_due: bool  # the run had to leave before it could evaluate
     interval: dict[str, Any]  # sums since the last log line
+    seconds: float  # the run has taken so far
 
 
 class Keeper:
@@ -71,6 +72,7 @@ class Keeper:
         self._saved_step: int | None = None
         self._last = time.monotonic()
         self._rewinds = 0  # since the last checkpoint
+        self._saves = 0
 
     # ---- coming back ----
 
@@ -186,7 +188,8 @@ class Keeper:
                 "a policy of rewind", "data that cannot leave out samples (a stream)", "choose the policy skip or stop"
             )
         if rewinds and self._saved_step is None:
-            self.save({"metrics": {}, "evaluation_due": False, "interval": {"names": ["loss"], "totals": [0.0, 0.0]}})
+            nothing = {"names": ["loss"], "totals": [0.0, 0.0]}
+            self.save({"metrics": {}, "evaluation_due": False, "interval": nothing, "seconds": 0.0})
             if not self.settle():
                 raise UserError(
                     "a policy of rewind, which needs a checkpoint to go back to",
@@ -211,6 +214,9 @@ class Keeper:
         step = self.state.stepper.counters.step
         pulse.beat("snapshot", step)
         tensors, aliases, state = self.state.capture()
+        if not self._saves:
+            self._check_alike()
+        self._saves += 1
         values = {
             "state": state,
             "config": {key: typed(value) for key, value in flatten(self.config).items()},
@@ -225,6 +231,13 @@ class Keeper:
         self._last = time.monotonic()
         self._seed_host(step)
         pulse.beat(before)
+
+    def _check_alike(self) -> None:
+        """What the task and the user's loop keep should be the same on every rank; rank 0's is what is saved."""
+        everybody = self.runtime.collectives.gather_json(self.state.digest_of_others())
+        for name in everybody[0]:
+            if len({one[name] for one in everybody}) > 1:
+                self.tell("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""

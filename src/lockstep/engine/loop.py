@@ -22,6 +22,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
+    after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
@@ -32,6 +33,8 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     for share in run.shares():
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
+        if after_step is not None:
+            after_step(run.driver.model, run.stepper.counters.step)
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
         run.keep()

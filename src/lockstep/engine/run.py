@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -114,6 +115,7 @@ class Run:
         self.resumed = self.keeper.resume()
         if self.resumed:
             told["resumed"] = self._resumed_text(self.resumed)
+            self.started -= self.resumed.seconds
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
             self.stepper.metrics_known = set(self.recorder.names)
         self.opened = True
@@ -237,13 +239,21 @@ class Run:
         self.recorder.event("end", **summary)
         self.recorder.close()
         if self.runtime.is_main:
-            write_summary(self.run_dir, summary)
-            report = write_report(self.run_dir)
-            if self.config.log.progress != "off":
+            report = self._write_end(summary)
+            if report and self.config.log.progress != "off":
                 print(f"report   {Path(self.folder.shown) / report.name}")
         self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
         self.folder.let_go()
         return summary
+
+    def _write_end(self, summary: dict[str, Any]) -> Path | None:
+        """The weights are safe: what cannot be written about them is said, and does not spoil the run."""
+        try:
+            write_summary(self.run_dir, summary)
+            return write_report(self.run_dir)
+        except OSError as error:
+            print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+            return None
 
     def fail(self, error: BaseException) -> None:
         """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
@@ -339,8 +349,10 @@ class Run:
 
     def _save(self, evaluation_due: bool) -> None:
         self.driver.sync_buffers()
-        interval = self.recorder.carry(self.stepper.sums)
-        self.keeper.save({"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval})
+        interval, seconds = self.recorder.carry(self.stepper.sums), time.time() - self.started
+        self.keeper.save(
+            {"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval, "seconds": seconds}
+        )
 
     def _metrics(self) -> dict[str, float]:
         """What checkpoints are compared by: the evaluation of these very weights, if there was one."""

@@ -97,7 +97,13 @@ class RunState:
             for group in optimizer.param_groups
             for p in group["params"]
         )
-        return certain, guess
+        beside: dict[str, Tensor] = {}
+        for name, other in self.others.items():
+            pack(other.state_dict(), name, beside)
+        return certain + sum(t.nbytes for t in beside.values()), guess
+
+    def digest_of_others(self) -> dict[str, str]:
+        return {name: digest(other.state_dict()) for name, other in self.others.items()}
 
     def restore(self, reader: Reader, values: Values) -> list[str]:
         """Put everything back in place. Returns what the user has changed since, in words."""
@@ -110,10 +116,13 @@ class RunState:
         self.source.load_state_dict(parts.pop("data"))
         _check_next_samples(values["next_samples"], next_samples(self.source))
         for name, owner in self.others.items():
-            if name in parts:
-                owner.load_state_dict(parts.pop(name))
-            elif owner.state_dict():
-                changed.append(f"{name}: not in the checkpoint, starts afresh")
+            saved, here = parts.pop(name, None), owner.state_dict()
+            if saved:
+                owner.load_state_dict(saved)
+            if saved and not here:
+                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+            elif here and not saved:
+                changed.append(f"{name}: has no state in the checkpoint, starts afresh")
         return changed + [
             f"{name}: in the checkpoint, and nobody here takes it" for name, state in parts.items() if state
         ]

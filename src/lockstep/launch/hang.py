@@ -146,7 +146,7 @@ def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
     if not working or any(view.age <= _patience(view, working, limits) for view in working):
         return None
     last = min(working, key=lambda view: view.age)
-    limit = limit_of(last, working, limits)
+    limit = max(_patience(view, working, limits) for view in working)
     return Suspicion(f"no rank has advanced for {last.age:.1f} s (limit {limit:.1f} s)", odd_ranks(working), working)
 
 

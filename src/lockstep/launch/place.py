@@ -123,9 +123,18 @@ def newest_checkpoint(run: Path) -> str | None:
 
 def ask_for_size(run: Path, count: int) -> None:
     """Leave a note for the launcher of `run`: go on with `count` processes."""
-    run_of(run)
+    asked = f"lockstep resize {run} {count}"
+    if not (run / ".lock").exists():
+        raise UserError(asked, "no folder of a run", "type lockstep resize RUN N")
     if count < 1:
-        raise UserError(f"lockstep resize {run} {count}", "no number of processes", "type 1 or more")
+        raise UserError(asked, "no number of processes", "type 1 or more")
+    try:
+        free = lock(run, patience=0.0)
+    except UserError:
+        free = None  # somebody trains there, as they should
+    if free is not None:
+        free.close()
+        raise UserError(asked, "a run that is not going on", f"go on with it: --nproc {count} --resume {run}")
     staged = run / ".resize.tmp"
     staged.write_text(f"{count}\n")
     staged.rename(run / "resize")

@@ -23,6 +23,7 @@ from lockstep.launch.vigil import Vigil
 GATHER_S = 300.0  # how long nodes may take to come
 SETTLE_S = 3.0  # after a node came or went, others may follow
 OTHERS_S = 1.0  # after an error, how long to wait for the one that caused it
+NEWS_S = 45.0  # without a step, before the screen says something
 TOGETHER_S = 20.0  # from the first rank that has left on request to the last
 QUIET_S = 2.0  # nodes give a sign of life every second
 STOP_S = 10.0
@@ -121,6 +122,9 @@ class Rounds:
 
     def _gather(self, now: float) -> None:
         self.phase, self._deadline = Phase.GATHER, now + GATHER_S
+        missing = self.job.nnodes.least - len(self.nodes)
+        if missing > 0:
+            self._say(f"waiting for {_number(missing, 'more node')} at {self.job.join}")
         self._perhaps_form(now)
 
     # A round
@@ -192,6 +196,8 @@ class Rounds:
     def look(self, now: float) -> None:
         """About once a second: is anybody stuck?"""
         living = self.places.keys() - self._ended.keys()
+        if self.phase is Phase.RUN and (news := self._vigil.news(NEWS_S)):
+            self._say(news)
         if self.phase is Phase.RUN and self._vigil.suspicious(living, now):
             self.phase, self._deadline = Phase.ASK, now + STACKS_S
             self._silent = self._in_round()
@@ -317,7 +323,7 @@ class Rounds:
     def _report(self, failure: Failure, verdict: str) -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            others = len(self.places) - 1
+            others = len(self.places) - (failure.kind != ZYGOTE)
             victims = f"{_number(others, 'other rank')} stopped because of it." if others > 0 else ""
             log = f"Its log: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
