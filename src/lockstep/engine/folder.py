@@ -31,6 +31,10 @@ class RunFolder:
     token: str  # of this attempt: what an earlier one still writes can be told apart
     lock: Any = None  # held open by rank 0
 
+    def as_shown(self, path: Path) -> str:
+        """A path in this folder, or any other, as the user would write it."""
+        return str(Path(self.shown) / path.relative_to(self.path)) if path.is_relative_to(self.path) else str(path)
+
     def let_go(self) -> None:
         if self.lock is not None:
             self.lock.close()

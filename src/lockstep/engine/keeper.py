@@ -310,7 +310,7 @@ class Keeper:
         self.tell(
             "checkpoint",
             step=report.step,
-            path=str(report.path),
+            path=self.folder.as_shown(report.path),
             mb=_megabytes_in(report.path),
             stall_s=report.stall_s,
             write_s=report.write_s,

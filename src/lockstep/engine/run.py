@@ -334,7 +334,7 @@ class Run:
         self._end_loaders()
         safe = self.keeper.settle()
         newest = self.keeper.newest_path() if safe else None
-        path = str(newest) if newest else None
+        path = self.folder.as_shown(newest) if newest else None
         signals = [name for name in self.runtime.collectives.gather_json(self.runtime.notice.signal) if name]
         signal = signals[0] if signals else "SIGTERM"
         self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
@@ -362,7 +362,7 @@ class Run:
 
     def _resumed_text(self, resumed: Resumed) -> str:
         ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
-        text = f"at step {resumed.step} from {resumed.path}, written by {ranks}"
+        text = f"at step {resumed.step} from {self.folder.as_shown(resumed.path)}, written by {ranks}"
         return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
 
     def _start_record(self) -> dict[str, Any]:
