@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our words has heard enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
@@ -108,6 +112,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.launch.place import ask_for_size
 
     ask_for_size(options.run_dir, options.count)
+    print(f"asked for {options.count}: the launcher of {options.run_dir} says on its screen what it does about it")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, committed_step, parse_nnodes, parse_nproc
-from lockstep.launch.place import choose_run_dir, newest_checkpoint, prepare
+from lockstep.launch.place import choose_run_dir, lock, newest_checkpoint, prepare, run_of
 from lockstep.launch.supervise import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
@@ -83,7 +84,12 @@ def train(target: str, layers: list[Layer], asked: Processes, arguments: Sequenc
             "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
         )
     if not asked.launched:
-        run_target(target, layers)
+        try:
+            run_target(target, layers)
+        except Preempted as left:
+            if left.checkpoint:
+                print(f"lockstep: to go on: {_again(arguments, run_of(Path(left.checkpoint)))}", file=sys.stderr)
+            raise
         return 0
     run_dir = _run_dir(_last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers)
     spec = {"target": target, "layers": layers, "again": _again(arguments, run_dir)}
@@ -103,13 +109,28 @@ def _run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> 
     return run_dir
 
 
+def _check_one_place(layers: list[Layer]) -> None:
+    """The launcher has chosen the folder before it could know what the code says about it."""
+    if not any(source == FROM_LAUNCHER for source, _ in layers):
+        return
+    for key in ("run_dir", "resume"):
+        said = [values[key] for source, values in layers if source in ("argument", "task default") and values.get(key)]
+        if said:
+            typed = f"--resume {said[0]}" if key == "resume" else f"run_dir={said[0]}"
+            raise UserError(
+                f"{key}={said[0]} in the code", "a launcher that did not know of it", f"type it too: {typed}"
+            )
+
+
 def _again(arguments: Sequence[str], run_dir: Path) -> str:
     """What to type to go on with a run that has ended early."""
     words = list(arguments)
     while "--resume" in words:
         place = words.index("--resume")
         del words[place : place + 2]
-    return shlex.join(["lockstep", *words, "--resume", str(run_dir)]) if words else f'resume="{run_dir}"'
+    if not any(word.startswith("run_dir=") for word in words):
+        words.append(f"run_dir={run_dir}")
+    return shlex.join(["lockstep", *words, "--resume", "auto"]) if arguments else f'run_dir="{run_dir}", resume="auto"'
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -122,6 +143,7 @@ def run_target(target: str, layers: list[Layer]) -> None:
         runpy.run_path(target, run_name="__main__")
         return
     kind = targets.load_class(target)
+    _check_one_place([("task default", kind.defaults), *layers])
     resolved = resolve_for(kind.defaults, kind.presets, layers)
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
@@ -165,6 +187,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
 
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
+    _check_one_place(layers)
     resolved = resolve(layers)
     if meant := [key for key in ("preset", "task") if getattr(resolved.config, key)]:
         raise UserError(
@@ -229,6 +252,10 @@ def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> Ending:
     prepare(run_dir)
+    (run_dir / "resize").unlink(missing_ok=True)  # a wish of an earlier day
+    held = lock(run_dir)  # or somebody trains there: a second launcher must not write into its record
+    if held is not None:
+        held.close()
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
     culprit = ending.failure
@@ -238,5 +265,6 @@ def _launch(
     with JsonlSink(run_dir / "events.jsonl") as events:
         cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
-    write_report(run_dir)
+    with contextlib.suppress(OSError):  # a full disk: everything else has been said
+        write_report(run_dir)
     return ending

@@ -138,6 +138,9 @@ class Task:
 
         return default_collate(samples)
 
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Called on every rank after every step, with the same parameters: the place for a moving average of them."""
+
     def state_dict(self) -> dict[str, Any]:
         """What else a checkpoint must hold (a moving average, a curriculum): tensors and plain values, any nesting."""
         return {}

@@ -37,6 +37,7 @@ def fail_at(
 ) -> Iterator[None]:
     """Ranks started inside fail like this. May be nested, for several faults.
 
+    A fault that never happened is an error at the end of the block: such a test would prove nothing.
     `times` counts over all ranks and all restarts: by default once, for "slow" every time, which is `times=None`.
     """
     if times == "default":
@@ -52,6 +53,13 @@ def fail_at(
             yield
         finally:
             _restore(before)
+        if fault.times is not None and not any(Path(marks).rglob("fired-*")):
+            raise AssertionError(f"the fault never happened: no rank came to {_place(fault)}")
+
+
+def _place(fault: Fault) -> str:
+    wanted = {"rank": fault.rank, "step": fault.step, "phase": fault.phase}
+    return ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None) or "any place"
 
 
 def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(small_disk: Path) -> No
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(tmp_path: Path, small_disk: Path) -> None:
-    (small_disk / "ballast").write_bytes(bytes(600_000))
+    (small_disk / "ballast").write_bytes(bytes(700_000))
     ended = train(small_disk, *TINY)
     assert ended.code == 2, ended.output
     assert "room for a checkpoint" in ended.output

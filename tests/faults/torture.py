@@ -162,9 +162,8 @@ def main() -> None:
         whole = train(Path(folder) / "whole", steps, [])
         torn = train(Path(folder) / "torn", steps, faults, timed, options.seed)
     print(f"undisturbed   {whole.seconds:.0f} s, exit {whole.code}")
-    print(
-        f"{options.kills} kills and {timed} more at any moment    {torn.seconds:.0f} s, exit {torn.code}, {torn.restarts} restarts"
-    )
+    print(f"with {options.kills} kills, and {timed} more at any moment")
+    print(f"              {torn.seconds:.0f} s, exit {torn.code}, {torn.restarts} restarts")
     extra = (torn.seconds - whole.seconds) / max(1, torn.restarts)
     print(f"a restart costs {extra:.2f} s in the mean, repeated steps included")
     print(f"same bits     {torn.weights == whole.weights} ({len(whole.weights)} tensors)")

@@ -83,6 +83,38 @@ class Scored(Regression):
         return Loss(torch.tensor(score * 4), 4)
 
 
+def test_a_checkpoint_between_two_evaluations_has_no_score(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 1, "evaluate.every": 4}
+    pool.run(fit, Scored(), values | {"checkpoint.best": "eval_loss", "evaluate.batch": 4}, world=1)
+    assert steps_kept(tmp_path) == [12]  # step 9's weights were never evaluated
+
+
+class Fails(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 29:  # in the eighth step of the only rank, of four micro-batches each
+            raise ZeroDivisionError
+        return super().loss(model, batch)
+
+
+def test_an_error_does_not_throw_away_the_save_in_flight(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 7}
+    (error,) = pool.errors(failing, Fails(), values, [{"how": "slow", "phase": "write", "seconds": 0.5}], world=1)
+    assert isinstance(error, ZeroDivisionError)
+    assert steps_kept(tmp_path) == [7]
+
+
+def failing(world: World, store: Any, task: Task, values: dict[str, Any], plan: list[dict[str, Any]]) -> None:
+    resolved = configured(values)
+    with injected(world, plan), context.start(world, resolved.config, store=store) as runtime:
+        run = WatchedRun(resolved, runtime, "test")
+        try:
+            loop.fit(task, run)
+        except ZeroDivisionError as error:
+            run.fail(error)
+            raise
+
+
 def test_the_best_checkpoint_stays(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 2, "checkpoint.keep": 1, "evaluate.every": 2}
     pool.run(fit, Scored(), values | {"checkpoint.best": "eval_loss", "evaluate.batch": 4}, world=1)
@@ -133,6 +165,26 @@ def test_a_spoiled_step_is_taken_back_and_its_samples_left_out(pool: Pool, tmp_p
     assert skip["blame"] == [
         f"rank 1, micro-batch {guilty.index}: loss {kind}, samples {guilty.ids[0]}, {guilty.ids[1]}"
     ]
+
+
+def test_two_spoiled_steps_between_two_checkpoints_are_both_left_out(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 100, "nonfinite.policy": "rewind"}
+    traces = pool.run(fit, Poisoned(), values, world=2)
+    ran = [note.result.step for note in traces[0].steps]
+    assert ran == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert [note.result.applied for note in traces[0].steps[-12:]] == [True] * 12
+    assert len(events(tmp_path, "rewind")) == 2
+
+
+class Poisoned(Regression):
+    """Two samples are nan: one in the window of step 2, one in that of step 5."""
+
+    def data(self) -> Any:
+        x, y = super().data().tensors
+        y = torch.cat([y, y, y])[:120]
+        for step in (2, 5):
+            y[windows(120, 8, "short", 6)[step][0]] = math.nan
+        return TensorDataset(torch.cat([x, x, x])[:120], y)
 
 
 def test_rewinding_again_and_again_ends(pool: Pool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -305,6 +306,54 @@ class CountsUp:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
+
+
+def test_a_run_is_not_begun_from_elsewhere_in_the_folder_of_another(pool: Pool, saved: Any) -> None:
+    values = {"run_dir": str(saved[1][0]), "resume": str(saved[2][0])}
+    assert_user_errors(pool.errors(train_part, Averaged(), values, world=2), "already holds another run")
+
+
+class Remembers(nn.Linear):
+    """Has state of its own kind, with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.seen = {"calls": 0, "last": torch.zeros(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = {"calls": self.seen["calls"] + 1, "last": x.detach().flatten()[:2].clone()}
+        return super().forward(x).squeeze(-1)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class WithExtraState(Averaged):
+    def model(self) -> nn.Module:
+        self.net = nn.Sequential(Remembers())
+        return self.net
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        inner, outer = torch.tensor(1.0), torch.tensor(2.0)
+        return {"ema": {"w": inner}, "ema.w": outer, "array": np.array(3.0), "calls": self.net[0].seen["calls"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert (state["ema"]["w"].item(), state["ema.w"].item()) == (1.0, 2.0)
+        assert state["array"].shape == ()
+        assert self.net[0].seen["calls"] == state["calls"] == 12
+
+
+def test_modules_and_tasks_with_state_of_any_kind(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, 3, world=1)
+    (part,) = pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, world=1)
+    assert part.resumed.step == 3
 
 
 def test_frozen_parts_may_be_left_out(pool: Pool, tmp_path: Path) -> None:

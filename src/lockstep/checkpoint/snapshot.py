@@ -97,8 +97,9 @@ class Copying:
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
-        self._versions = [source._version for _, source in self._pairs]
-        self._done = threading.Event()
+        self._versions = self._versions_now()
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._released = self._torn = False  # the tensors may change; they have changed before that
         self._on_device: list[torch.cuda.Event] = []
         for device in {source.device for _, source in self._pairs if source.is_cuda}:
             self._on_device.append(self._enqueue(device))
@@ -111,22 +112,30 @@ class Copying:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
             for event in self._on_device:
                 event.synchronize()
-            if [source._version for _, source in self._pairs] != self._versions and not self._done.is_set():
-                raise RuntimeError(
-                    "a parameter was changed between two updates, while it was being copied: only the optimizer may "
-                    "change parameters, or set checkpoint.asynchronous=false"
-                )
         finally:
-            self._done.set()
+            with self._lock:
+                torn = self._torn or (not self._released and self._versions_now() != self._versions)
+                self._done.set()
+        if torn:
+            raise RuntimeError(
+                "the optimizer's state was changed between two updates, while it was being copied: let only its own "
+                "step change it, or set checkpoint.asynchronous=false"
+            )
 
     def wait(self) -> None:
         """In the training thread: from now on these tensors may change."""
-        if self._done.is_set():
-            return
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._torn, self._released = self._versions_now() != self._versions, True
         for event in self._on_device:
             event.wait()  # the device's own stream waits, the host does not
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
+
+    def _versions_now(self) -> list[int]:
+        """torch counts the changes of a tensor."""
+        return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:
         side = torch.cuda.Stream(device)

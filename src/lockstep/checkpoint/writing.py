@@ -184,12 +184,9 @@ class Writing:
         faults.fire("rename", self.step)
         if (owner := store.owner()) not in (None, self.team.token):
             raise GivenUp(f"another attempt has taken over this run (its token is {owner})")
-        if final.exists() and not self._is_valid(final):
-            store.set_aside(final, "damaged")
-        if final.exists():
-            self.discard()
-        else:
-            os.rename(self.folder, final)
+        if final.exists():  # of another history, or damaged: this run is here now
+            store.set_aside(final, "undone")
+        os.rename(self.folder, final)
         sync_folder(store.root)
         self.committed = final
         faults.fire("latest", self.step)
@@ -242,14 +239,6 @@ class Writing:
         )
         manifests.decode(manifests.encode(made), self.folder)  # nothing is committed that could not be loaded
         return made
-
-    @staticmethod
-    def _is_valid(folder: Path) -> bool:
-        try:
-            manifest = manifests.read_manifest(folder)
-        except manifests.Damaged:
-            return False
-        return not parts.problems(folder, manifest, manifest.files)
 
     # ---- words ----
 

@@ -42,6 +42,7 @@ class Evaluator:
     batch: int  # samples per forward
     workers: int
     precision: Precision
+    may_leave: bool = False  # it may be broken off when somebody is asked to leave
 
 
 def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation | None:
@@ -57,7 +58,7 @@ def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluati
     finally:
         for module, training in modes:  # each as it was: a part may be kept in eval mode on purpose
             module.training = training
-    broken_off = runtime.notice.signal is not None
+    broken_off = evaluator.may_leave and runtime.notice.signal is not None
     everything = runtime.collectives.gather_json({"rows": rows, "samples": samples, "broken_off": broken_off})
     if any(part["broken_off"] for part in everything):
         return None
@@ -76,7 +77,7 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
     results: list[dict[str, tuple[Any, Any]]] = []
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
         runtime.pulse.beat("evaluate")
-        if runtime.notice.signal is not None and not driver.in_step:
+        if evaluator.may_leave and runtime.notice.signal is not None and not driver.in_step:
             return [], 0
         loss = _loss(evaluator, driver, to_device(data, runtime.device))
         if loss is not None:

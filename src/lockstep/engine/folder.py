@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +15,30 @@ from torch import Tensor
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, prepare, run_of
+from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, lock, prepare, run_of
 from lockstep.runtime.context import Runtime
 
 ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")  # set by our launcher, by torchrun
-LOCK_PATIENCE = 10.0  # seconds: a predecessor that was killed lets go of the folder within moments
 
 
 @dataclass
 class RunFolder:
     path: Path
+    shown: str  # as the user knows it
     origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
     continues: bool  # this run's own checkpoints count
     attempt: int  # 0, or how often the launcher has already started this run anew
     token: str  # of this attempt: what an earlier one still writes can be told apart
     lock: Any = None  # held open by rank 0
+
+    def as_shown(self, path: Path) -> str:
+        """A path in this folder, or any other, as the user would write it."""
+        return str(Path(self.shown) / path.relative_to(self.path)) if path.is_relative_to(self.path) else str(path)
+
+    def let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
 
 def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
@@ -43,6 +50,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         folder = _prepare(config, name)
         return {
             "path": str(folder.path),
+            "shown": folder.shown,
             "origin": folder.origin and str(folder.origin),
             "continues": folder.continues,
             "attempt": folder.attempt,
@@ -52,7 +60,8 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
     told = on_main(prepare, runtime)
     if folder is None:
         origin = Path(told["origin"]) if told["origin"] else None
-        folder = RunFolder(Path(told["path"]), origin, told["continues"], told["attempt"], told["token"])
+        continues, attempt, token = told["continues"], told["attempt"], told["token"]
+        folder = RunFolder(Path(told["path"]), told["shown"], origin, continues, attempt, token)
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
     if runtime.is_main:
         _mark(folder).unlink()
@@ -81,7 +90,8 @@ def on_main(act: Callable[[], Any], runtime: Runtime) -> Any:
 
 def _prepare(config: RunConfig, name: str) -> RunFolder:
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
-    path = choose_run_dir(config.run_dir, config.resume, name)
+    shown = choose_run_dir(config.run_dir, config.resume, name)
+    path = Path(os.path.abspath(shown))  # the user's code may change the working folder
     if attempt == 0 and config.resume == "never" and holds_a_run(path):
         raise UserError(
             f"run_dir={path}",
@@ -91,15 +101,22 @@ def _prepare(config: RunConfig, name: str) -> RunFolder:
     origin = None if config.resume in ("auto", "never") else Path(config.resume)
     if origin is not None:
         run_of(origin)  # or an error that says what it is not
-    own = origin is not None and run_of(origin).resolve() == path.resolve() and not is_checkpoint(origin)
+    here = origin is not None and run_of(origin).resolve() == path.resolve()
+    if attempt == 0 and origin is not None and not here and holds_a_run(path):
+        raise UserError(
+            f"--resume {origin} run_dir={shown}",
+            f"a folder that already holds another run: {shown}",
+            f"type another run_dir; or --resume {shown} to go on with the run that is there",
+        )
+    own = origin is not None and here and not is_checkpoint(origin)
     if own:
         origin = None
     continues = attempt > 0 or own or config.resume == "auto"
-    folder = RunFolder(path, origin, continues, attempt, secrets.token_hex(4))
+    folder = RunFolder(path, str(shown), origin, continues, attempt, secrets.token_hex(4))
     try:
         prepare(path)
         (path / "checkpoints").mkdir(exist_ok=True)
-        folder.lock = _lock(path)
+        folder.lock = lock(path)
         for old in path.glob(".seen-*"):
             old.unlink()
         _mark(folder).touch()
@@ -114,33 +131,6 @@ def _prepare(config: RunConfig, name: str) -> RunFolder:
 
 def _mark(folder: RunFolder) -> Path:
     return folder.path / f".seen-{folder.token}"
-
-
-def _lock(path: Path) -> Any:
-    """One run at a time in a folder. The lock belongs to the process: however it dies, the lock is gone."""
-    file = (path / ".lock").open("a+")
-    deadline = time.monotonic() + LOCK_PATIENCE
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"run_dir={path}",
-                    f"a process that trains there right now ({_holder(path)})",
-                    "wait for it, stop it, or type another run_dir",
-                ) from None
-            time.sleep(0.1)
-            continue
-        file.truncate(0)
-        file.write(f"{os.uname().nodename} {os.getpid()}\n")
-        file.flush()
-        return file
-
-
-def _holder(path: Path) -> str:
-    host, _, pid = (path / ".lock").read_text().strip().partition(" ")
-    return f"process {pid} on {host}" if pid else "unknown"
 
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
@@ -166,13 +156,15 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
     staged = run_dir / "model.safetensors.tmp"
     try:
         save_file(weights, str(staged), metadata={"format": "pt", **aliases})
+        with staged.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(staged, run_dir / "model.safetensors")
     except (OSError, SafetensorError) as error:
         staged.unlink(missing_ok=True)
         raise UserError(
             f"to write the final weights to {run_dir}",
             str(error),
-            f"make room, then add --resume {run_dir} to the same command: the training itself is done",
+            f"make room, then add --resume {run_dir} to the same command: it goes on from the last checkpoint",
         ) from error
 
 

@@ -31,7 +31,7 @@ from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
 NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
-AROUND = ("metrics", "evaluation_due", "interval")  # what the loop adds to the state
+AROUND = ("evaluation_due", "interval", "seconds")  # what the loop adds to the state, beside the metrics
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Resumed:
     path: Path
     world: int  # that wrote it
     changes: list[str]  # what is not as it was, in words
-    metrics: dict[str, float]  # of the last evaluation before it
     evaluation_due: bool  # the run had to leave before it could evaluate
     interval: dict[str, Any]  # sums since the last log line
+    seconds: float  # the run has taken so far
 
 
 class Keeper:
@@ -72,6 +72,7 @@ class Keeper:
         self._saved_step: int | None = None
         self._last = time.monotonic()
         self._rewinds = 0  # since the last checkpoint
+        self._saves = 0
 
     # ---- coming back ----
 
@@ -120,7 +121,7 @@ class Keeper:
         self._seed_host(step)
         return Resumed(step, found.path, values["world"], changes, **{key: values[key] for key in AROUND})
 
-    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
+    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Back to the last checkpoint; the samples that spoiled the step are left out from now on."""
         self.settle()
         self._rewinds += 1
@@ -132,11 +133,18 @@ class Keeper:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
         found = self._find(self.store, None)
-        assert found is not None, "rewinding runs begin with a checkpoint"
-        self._load(found)
+        if found is None:
+            raise UserError(
+                "to go back to the last checkpoint",
+                f"none: it could not be written. Step {result.step}: {result.trouble}",
+                "make room on the disk, or choose the policy skip or stop",
+            )
         source: Any = self.state.source
         assert span is not None
-        source.pass_over(span)
+        spans = [*source.passed_over, span]  # what the checkpoint does not know of yet
+        resumed = self._load(found)
+        for spoiled in spans:
+            source.pass_over(spoiled)
         self.tell(
             "rewind",
             step=result.step,
@@ -144,29 +152,32 @@ class Keeper:
             reason=result.trouble,
             left_out=f"{span[1] - span[0]} samples at positions {span[0]} to {span[1] - 1}",
         )
+        return resumed
 
     # ---- saving ----
 
     def check_space(self) -> None:
-        """Before any time is spent: is there room for a checkpoint? Optimizers allocate later, so it is an estimate."""
-        model = self.state.model
-        weights = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, torch.Tensor))
-        moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        needed = weights + moments
+        """Is there room? Asked before any time is spent. The weights are certain, the optimizers' state is a guess."""
+        kept = self.config.checkpoint
+        if kept.every is None and kept.minutes is None and not kept.at_end:
+            return
+        certain, guess = self.state.bytes_at_start()
 
         def check() -> int:
             free = free_bytes(self.store.root)
-            if free < needed:
+            if free < certain:
                 raise UserError(
                     f"room for a checkpoint in {self.store.root}",
-                    f"{megabytes(free / 2**20)} free, about {megabytes(needed / 2**20)} needed",
-                    f"free {megabytes((needed - free) / 2**20)}, or type run_dir=FOLDER on another disk",
+                    f"{megabytes(free / 2**20)} free, {megabytes(certain / 2**20)} needed for the weights alone",
+                    f"free {megabytes((certain + guess - free) / 2**20)}, or type run_dir=FOLDER on another disk",
                 )
             return free
 
-        if on_main(check, self.runtime) < 2 * needed:
+        if (free := on_main(check, self.runtime)) < 2 * (certain + guess):
             self.tell(
-                "warning", reason="the disk has room for one more checkpoint, not for two: old ones go only later"
+                "warning",
+                reason=f"the disk has {megabytes(free / 2**20)} free, and two checkpoints, which is what it takes to "
+                f"replace one by the next, need about {megabytes(2 * (certain + guess) / 2**20)}",
             )
 
     def begin(self) -> None:
@@ -177,8 +188,14 @@ class Keeper:
                 "a policy of rewind", "data that cannot leave out samples (a stream)", "choose the policy skip or stop"
             )
         if rewinds and self._saved_step is None:
-            self.save({"metrics": {}, "evaluation_due": False, "interval": {"names": ["loss"], "totals": [0.0, 0.0]}})
-            self.settle()
+            nothing = {"names": ["loss"], "totals": [0.0, 0.0]}
+            self.save({"metrics": {}, "evaluation_due": False, "interval": nothing, "seconds": 0.0})
+            if not self.settle():
+                raise UserError(
+                    "a policy of rewind, which needs a checkpoint to go back to",
+                    "the first one could not be written",
+                    "make room on the disk, or choose the policy skip or stop",
+                )
 
     def wants(self, step: int) -> bool:
         """Whether rank 0's clock asks for a checkpoint; it asks through the control word."""
@@ -199,6 +216,9 @@ class Keeper:
         tensors, aliases, state = self.state.capture()
         if not self.state.alike:
             state = merged(self.runtime.collectives.gather_json(state))
+        if not self._saves:
+            self._check_alike()
+        self._saves += 1
         values = {
             "state": state,
             "config": {key: typed(value) for key, value in flatten(self.config).items()},
@@ -213,6 +233,13 @@ class Keeper:
         self._last = time.monotonic()
         self._seed_host(step)
         pulse.beat(before)
+
+    def _check_alike(self) -> None:
+        """What the task and the user's loop keep should be the same on every rank; rank 0's is what is saved."""
+        everybody = self.runtime.collectives.gather_json(self.state.digest_of_others())
+        for name in everybody[0]:
+            if len({one[name] for one in everybody}) > 1:
+                self.tell("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
@@ -270,7 +297,10 @@ class Keeper:
         pulse.beat(before)
         return well
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.0) -> None:
+        """What is in flight gets `patience` seconds more: after an error it may be all that is left of the run."""
+        if self._open and patience:
+            self.saver.wait(patience)
         self.saver.close()
 
     def newest_path(self) -> Path | None:
@@ -288,8 +318,8 @@ class Keeper:
         self.tell(
             "checkpoint",
             step=report.step,
-            path=str(report.path),
-            mb=sum(file.stat().st_size for file in report.path.iterdir()) / 2**20,
+            path=self.folder.as_shown(report.path),
+            mb=_megabytes_in(report.path),
             stall_s=report.stall_s,
             write_s=report.write_s,
         )
@@ -297,6 +327,13 @@ class Keeper:
     def _seed_host(self, step: int) -> None:
         """Python's and numpy's generators start anew with every checkpoint: a resumed run draws what it would have."""
         seed_host(derive(self.config.seed, "checkpoint", step))
+
+
+def _megabytes_in(folder: Path) -> float | None:
+    try:
+        return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    except FileNotFoundError:  # others are allowed to delete it
+        return None
 
 
 def _config_changes(saved: dict[str, str], config: RunConfig) -> list[str]:

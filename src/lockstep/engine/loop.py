@@ -23,24 +23,27 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
+    after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
 
     if every and run.resumed and run.resumed.evaluation_due:
-        run.evaluate(held_out, task.eval_loss, task.collate)
+        run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
 
     for share in run.shares():
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
+        if after_step is not None:
+            after_step(run.driver.model, run.stepper.counters.step)
         if every and run.stepper.counters.step % every == 0:
-            run.evaluate(held_out, task.eval_loss, task.collate)
+            run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
         run.keep()
 
     run.save()
     already = every and run.stepper.counters.step % every == 0
     if held_out is not None and run.config.evaluate.at_end and not already:
-        run.evaluate(held_out, task.eval_loss, task.collate)
+        run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
     return run.close(_show(task, run))
 
 

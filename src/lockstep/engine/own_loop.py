@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.precision import full_precision
+from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, Share, StepResult, Weight
 
 LEAVE_TOGETHER = timedelta(seconds=30)
@@ -161,6 +162,8 @@ class OwnStep:
         self.ended = False
         self._taken = 0  # batches handed out so far
         self.result: StepResult | None = None
+        # What the loop draws before its first batch must not depend on where the run was resumed.
+        seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         run.stepper.begin(share)
 
     def __iter__(self) -> Iterator[Any]:

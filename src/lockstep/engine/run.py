@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
@@ -52,6 +54,8 @@ from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
 
+LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
+
 
 class Run:
     def __init__(self, resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample"):
@@ -67,12 +71,13 @@ class Run:
         self.resumed: Resumed | None = None
         self.started = time.time()
         self.evaluation: Evaluation | None = None
+        self._evaluated_at = 0
         self._interval_samples = self._interval_steps = 0
         log_samples = self.config.log.samples
         self._stopped = self._leaving = self._save_asked = False
         self._spans: dict[int, tuple[int, int] | None] = {}  # the samples of the last steps
         self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
-        self.opened = self._began = False
+        self.opened = self._began = self._prepared = False
         runtime.pulse.beat("build")
         # What draws random numbers before the first step (building the model, say) draws the same on every rank.
         seed_everything(derive(self.config.seed, "init"))
@@ -131,6 +136,7 @@ class Run:
         self.resumed = self.keeper.resume()
         if self.resumed:
             told["resumed"] = self._resumed_text(self.resumed)
+            self.started -= self.resumed.seconds
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
             self.stepper.metrics_known = set(self.recorder.names)
         self.opened = True
@@ -192,26 +198,33 @@ class Run:
             self._save(evaluation_due)
             self._save_asked = self.stepper.save_requested = False
             self.recorder.exclude(time.perf_counter() - began)
-        elif step == 1:
+        elif not self._prepared:
             self.keeper.prepare()
+        self._prepared = True
         if self._leaving:
             self._leave(step)
 
     def evaluate(
-        self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
+        self,
+        data: Any,
+        loss_of: Callable[[nn.Module, Any], Loss],
+        collate: Callable[[list[Any]], Any],
+        may_leave: bool = False,
     ) -> Evaluation:
+        """`may_leave`: nothing of this step is left to do after it, so that it may be broken off to leave."""
         began = time.perf_counter()
         reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
         if not self.opened and self.config.evaluate.batch is None:
             raise UserError(
                 "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
             )
-        evaluator = Evaluator(loss_of, reader, self.evaluation_batch(), self.config.data.workers, self.precision)
+        batch = self.evaluation_batch()
+        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision, may_leave)
         self.runtime.pulse.beat("evaluate", self.stepper.counters.step if self.opened else 0)
         found = evaluate(evaluator, self.driver, self.runtime)
         if found is None:  # somebody was asked to leave, and waits no longer
             self._leave_evaluation()
-        self.evaluation = found
+        self.evaluation, self._evaluated_at = found, self.stepper.counters.step if self.opened else 0
         self.recorder.event(
             "eval",
             step=self.stepper.counters.step if self.opened else 0,
@@ -252,12 +265,21 @@ class Run:
         self.recorder.event("end", **summary)
         self.recorder.close()
         if self.runtime.is_main:
-            write_summary(self.run_dir, summary)
-            report = write_report(self.run_dir)
-            if self.config.log.progress != "off":
-                print(f"report   {report}")
+            report = self._write_end(summary)
+            if report and self.config.log.progress != "off":
+                print(f"report   {Path(self.folder.shown) / report.name}")
         self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
+        self.folder.let_go()
         return summary
+
+    def _write_end(self, summary: dict[str, Any]) -> Path | None:
+        """The weights are safe: what cannot be written about them is said, and does not spoil the run."""
+        try:
+            write_summary(self.run_dir, summary)
+            return write_report(self.run_dir)
+        except OSError as error:
+            print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+            return None
 
     def fail(self, error: BaseException) -> None:
         """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
@@ -266,7 +288,7 @@ class Run:
             if hasattr(self, "optimizers"):
                 self.optimizers.release()
             if hasattr(self, "keeper"):
-                self.keeper.close()
+                self.keeper.close(patience=LAST_SAVE)
             if FOLDER in os.environ:
                 self.recorder.hide()  # our launcher shows the first failure, and this may only be its consequence
             if not isinstance(error, Preempted):
@@ -274,6 +296,7 @@ class Run:
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.run_dir)
+        self.folder.let_go()
 
     def _end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
@@ -327,7 +350,8 @@ class Run:
     def _rewind(self) -> None:
         result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
         assert result is not None
-        self.keeper.rewind(result, self._spans.get(result.step))
+        resumed = self.keeper.rewind(result, self._spans.get(result.step))
+        self.recorder.carry_on(self.stepper.sums, resumed.interval)
         self._interval_samples = self._interval_steps = 0
         self.recorder.start_clock()
 
@@ -336,7 +360,7 @@ class Run:
         self._end_loaders()
         safe = self.keeper.settle()
         newest = self.keeper.newest_path() if safe else None
-        path = str(newest) if newest else None
+        path = self.folder.as_shown(newest) if newest else None
         signals = [name for name in self.runtime.collectives.gather_json(self.runtime.notice.signal) if name]
         signal = signals[0] if signals else "SIGTERM"
         self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
@@ -351,18 +375,20 @@ class Run:
 
     def _save(self, evaluation_due: bool) -> None:
         self.driver.sync_buffers()
-        interval = self.recorder.carry(self.stepper.sums)
-        self.keeper.save({"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval})
+        interval, seconds = self.recorder.carry(self.stepper.sums), time.time() - self.started
+        self.keeper.save(
+            {"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval, "seconds": seconds}
+        )
 
     def _metrics(self) -> dict[str, float]:
-        """The last evaluation, by which checkpoints are compared."""
-        if self.evaluation is None:
-            return self.resumed.metrics if self.resumed else {}
+        """What checkpoints are compared by: the evaluation of these very weights, if there was one."""
+        if self.evaluation is None or self._evaluated_at != self.stepper.counters.step:
+            return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
     def _resumed_text(self, resumed: Resumed) -> str:
         ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
-        text = f"at step {resumed.step} from {resumed.path}, written by {ranks}"
+        text = f"at step {resumed.step} from {self.folder.as_shown(resumed.path)}, written by {ranks}"
         return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
 
     def _start_record(self) -> dict[str, Any]:
@@ -376,7 +402,7 @@ class Run:
             "trainable": sum(p.numel() for p in self.driver.parameters),
             "unit": self.unit,
             "steps": self.plan.steps,
-            "run_dir": str(self.run_dir),
+            "run_dir": self.folder.shown,
         }
 
     def _summary(self) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class RunState:
             if name in self._left_out:
                 continue
             full = f"model.{name}"
-            if not isinstance(value, Tensor):
-                extra[name] = pack(value, full, tensors)
+            if is_extra(name):
+                extra[name] = pack(value, f"extra.{name}", tensors)
             elif (first := seen.setdefault(_identity(value), full)) != full:
                 aliases[full] = first
             elif name not in self.elsewhere:
@@ -86,14 +86,36 @@ class RunState:
         return tensors, aliases, values
 
     def steady(self) -> set[str]:
-        """What only an update changes: trainable parameters, and what the optimizers keep. Buffers and the task's own
-        tensors may change in any forward."""
-        names = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
-        for number, optimizer in enumerate(self.optimizers.all):
-            by_id = self._names()
-            kept = {by_id[id(p)]: state for p, state in optimizer.state.items()}
-            names |= {f"optimizer.{number}.{name}.{key}" for name, state in kept.items() for key in state}
-        return names
+        """What only an update changes, and nobody else has a reason to touch: what the optimizers keep. A model's own
+        tensors may change in any forward, and parameters in any code of the user's."""
+        by_id = self._names()
+        return {
+            f"optimizer.{number}.{by_id[id(p)]}.{key}"
+            for number, optimizer in enumerate(self.optimizers.all)
+            for p, state in optimizer.state.items()
+            for key in state
+        }
+
+    def bytes_at_start(self) -> tuple[int, int]:
+        """(of the model, of what its optimizers will keep: a guess, since they allocate later)."""
+        named = self.model.state_dict().items()
+        certain = sum(t.nbytes for name, t in named if not is_extra(name) and name not in self._left_out)
+        copies = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+        guess = sum(
+            copies.get(type(optimizer).__name__, int(bool(group.get("momentum")))) * p.nbytes
+            for optimizer in self.optimizers.all
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+        beside: dict[str, Tensor] = {}
+        for name, other in self.others.items():
+            pack(other.state_dict(), name, beside)
+        return certain + sum(t.nbytes for t in beside.values()), guess
+
+    def digest_of_others(self) -> dict[str, str]:
+        """Of those that every rank holds whole."""
+        whole_ones = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
+        return {name: digest(other.state_dict()) for name, other in whole_ones.items()}
 
     def restore(self, reader: Reader, values: Values) -> list[str]:
         """Put everything back in place. Returns what the user has changed since, in words."""
@@ -106,10 +128,13 @@ class RunState:
         self.source.load_state_dict(parts.pop("data"))
         _check_next_samples(values["next_samples"], next_samples(self.source))
         for name, owner in self.others.items():
-            if name in parts:
-                owner.load_state_dict(parts.pop(name))
-            elif owner.state_dict():
-                changed.append(f"{name}: not in the checkpoint, starts afresh")
+            saved, here = parts.pop(name, None), owner.state_dict()
+            if saved:
+                owner.load_state_dict(saved)
+            if saved and not here:
+                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+            elif here and not saved:
+                changed.append(f"{name}: has no state in the checkpoint, starts afresh")
         return changed + [
             f"{name}: in the checkpoint, and nobody here takes it" for name, state in parts.items() if state
         ]
@@ -130,7 +155,7 @@ class RunState:
     def _restore_model(self, reader: Reader, values: Values) -> None:
         here = self.model.state_dict()
         saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
-        plain = {name for name, value in here.items() if isinstance(value, Tensor)}
+        plain = {name for name in here if not is_extra(name)}
         left_out = values["left_out"]
         for name, expected in left_out.items():
             if name in plain - self.elsewhere and digest(whole(self._named(name))) != expected:
@@ -157,8 +182,8 @@ class RunState:
             if name not in self.elsewhere:
                 _fill(target, source, reader)
         for name, value in values["extra"].items():
-            owner, _, _ = name.rpartition("_extra_state")
-            self.model.get_submodule(owner.rstrip(".")).set_extra_state(unpack(value, reader.read, self._device))
+            owner = name.removesuffix("_extra_state").rstrip(".")
+            self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
 
     # ---- the optimizers ----
 
@@ -168,6 +193,13 @@ class RunState:
     def _optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer, names = self.optimizers.all[number], self._names()
         prefix = f"optimizer.{number}"
+        strangers = [key for key in optimizer.state if id(key) not in names]
+        if strangers:
+            raise UserError(
+                f"to save the state of {type(optimizer).__name__}",
+                f"state that belongs to no parameter of the model: {strangers[0]!r:.80}",
+                "keep such state in the parameter groups, or in the task's state_dict()",
+            )
         state = {names[id(p)]: kept for p, kept in optimizer.state.items() if kept}
         return {
             "kind": type(optimizer).__name__,
@@ -203,7 +235,12 @@ class RunState:
                 for settings, group in zip(groups, optimizer.param_groups, strict=True)
             ],
         }
-        optimizer.load_state_dict(packed)  # torch puts every tensor on its parameter's device
+        optimizer.load_state_dict(packed)  # torch puts every tensor on its device, but also casts it
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in state.get(names[id(p)], {}).items():
+                place = optimizer.state[p].get(key)
+                moved = isinstance(value, Tensor) and isinstance(place, Tensor)
+                optimizer.state[p][key] = value.to(place.device) if moved else value
         return changed
 
     def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
@@ -276,12 +313,18 @@ def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, i
                 mine.append(Slice(name, block.local, block.shape, block.offset))
     bytes_of = {name: size for one in everybody for name, size in one.items()}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        writer = min(holders[name], key=lambda holder: (loads[holder], holder))
+        # What the user keeps beside the model may differ between ranks: rank 0's is saved, all of it.
+        writer = 0 if name.startswith("part.") else min(holders[name], key=lambda holder: (loads[holder], holder))
         loads[writer] += size
         if writer == rank:
             tensor = tensors[name]
             mine.append(Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
     return mine
+
+
+def is_extra(name: str) -> bool:
+    """What a module adds to its state by `get_extra_state`: anything at all."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def next_samples(source: BatchSource) -> str | None:
@@ -310,7 +353,7 @@ def whole_state(
     them get nothing. A `pipeline` fetches what only some ranks hold."""
     found, aliases, seen = {}, {}, {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
+        if is_extra(name):
             continue
         first = seen.setdefault(_identity(value), name)
         if first != name:

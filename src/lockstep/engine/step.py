@@ -317,7 +317,7 @@ class Stepper:
         self.spikes.load_state_dict(state["spikes"])
         if self.scaler and state["scaler"]:
             self.scaler.load_state(state["scaler"])
-        self.sums = Sums()  # of steps that are being undone
+        self.sums, self._pending = Sums(), None  # of steps that are being undone
         self.lr = self.learning_rate.at(self.counters.applied)
 
     def _used_names(self) -> list[str]:

@@ -18,11 +18,13 @@ _MARKS = {TENSOR, ON_DEVICE, ARRAY, TUPLE, ITEMS}
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The JSON form of `value`; its tensors are put into `tensors`, under names that begin with `name`."""
+    while name in tensors:  # {"a": {"b": ...}, "a.b": ...}
+        name += "'"
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {TENSOR if value.device.type == "cpu" else ON_DEVICE: name}
     if isinstance(value, np.ndarray) and value.dtype != object:
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
+        tensors[name] = torch.from_numpy(np.array(value))
         return {ARRAY: name}
     if isinstance(value, np.generic):
         return value.item()

@@ -29,6 +29,7 @@ STEADY = ("compute", "exchange", "update", "agree")  # phases of every step, whi
 # Phases without a history in this process, and code of the user's own, which may do something long once in a while.
 UNKNOWN = ("start", "join", "build", "load", "end", "yours")
 PATIENT = 6.0  # times `least`, for the other phases: they read and write files
+AT_WORK = 12.0  # times `least`, for a rank that uses the processor or a disk, or while no rank waits for another
 STOPPED_S = 3.0  # a process may be stopped for a moment, or be dead before anybody has looked
 COMPILING_S = 10.0  # how long a rank that compiles is left alone, before it is asked again
 AWAY_S = 3.0  # a launcher that did not look for so long was stopped or starved itself, and so were perhaps its ranks
@@ -142,11 +143,19 @@ def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
     if halted := [view for view in working if view.halted and view.stopped > STOPPED_S]:
         what = "stopped by a signal" if halted[0].state == "T" else "gone"
         return Suspicion(f"{len(halted)} of {len(working)} ranks: {what}", [view.rank for view in halted], working)
-    if not working or any(view.age <= limit_of(view, working, limits) for view in working):
+    if not working or any(view.age <= _patience(view, working, limits) for view in working):
         return None
     last = min(working, key=lambda view: view.age)
-    limit = limit_of(last, working, limits)
+    limit = max(_patience(view, working, limits) for view in working)
     return Suspicion(f"no rank has advanced for {last.age:.1f} s (limit {limit:.1f} s)", odd_ranks(working), working)
+
+
+def _patience(view: RankView, views: list[RankView], limits: Limits) -> float:
+    """The limit, or more for a rank that visibly works: one long batch is no hang."""
+    limit = limit_of(view, views, limits)
+    nobody_waits = not any(other.phase in WAITING for other in views)
+    busy = view.phase not in WAITING and view.state in ("R", "D")
+    return max(limit, AT_WORK * limits.least) if busy or nobody_waits else limit
 
 
 def limit_of(view: RankView, views: list[RankView], limits: Limits) -> float:

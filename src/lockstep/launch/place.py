@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 
@@ -23,6 +27,14 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
     """`auto` without a folder: the newest run of this name that has not ended, or a new one."""
     if asked:
         return Path(asked)
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"  # torchrun's restarts must find it again
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        raise UserError(
+            "to go on with a run that torchrun has started again",
+            "no run_dir, and the default one has a new name every time",
+            "type run_dir=FOLDER, or give torchrun --rdzv-id",
+        )
     if resume == "never":
         return new_run_dir(name)
     if resume == "auto":
@@ -31,7 +43,8 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
 
 
 def newest_unfinished(name: str) -> Path | None:
-    runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl")]
+    ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
     return max(unfinished, key=lambda run: (run / "metrics.jsonl").stat().st_mtime, default=None)
 
@@ -68,6 +81,38 @@ def prepare(run: Path) -> None:
         ) from error
 
 
+def lock(run: Path, patience: float = 10.0) -> Any:
+    """One run at a time in a folder: an open file, to be kept. The lock belongs to this process: however it dies, the
+    lock is gone. None where the file system knows no locks; then only the owner's token guards the checkpoints."""
+    file = (run / ".lock").open("a+")
+    deadline = time.monotonic() + patience  # a predecessor that was killed lets go within moments
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"run_dir={run}",
+                    f"a process that trains there right now ({_holder(run)})",
+                    "wait for it, stop it, or type another run_dir",
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            return None
+    file.truncate(0)
+    file.write(f"{os.uname().nodename} {os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _holder(run: Path) -> str:
+    host, _, pid = (run / ".lock").read_text().strip().partition(" ")
+    return f"process {pid} on {host}" if pid else "unknown"
+
+
 def newest_checkpoint(run: Path) -> str | None:
     """As the text file says that a commit moves forward last."""
     try:
@@ -78,9 +123,18 @@ def newest_checkpoint(run: Path) -> str | None:
 
 def ask_for_size(run: Path, count: int) -> None:
     """Leave a note for the launcher of `run`: go on with `count` processes."""
-    run_of(run)
+    asked = f"lockstep resize {run} {count}"
+    if not (run / ".lock").exists():
+        raise UserError(asked, "no folder of a run", "type lockstep resize RUN N")
     if count < 1:
-        raise UserError(f"lockstep resize {run} {count}", "no number of processes", "type 1 or more")
+        raise UserError(asked, "no number of processes", "type 1 or more")
+    try:
+        free = lock(run, patience=0.0)
+    except UserError:
+        free = None  # somebody trains there, as they should
+    if free is not None:
+        free.close()
+        raise UserError(asked, "a run that is not going on", f"go on with it: --nproc {count} --resume {run}")
     staged = run / ".resize.tmp"
     staged.write_text(f"{count}\n")
     staged.rename(run / "resize")

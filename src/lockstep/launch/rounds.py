@@ -23,6 +23,8 @@ from lockstep.launch.vigil import Vigil
 GATHER_S = 300.0  # how long nodes may take to come
 SETTLE_S = 3.0  # after a node came or went, others may follow
 OTHERS_S = 1.0  # after an error, how long to wait for the one that caused it
+NEWS_S = 45.0  # without a step, before the screen says something
+TOGETHER_S = 20.0  # from the first rank that has left on request to the last
 QUIET_S = 2.0  # nodes give a sign of life every second
 STOP_S = 10.0
 STACKS_S = 5.0
@@ -120,6 +122,9 @@ class Rounds:
 
     def _gather(self, now: float) -> None:
         self.phase, self._deadline = Phase.GATHER, now + GATHER_S
+        missing = self.job.nnodes.least - len(self.nodes)
+        if missing > 0:
+            self._say(f"waiting for {_number(missing, 'more node')} at {self.job.join}")
         self._perhaps_form(now)
 
     # A round
@@ -145,9 +150,11 @@ class Rounds:
         if not end.well:
             self.phase = Phase.LEAVE if self.phase is Phase.LEAVE else Phase.RUN
             self._deadline = min(self._deadline, now + OTHERS_S)  # the cause may be elsewhere
-        elif end.code == LEFT and self.phase is not Phase.LEAVE:
-            self._asked = "SIGTERM"  # somebody asked the ranks themselves
-            self._await_leaving(now)
+        elif end.code == LEFT:
+            if self.phase is not Phase.LEAVE:
+                self._asked = "SIGTERM"  # somebody asked the ranks themselves
+                self._await_leaving(now)
+            self._deadline = min(self._deadline, now + TOGETHER_S)  # ranks leave together, or one left before the rest
         if len(self._ended) == len(self.places):
             self._all_ended(now)
 
@@ -189,6 +196,8 @@ class Rounds:
     def look(self, now: float) -> None:
         """About once a second: is anybody stuck?"""
         living = self.places.keys() - self._ended.keys()
+        if self.phase is Phase.RUN and (news := self._vigil.news(NEWS_S)):
+            self._say(news)
         if self.phase is Phase.RUN and self._vigil.suspicious(living, now):
             self.phase, self._deadline = Phase.ASK, now + STACKS_S
             self._silent = self._in_round()
@@ -279,7 +288,7 @@ class Rounds:
 
     def _overdue(self) -> Failure:
         late = self.places.keys() - self._ended.keys()
-        text = f"{_number(len(late), 'rank')} had not left after {self.settings.grace:.0f} s, and were killed"
+        text = f"{_number(len(late), 'rank')} had not left in time, and were killed"
         return Failure(min(late), self.nodes[self.places[min(late)][0]].host, time.time(), "SIGKILL", text)
 
     # Failures
@@ -287,6 +296,11 @@ class Rounds:
     def _fail(self, failure: Failure | None, now: float) -> None:
         assert failure is not None
         saved = self.committed()
+        left = any(end.code == LEFT for end in self._ended.values())
+        if self._asked and (saved is not None or left) and not failure.for_user:
+            self._report(failure, "the job was asked to leave: not restarted")
+            self._stop(now)
+            return
         situation = Situation(self._began_at, saved, self._asked, self._too_few)
         reason = self.restarts.refusal(failure, now, self.settings, situation)
         if reason:
@@ -309,7 +323,7 @@ class Rounds:
     def _report(self, failure: Failure, verdict: str) -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            others = len(self.places) - 1
+            others = len(self.places) - (failure.kind != ZYGOTE)
             victims = f"{_number(others, 'other rank')} stopped because of it." if others > 0 else ""
             log = f"Its log: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]

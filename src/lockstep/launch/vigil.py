@@ -15,6 +15,7 @@ class Vigil:
         self._watch = hang.Watch(limits)
         self._views: dict[int, list[hang.RankView]] = {}  # by node
         self._suspicion: hang.Suspicion | None = None
+        self._told = False
         self._stacks: dict[int, str] = {}
         self._collectives: dict[int, list[dict[str, Any]]] = {}
 
@@ -33,6 +34,17 @@ class Vigil:
         self._stacks, self._collectives = {}, {}
         return self._suspicion is not None
 
+    def news(self, age: float) -> str | None:
+        """Once: who has been where for so long that somebody in front of the screen would wonder."""
+        views = [view for node in self._views.values() for view in node]
+        if self._told or not views or min(view.age for view in views) < age:
+            return None
+        self._told = True
+        view = min(views, key=lambda view: (view.phase in hang.WAITING, view.rank))
+        limit = max(hang.limit_of(view, views, self._watch.limits) for view in views)
+        where = f"rank {view.rank} has been in phase {view.phase} of step {view.step} for {view.age:.0f} s"
+        return f"nothing has moved for a while: {where}; the limit is {limit:.0f} s"
+
     def learn(self, seen: Stacks) -> None:
         self._stacks |= {int(rank): str(text) for rank, text in seen.stacks.items()}
         self._collectives |= {int(rank): entries for rank, entries in seen.collectives.items()}
@@ -40,9 +52,15 @@ class Vigil:
     def verdict(self) -> Failure | None:
         """After the look inside; None: they are busy after all."""
         assert self._suspicion is not None
-        if self._watch.excused(self._suspicion, self._stacks):
+        if self._has_moved(self._suspicion) or self._watch.excused(self._suspicion, self._stacks):
             return None
         return hang.explain(self._suspicion, self._stacks, self._differences())
+
+    def _has_moved(self, suspicion: hang.Suspicion) -> bool:
+        """Some rank goes on after all: it was slow, or the question itself has woken it."""
+        beats = {view.rank: view.beats for node in self._views.values() for view in node}
+        halted = any(suspicion.view(rank).halted for rank in suspicion.odd)
+        return not halted and any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views)
 
     def _differences(self) -> list[str]:
         assert self._suspicion is not None

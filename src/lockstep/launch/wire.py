@@ -38,10 +38,6 @@ class Line:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    @property
-    def own_address(self) -> str:
-        return self._connection.getsockname()[0]
-
     def send(self, message: Message) -> None:
         self._unsent += encode(message)
         self.flush()

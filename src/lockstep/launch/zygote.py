@@ -7,6 +7,7 @@ runs no operation of torch, never touches CUDA and starts no thread: none of the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -35,6 +36,7 @@ READY_S = 600.0  # for its imports, from a slow shared disk
 ANSWER_S = 15.0  # for a fork
 _LENGTH = struct.Struct("<I")
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # meant for the launcher or for a rank
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Zygote:
@@ -223,9 +225,17 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _die_with_parent() -> None:
+    """A rank with its zygote, which ends with the launcher. By the kernel (Linux), so that it also ends a rank that is
+    stopped, or that holds the interpreter."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _become(request: dict[str, Any], fds: list[int], work: Callable[[dict[str, Any]], None]) -> NoReturn:
     """In the new process: be the rank."""
     try:
+        _die_with_parent()
         os.setsid()  # a signal to this group takes loader processes along, and nobody else
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -46,9 +46,10 @@ class Recorder:
         if self.runtime.is_main:
             self._views.append(make_progress(mode, steps, unit, sys.stdout))
         for view in self._views:
-            view.start(start)
-            for name, fact in start.get("facts", {}).items() if self.runtime.is_main else ():
-                view.message(f"  {name:14} {fact}")
+            if self.runtime.is_main:  # what all ranks have in common is said once
+                view.start(start)
+                for name, fact in start.get("facts", {}).items():
+                    view.message(f"  {name:14} {fact}")
             for record in self._early:
                 view.event(record)
         self._early = []

@@ -214,13 +214,13 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
         (package + "data/loader.py", 50, "batches"),
     )
     views = [view(rank, "exchange", 38.0) for rank in range(4)]
-    views[1] = view(1, "data", 37.0, state="R")
+    views[1] = view(1, "data", 37.0, state="S")
     failure = explain(judge(views, Limits()), {0: waits, 1: reads, 2: waits, 3: waits}, ["rank 1 never entered it"])
     assert (failure.kind, failure.rank, failure.host) == ("hang", 1, "node-a")
     assert (failure.step, failure.phase) == (41, "data")
     assert failure.message == (
         "no rank has advanced for 37.0 s (limit 30.0 s); "
-        "rank 1 on node-a is the odd one: step 41, phase data, process running"
+        "rank 1 on node-a is the odd one: step 41, phase data, process sleeping"
     )
     assert failure.traceback.splitlines() == [
         "rank 1 is at: /u/data.py:3 read",
@@ -351,4 +351,13 @@ def test_a_pulse_of_our_own_is_judged(tmp_path):
     seen = hang.view_of(0, "here", os.getpid(), tmp_path)
     assert hang.limit_of(seen, [seen], Limits()) == 5.0
     time.sleep(0.1)
-    assert judge([hang.view_of(0, "here", os.getpid(), tmp_path)], Limits(least=0.05)).odd == [0]
+    assert judge([hang.view_of(0, "here", os.getpid(), tmp_path)], Limits(least=0.005)).odd == [0]
+
+
+def test_a_rank_that_visibly_works_gets_more_time():
+    """One long batch is no hang; a rank that sleeps while the others wait for it is."""
+    views = [view(0, "exchange", 20.0), view(1, "compute", 20.0, state="R")]
+    assert judge(views, Limits()) is None
+    assert judge([views[0], view(1, "compute", 20.0, state="S")], Limits()).odd == [1]
+    assert judge([view(0, "exchange", 70.0), view(1, "compute", 70.0, state="R")], Limits()).odd == [1]
+    assert judge([view(0, "compute", 20.0, state="S"), view(1, "compute", 20.0, state="S")], Limits()) is None

@@ -220,14 +220,25 @@ def test_asked_but_done_in_the_meantime(stage):
 def test_whoever_does_not_leave_is_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
     stage.rounds.asked("SIGTERM", stage.now)
-    stage.exit(0, 75)
     stage.tick(29)
     assert not stage.sent(Stop)
     stage.tick(2)
     assert stage.sent(Stop) == [0]
-    assert "1 rank had not left after 30 s" in stage.said
+    assert "2 ranks had not left in time" in stage.said
     stage.stop()
     assert stage.tick()[-1].code == 1
+
+
+def test_when_one_has_left_the_others_follow_soon_or_are_killed(stage):
+    """Asked while they were still meeting, one may have heard and the other be stuck in the meeting."""
+    stage.rounds.asked("SIGTERM", stage.now)
+    stage.exit(0, 75)
+    stage.tick(19)
+    assert not stage.sent(Stop)
+    stage.tick(2)
+    assert stage.sent(Stop) == [0]
+    stage.stop()
+    assert stage.tick()[-1].code == 75
 
 
 def test_a_second_interrupt_stops_at_once(stage):
