@@ -94,7 +94,7 @@ def _prepare(config: RunConfig, name: str) -> RunFolder:
     path = Path(os.path.abspath(shown))  # the user's code may change the working folder
     if attempt == 0 and config.resume == "never" and holds_a_run(path):
         raise UserError(
-            f"run_dir={path}",
+            f"run_dir={shown}",
             "a folder that already holds a run",
             "add --resume auto to go on with it; or type another run_dir (without one, every run gets its own folder)",
         )
