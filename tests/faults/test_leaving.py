@@ -49,7 +49,8 @@ def test_a_notice_to_leave(tmp_path: Path, undisturbed: dict[str, str], moment: 
     assert saved, left.output
     step = int(saved[-1][5:])
     assert f"step {step}" in left.output.splitlines()[-1], left.output
-    assert f"--resume {left.run}" in left.output
+    assert f"run_dir={left.run}" in left.output.splitlines()[-1]
+    assert "--resume auto" in left.output.splitlines()[-1]
     assert event["event"] == "preempted"
     ended = train(tmp_path, *TINY, "--resume", "auto")
     assert ended.code == 0, ended.output
