@@ -263,6 +263,8 @@ def takes(kind: Any) -> str:
         return takes(inner[0])
     if origin in (typing.Union, types.UnionType):
         return ", ".join(takes(part) for part in inner if part is not type(None))
+    if origin is list:
+        return f"list of {takes(inner[0])}"
     return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]
 
 
