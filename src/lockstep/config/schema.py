@@ -111,7 +111,9 @@ class DDPConfig(Section):
 
 class FSDPConfig(Section):
     offload: bool = _key(False, "keep parameters and optimizer state in host memory")
-    replicas: int | None = _key(None, "hsdp: groups of ranks with a whole copy each; null: one per host", ge=1)
+    replicas: int | None = _key(
+        None, "hsdp: groups of ranks with a whole copy each; null: one per host, at least 2", ge=1
+    )
 
 
 class MeshConfig(Section):

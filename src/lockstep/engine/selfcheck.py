@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource
@@ -95,7 +96,9 @@ def digest(data: Any) -> str:
 
 
 def _feed(sha: Any, data: Any) -> None:
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, DTensor):  # every rank holds another part of it
+        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+    elif isinstance(data, torch.Tensor):
         sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
         sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(data, dict):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.config import FSDPConfig
+from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
@@ -67,6 +68,13 @@ def make_mesh(strategy: str, config: FSDPConfig, runtime: Runtime) -> DeviceMesh
     if strategy != "hsdp":
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     copies = config.replicas or max(2, size // runtime.world.local_size)
+    if size % copies:
+        divisors = [n for n in range(2, size + 1) if size % n == 0]
+        raise UserError(
+            f"strategy=hsdp with {copies} copies of the model on {size} ranks",
+            f"{size} is not a multiple of {copies}",
+            f"type fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "type strategy=ddp",
+        )
     return init_device_mesh(kind, (copies, size // copies), mesh_dim_names=("replicate", "shard"))
 
 

@@ -103,7 +103,7 @@ class GPT(nn.Module):
         ids = prompt_ids
         for _ in range(count):
             # `self.forward`, not `self(...)`: a compiled model would compile for every length of the text.
-            logits = self.forward(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+            logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
             if top_k is not None and top_k < logits.shape[1]:
                 smallest = logits.topk(top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < smallest, float("-inf"))
