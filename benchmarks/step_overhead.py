@@ -157,6 +157,7 @@ def lockstep_loop(work: Workload, accumulation: int, runtime: context.Runtime, f
     for share in run.shares():
         result = run.stepper.step(share, work.loss)
         run.finish(share, result)
+        run.keep()
         if run.stepper.counters.step % BLOCK == 0:
             yield
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, committed_step, parse_nnodes, parse_nproc
-from lockstep.launch.place import choose_run_dir, lock, newest_checkpoint, prepare, run_of
+from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
+from lockstep.launch.place import choose_run_dir, latest, latest_step, lock, prepare, run_of
 from lockstep.launch.supervise import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
@@ -172,8 +172,9 @@ def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **val
             f"mend that; {run_dir / 'logs'} holds everything the ranks said",
         )
     if ending.code:
-        step, path = committed_step(run_dir), newest_checkpoint(run_dir)
-        raise Preempted(step or 0, "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM", path)
+        step, path = latest_step(run_dir / "checkpoints"), latest(run_dir / "checkpoints")
+        signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
+        raise Preempted(step or 0, signal, str(path) if path else None)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
 

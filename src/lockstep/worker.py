@@ -75,7 +75,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None] = _work) -
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, 0, failure.LEFT):
-            _leave(code or 0)
+            _leave(failure.LEFT if code else 0)
         failure.record(folder, rank, error)
         if rank != 0:  # rank 0 has the terminal, where the launcher prints the first failure
             traceback.print_exc()

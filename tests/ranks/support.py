@@ -134,15 +134,20 @@ def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Tr
     """A job: the same training as a loop of the user's own."""
     with watched_run(world, store, values) as run:
         own = OwnRun(run)
-        plain = task.model()
-        model, _ = own.setup(plain, task.optimizer(plain))
-        for step in own.steps(task.data(), task.collate):
-            for batch in step:
-                loss = task.loss(model, batch)
-                step.backward(loss.total, loss.weight, **loss.metrics)
-            step.apply()
+        train_by_hand(own, task)
         own.close()
         return run.trace
+
+
+def train_by_hand(own: OwnRun, task: Task) -> None:
+    """What a user's script does between `lockstep.start` and the end."""
+    plain = task.model()
+    model, _ = own.setup(plain, task.optimizer(plain))
+    for step in own.steps(task.data(), task.collate):
+        for batch in step:
+            loss = task.loss(model, batch)
+            step.backward(loss.total, loss.weight, **loss.metrics)
+        step.apply()
 
 
 def assert_user_errors(errors: Sequence[BaseException | None], *words: str) -> None:

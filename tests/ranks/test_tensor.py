@@ -28,7 +28,7 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import assert_user_errors, configured
+from ranks.support import assert_user_errors, configured, train_by_hand
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 8, 4, 11, 22
 
@@ -144,13 +144,8 @@ def by_hand(world: World, store: Any, task: Tokens, values: dict[str, Any]) -> d
     resolved = configured(BASE | {"ddp.find_unused_parameters": True} | values)
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
-        own, plain = OwnRun(run), task.model()
-        model, _ = own.setup(plain, task.optimizer(plain))
-        for step in own.steps(task.data(), task.collate):
-            for batch in step:
-                loss = task.loss(model, batch)
-                step.backward(loss.total, loss.weight, **loss.metrics)
-            step.apply()
+        own = OwnRun(run)
+        train_by_hand(own, task)
         found = own.evaluate(task.eval_data(), task.loss)
         own.close()
         return _outcome(run, {"eval_loss": found["loss"]})

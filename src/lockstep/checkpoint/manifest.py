@@ -13,8 +13,8 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint import values
+from lockstep.launch.place import MANIFEST as NAME
 
-NAME = "manifest.json"
 FORMAT = 1
 SIZES = {  # bytes of one element; the names are those of safetensors
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},

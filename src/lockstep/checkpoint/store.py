@@ -42,10 +42,6 @@ class Store:
         steps = [(step, path) for step, path in found if step is not None and path.is_dir()]
         return [path for _, path in sorted(steps, reverse=True)]
 
-    def latest_step(self) -> int | None:
-        """What `latest` says: good enough for a message."""
-        return step_of(_text(self.root / "latest") or "")
-
     def staged(self, step: int, token: str, suffix: str) -> Path:
         """Where a checkpoint grows. The token keeps late writers of an earlier attempt out of it."""
         return self.root / f"{folder_name(step)}.tmp-{token}-{suffix}"

@@ -127,10 +127,11 @@ class Writing:
                 (self.folder / name).unlink(missing_ok=True)
             except OSError:
                 pass  # a later start cleans up
-        try:
-            self.folder.rmdir()
-        except OSError:
-            pass  # others still have files in it
+        if self.abandoned:  # by all: until then rank 0 may be about to write into a folder that is still empty
+            try:
+                self.folder.rmdir()
+            except OSError:
+                pass  # others still have files in it
 
     # ---- every rank ----
 
@@ -248,7 +249,7 @@ class Writing:
         if isinstance(error, GivenUp | manifests.Damaged):
             return str(error)
         if isinstance(error, FileNotFoundError) and not self.folder.exists() and self.committed is None:
-            return "the staged folder is gone: rank 0 gave up, or another attempt has taken over"
+            return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{self._no_room()} while writing {spoken(self.bytes)}"
         return f"{type(error).__name__}: {error}"

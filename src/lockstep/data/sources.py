@@ -79,11 +79,12 @@ class MapSource:
     def take(self) -> Share:
         window = self._window(self.position)
         pieces = self._pieces(window)
-        span = self._after(window) - window.size, self._after(window)
-        return Share(len(pieces), self._deliver(window, pieces), window.size, span=span)
+        after = self._after(window)
+        return Share(len(pieces), self._deliver(window, pieces), window.size, span=(after - window.size, after))
 
     def commit(self, share: Share, result: StepResult | None) -> None:
-        self.position = self._after(self._window(self.position))
+        assert share.span is not None
+        self.position = share.span[1]
 
     def some_samples(self, most: int = 8) -> list[Any]:
         """A few samples from all over the dataset, each alone."""
@@ -229,7 +230,7 @@ class StreamSource:
         self._batches = self._next = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "approximate": True}
+        return {"epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = int(state["epoch"])

@@ -1,10 +1,12 @@
-"""The facts of a run, told before its first step: what was asked, what was derived, and why."""
+"""What is told of a run: before its first step what was asked, what was derived, and why; and how it ended."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -17,6 +19,11 @@ from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
+
+if TYPE_CHECKING:
+    from lockstep.engine.folder import RunFolder
+    from lockstep.engine.keeper import Resumed
+    from lockstep.engine.run import Run
 
 
 def tell_launcher(config: RunConfig) -> None:
@@ -97,3 +104,39 @@ def _scaling(config: RunConfig, plan: Plan) -> str:
     if config.lr.scaling == "none":
         return ""
     return f" ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
+
+
+def resumed_text(resumed: Resumed, folder: RunFolder) -> str:
+    ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {ranks}"
+    return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
+
+
+def start_record(run: Run) -> dict[str, Any]:
+    model = run.driver.model
+    return {
+        "task": run.name,
+        "world": run.runtime.world.size,
+        "device": str(run.runtime.device),
+        "precision": run.precision.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in run.driver.parameters),
+        "unit": run.unit,
+        "steps": run.plan.steps,
+        "run_dir": run.folder.shown,
+    }
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    counters = run.stepper.counters
+    return {
+        "task": run.name,
+        "step": counters.step,
+        "applied": counters.applied,
+        "skipped": run.stepper.skips.skipped,
+        "seconds": time.time() - run.started,
+        "loss": run.recorder.last.get("loss"),
+        "eval_loss": run.evaluation.loss if run.evaluation else None,
+        "eval_metrics": run.evaluation.metrics if run.evaluation else {},
+        "world": run.runtime.world.size,
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +42,10 @@ class Optimizers:
         self._updating = True
         for optimizer in self.all:
             optimizer.grad_scale, optimizer.found_inf = divisor, skip  # pyrefly: ignore[missing-attribute]
-            with _one_grid_per_group(optimizer) if self._mixed else nullcontext():
+            if not self._mixed:
+                optimizer.step()
+                continue
+            with _one_grid_per_group(optimizer):
                 optimizer.step()
         self._updating = False
 

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.config import Resolved
 from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.announce import facts, tell_launcher
+from lockstep.engine.announce import facts, resumed_text, start_record, summary_of, tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.exhausted import noted_micro_batch
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
@@ -45,7 +45,6 @@ from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
-from lockstep.parallel.powersgd import KEPT_AS
 from lockstep.plan.plan import make_plan
 from lockstep.precision import check_storage, choose
 from lockstep.pulse import FOLDER
@@ -75,7 +74,7 @@ class Run:
         self._interval_samples = self._interval_steps = 0
         log_samples = self.config.log.samples
         self._stopped = self._leaving = self._save_asked = False
-        self._spans: dict[int, tuple[int, int] | None] = {}  # the samples of the last steps
+        self._spans: tuple[Any, Any] = (None, None)  # (step, positions of its samples) of the last two
         self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
         self.opened = self._began = self._prepared = False
         runtime.pulse.beat("build")
@@ -96,8 +95,7 @@ class Run:
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task)
-        if (hook := getattr(self.driver, "hook", None)) and hasattr(hook, "state_dict"):
-            self.others[KEPT_AS] = hook
+        self.others.update(self.driver.kept)
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
         cut = self.config.strategy == "zero1" and not self.runtime.world.alone
@@ -135,14 +133,14 @@ class Run:
         self.keeper.check_space()
         self.resumed = self.keeper.resume()
         if self.resumed:
-            told["resumed"] = self._resumed_text(self.resumed)
+            told["resumed"] = resumed_text(self.resumed, self.folder)
             self.started -= self.resumed.seconds
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
             self.stepper.metrics_known = set(self.recorder.names)
         self.opened = True
         if runtime.is_main:
             write_head(self.run_dir, self.resolved, plan.as_dict())
-        self.recorder.open(config.log.progress, plan.steps, self.unit, self._start_record() | {"facts": told})
+        self.recorder.open(config.log.progress, plan.steps, self.unit, start_record(self) | {"facts": told})
         self.keeper.begin()
 
     def shares(self) -> Iterator[Share]:
@@ -152,10 +150,9 @@ class Run:
             self.guard.check()
             first = not self._began and self.config.checks.first_batch and not self.runtime.world.alone
             self._began = True
-            self.runtime.pulse.beat("data", self.stepper.counters.step)
             share = first_share(self.source, self.runtime, self.driver.data_rank) if first else self.source.take()
-            share.batches = self._timed(share.batches)
-            self._spans = {self.stepper.counters.step: share.span, **dict(list(self._spans.items())[:1])}
+            share.batches = self._timed(share.batches, share.count)
+            self._spans = (self._spans[1], (self.stepper.counters.step, share.span))
             yield share
 
     def finish(self, share: Share, result: StepResult | None) -> None:
@@ -184,16 +181,13 @@ class Run:
 
     def keep(self, evaluation_due: bool = False) -> None:
         """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
+        due = self.keeper.due(self.stepper.counters.step, self._save_asked or self._leaving)
+        if due:
+            self._heed(self.stepper.settle())  # it may say that the step was spoiled
         if self.stepper.skips.rewind_wanted:
             self._rewind()
-            return
-        step = self.stepper.counters.step
-        if self.keeper.due(step, self._save_asked or self._leaving):
-            if (settled := self.stepper.settle()) is not None:
-                self._heed(settled)
-                if self.stepper.skips.rewind_wanted:
-                    self._rewind()
-                    return
+            due = False  # the state is that of a checkpoint
+        if due:
             began = time.perf_counter()
             self._save(evaluation_due)
             self._save_asked = self.stepper.save_requested = False
@@ -202,7 +196,7 @@ class Run:
             self.keeper.prepare()
         self._prepared = True
         if self._leaving:
-            self._leave(step)
+            self._leave(self.stepper.counters.step)
 
     def evaluate(
         self,
@@ -259,7 +253,7 @@ class Run:
         self.runtime.pulse.beat("end")
         self.optimizers.release()
         self.keeper.close()
-        summary = self._summary()
+        summary = summary_of(self)
         if text:
             self.recorder.event("sample", text=text)
         self.recorder.event("end", **summary)
@@ -301,16 +295,16 @@ class Run:
     def _end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
             self.source.close()
+        if self._sample_log:
+            self._sample_log.close()
 
-    def _timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         iterator = iter(batches)
-        while True:
-            self.runtime.pulse.beat("data")
+        for _ in range(count):
+            self.runtime.pulse.beat("data", self.stepper.counters.step)
             began = time.perf_counter()
-            micro = next(iterator, None)
+            micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
-            if micro is None:
-                return
             yield micro
 
     def _log(self, result: StepResult | None) -> None:
@@ -332,7 +326,8 @@ class Run:
     def _on_skip(self, result: StepResult, reason: str) -> str:
         """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        worst = blame(self.stepper.pieces, self.runtime.world.rank, spike=is_spike(result))
+        pieces, sums = self.stepper.settled
+        worst = blame(pieces, [float(loss) for loss in sums.losses], self.runtime.world.rank, spike=is_spike(result))
         everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
         self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
         return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
@@ -350,7 +345,9 @@ class Run:
     def _rewind(self) -> None:
         result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
         assert result is not None
-        resumed = self.keeper.rewind(result, self._spans.get(result.step))
+        resumed = self.keeper.rewind(
+            result, next(span for step, span in filter(None, self._spans) if step == result.step)
+        )
         self.recorder.carry_on(self.stepper.sums, resumed.interval)
         self._interval_samples = self._interval_steps = 0
         self.recorder.start_clock()
@@ -385,36 +382,3 @@ class Run:
         if self.evaluation is None or self._evaluated_at != self.stepper.counters.step:
             return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
-
-    def _resumed_text(self, resumed: Resumed) -> str:
-        ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
-        text = f"at step {resumed.step} from {self.folder.as_shown(resumed.path)}, written by {ranks}"
-        return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
-
-    def _start_record(self) -> dict[str, Any]:
-        model = self.driver.model
-        return {
-            "task": self.name,
-            "world": self.runtime.world.size,
-            "device": str(self.runtime.device),
-            "precision": self.precision.name,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "trainable": sum(p.numel() for p in self.driver.parameters),
-            "unit": self.unit,
-            "steps": self.plan.steps,
-            "run_dir": self.folder.shown,
-        }
-
-    def _summary(self) -> dict[str, Any]:
-        counters = self.stepper.counters
-        return {
-            "task": self.name,
-            "step": counters.step,
-            "applied": counters.applied,
-            "skipped": self.stepper.skips.skipped,
-            "seconds": time.time() - self.started,
-            "loss": self.recorder.last.get("loss"),
-            "eval_loss": self.evaluation.loss if self.evaluation else None,
-            "eval_metrics": self.evaluation.metrics if self.evaluation else {},
-            "world": self.runtime.world.size,
-        }

@@ -28,14 +28,14 @@ class SampleLog:
         self._sink.close()
 
 
-def blame(pieces: list[Piece], rank: int, spike: bool) -> list[str]:
+def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> list[str]:
     """This rank's micro-batches that look guilty: a loss that is not finite; for a spike, the largest loss."""
-    losses = [float(piece.loss) for piece in pieces]
+    pairs = list(zip(pieces, losses, strict=True))
     if spike:
-        worst = [pieces[losses.index(max(losses))]] if losses else []
+        worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []
     else:
-        worst = [piece for piece, loss in zip(pieces, losses, strict=True) if not math.isfinite(loss)]
-    return [f"rank {rank}, micro-batch {piece.index}: loss {float(piece.loss):.4g}{_samples(piece)}" for piece in worst]
+        worst = [(piece, loss) for piece, loss in pairs if not math.isfinite(loss)]
+    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_samples(piece)}" for piece, loss in worst]
 
 
 def _samples(piece: Piece) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lockstep.data.sources import MapSource
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, Share
+from lockstep.task import BatchSource, Loss, Share
 
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
@@ -110,6 +111,26 @@ def _feed(sha: Any, data: Any) -> None:
             _feed(sha, value)
     else:
         sha.update(repr(data).encode())
+
+
+def check_loss(loss: Loss) -> None:
+    if not isinstance(loss, Loss):
+        raise UserError(
+            "a loss with its weight",
+            f"loss() returned a {type(loss).__name__}",
+            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
+        )
+    if loss.total.dim() != 0 or not loss.total.requires_grad:
+        raise UserError(
+            "a loss: one number, the SUM over the micro-batch, that depends on the parameters",
+            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
+            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+    on_gpu = isinstance(loss.weight, torch.Tensor) and loss.weight.is_cuda  # looking at it would make the host wait
+    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
+        raise UserError(
+            "a loss weight: how many terms the sum has", f"{loss.weight}", "return a finite weight of 0 or more"
+        )
 
 
 def check_supported(model: nn.Module) -> None:

@@ -22,9 +22,9 @@ from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.engine.optim import Clipping, LearningRate
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.selfcheck import check_loss
 from lockstep.engine.skips import SkipPolicy, gradient_trouble, spike_trouble
 from lockstep.engine.spikes import SpikeWatch
-from lockstep.errors import UserError
 from lockstep.observe.metrics import Sums
 from lockstep.parallel.drivers import Driver, Pipelined
 from lockstep.parallel.layout import local
@@ -44,12 +44,11 @@ class Counters:
 
 
 class Piece(NamedTuple):
-    """A micro-batch that this rank has gone through: which samples, and what they cost."""
+    """A micro-batch that this rank has gone through: which samples. What they cost is in the step's sums."""
 
     index: int
     epoch: int
     ids: Any
-    loss: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,8 @@ class Stepper:
         self.lr = learning_rate.at(0)
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
         self.stop_requested = self.save_requested = self.save_failed = False
-        self.pieces: list[Piece] = []  # of the step that was settled last; `taken`: of the one that runs
+        self.taken: list[Piece] = []  # of the step that runs
+        self.settled: tuple[list[Piece], Sums] = [], self.sums  # of the one whose outcome came last
         self.metrics_seen: set[str] = set()  # on this rank
         self.metrics_known: set[str] = set()  # on all ranks: what the log may show
         self.new_metrics = False  # some rank has seen one that is not known yet
@@ -139,7 +139,7 @@ class Stepper:
         self.driver.begin()
         self._share, self.backwards_done, self._weight = share, 0, 0.0
         self._step_sums = Sums()
-        self.taken: list[Piece] = []
+        self.taken = []
         self._loss: float | Tensor = 0.0
 
     @property
@@ -162,7 +162,7 @@ class Stepper:
 
     def _note(self, loss: Loss) -> float:
         """Add up what the micro-batch cost. What its gradient starts with."""
-        _check(loss)
+        check_loss(loss)
         if self.scaler and self.scaler.unit_weight is None:
             self.scaler.unit_weight = self._usual_weight(loss.weight)
         if loss.metrics:
@@ -173,7 +173,7 @@ class Stepper:
             self._weight = self._weight + self._as_number(loss.weight)
             self._step_sums.add(loss)
             micro = self._micro
-            self.taken.append(Piece(micro.index, micro.epoch, micro.ids, loss.total.detach()))
+            self.taken.append(Piece(micro.index, micro.epoch, micro.ids))
             if self.spikes.on:
                 self._loss = self._loss + self._as_number(loss.total.detach())
         return 0.0 if self._micro.padding else self._scale()
@@ -198,11 +198,11 @@ class Stepper:
         to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
         length = float(norm) * to_mean
         limit = self.spikes.limit()
-        if applied := math.isfinite(length) and not _mean_loss(word) > limit:
+        if applied := math.isfinite(length) and not self._spiked(word, limit):
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
             self.counters.applied += 1
             self.sums.merge(self._step_sums)
-        self.pieces = self.taken
+        self.settled = self.taken, self._step_sums
         return self._settle(step, word, length, applied, norms, used, limit)
 
     def settle(self) -> StepResult | None:
@@ -213,8 +213,8 @@ class Stepper:
         pending.arrived.synchronize()  # host waits for the device: one step late, or at the very end
         length, *values = pending.row.tolist()
         word = self.driver.codec.unpack(values)
-        applied = math.isfinite(length) and not _mean_loss(word) > pending.loss_limit
-        self.pieces = pending.pieces
+        applied = math.isfinite(length) and not self._spiked(word, pending.loss_limit)
+        self.settled = pending.pieces, pending.sums
         if applied:
             self.sums.merge(pending.sums)
         else:
@@ -226,7 +226,7 @@ class Stepper:
         if self.folds:
             self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
-        here = [local(grad) for grad in grads]
+        here = grads if self.driver.replicated else [local(grad) for grad in grads]
         if here:  # a stage may have nothing to train
             torch._foreach_mul_(here, coefficient)
         if here and self.clipping.changes_elements:
@@ -297,7 +297,8 @@ class Stepper:
             self.scaler.update(overflowed=not applied)
         if applied:
             self.skips.applied()
-            self.spikes.add(_mean_loss(word))
+            if self.spikes.on:
+                self.spikes.add(_mean_loss(word))
         else:
             self.skips.skip(result, scale_lowered=self._scale() < before)
         return result
@@ -319,6 +320,9 @@ class Stepper:
             self.scaler.load_state(state["scaler"])
         self.sums, self._pending = Sums(), None  # of steps that are being undone
         self.lr = self.learning_rate.at(self.counters.applied)
+
+    def _spiked(self, word: Word, limit: float) -> bool:
+        return self.spikes.on and _mean_loss(word) > limit
 
     def _used_names(self) -> list[str]:
         """The parameters that have a gradient in this step."""
@@ -355,23 +359,3 @@ class Stepper:
 
 def _mean_loss(word: Word) -> float:
     return float(word.loss) / float(word.weight) if word.weight else 0.0
-
-
-def _check(loss: Loss) -> None:
-    if not isinstance(loss, Loss):
-        raise UserError(
-            "a loss with its weight",
-            f"loss() returned a {type(loss).__name__}",
-            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
-        )
-    if loss.total.dim() != 0 or not loss.total.requires_grad:
-        raise UserError(
-            "a loss: one number, the SUM over the micro-batch, that depends on the parameters",
-            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
-            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
-        )
-    on_gpu = isinstance(loss.weight, Tensor) and loss.weight.is_cuda  # looking at it would make the host wait
-    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
-        raise UserError(
-            "a loss weight: how many terms the sum has", f"{loss.weight}", "return a finite weight of 0 or more"
-        )

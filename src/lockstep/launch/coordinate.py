@@ -10,7 +10,7 @@ from functools import partial
 from lockstep.launch import wire
 from lockstep.launch.agent import Agent
 from lockstep.launch.commands import Command, Ending, Form, Log, Send, Tell
-from lockstep.launch.job import Count, Job, append_event, committed_step
+from lockstep.launch.job import Count, Job, append_event
 from lockstep.launch.messages import (
     Asked,
     Beat,
@@ -26,6 +26,7 @@ from lockstep.launch.messages import (
     Stopped,
     Welcome,
 )
+from lockstep.launch.place import latest_step
 from lockstep.launch.rounds import Node, Rounds
 from lockstep.launch.signals import Signals
 from lockstep.launch.terminal import say
@@ -40,7 +41,7 @@ class Coordinator:
         self._job, self._signals, self._hub, self._address = job, signals, hub, address
         self._agent = Agent(job, name)
         now = time.monotonic()
-        self._rounds = Rounds(job, partial(committed_step, job.run_dir), now)
+        self._rounds = Rounds(job, partial(latest_step, job.run_dir / "checkpoints"), now)
         self._rounds.joined(Node(OURS, name, job.nproc), now)
         self._ending: Ending | None = None
         self._next_beat = now

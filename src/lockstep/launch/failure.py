@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import pulse
-from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import stacks
 
-LEFT = 75  # the exit code of a rank that has saved and left because it was asked to
+LEFT = Preempted.CODE  # the exit code of a rank that has saved and left because it was asked to
 NODE, ZYGOTE, HANG = "node", "zygote", "hang"  # kinds that are neither an exception nor a signal
 SMALLER = SmallerMicroBatch.__name__  # the only exception that does not come again by itself
 LOG_LINES = 10

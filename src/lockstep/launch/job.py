@@ -126,15 +126,6 @@ def _range(text: str, between: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
-def committed_step(run_dir: Path) -> int | None:
-    """The newest checkpoint's step, from the text file that a commit moves forward last."""
-    try:
-        match = re.fullmatch(r"step-(\d+)", (run_dir / "checkpoints" / "latest").read_text().strip(), re.ASCII)
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(match[1]) if match else None
-
-
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     """One line, one write: ranks append to the same file."""
     line = json.dumps({"time": time.time(), **event}, allow_nan=False) + "\n"

@@ -113,12 +113,18 @@ def _holder(run: Path) -> str:
     return f"process {pid} on {host}" if pid else "unknown"
 
 
-def newest_checkpoint(run: Path) -> str | None:
-    """As the text file says that a commit moves forward last."""
+def latest(checkpoints: Path) -> Path | None:
+    """The newest checkpoint, as the text file says that a commit moves forward last. Good enough for a message."""
     try:
-        return str(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip())
-    except OSError:
+        name = (checkpoints / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
         return None
+    return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
+
+
+def latest_step(checkpoints: Path) -> int | None:
+    found = latest(checkpoints)
+    return int(found.name.removeprefix("step-")) if found else None
 
 
 def ask_for_size(run: Path, count: int) -> None:

@@ -26,6 +26,11 @@ class Sums:
         if loss.metrics:
             self._metrics += metric_terms(loss)
 
+    @property
+    def losses(self) -> list[Tensor]:
+        """One for each `add` since the last folding."""
+        return [total for total, _ in self._losses]
+
     def merge(self, other: Sums) -> None:
         """Take over what `other` has been given."""
         self._losses += other._losses

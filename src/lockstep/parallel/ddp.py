@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Pipelined, trainable
+from lockstep.parallel.drivers import Whole, trainable
 from lockstep.parallel.hooks import HalfHook, Hook
-from lockstep.parallel.powersgd import PowerSGDHook
+from lockstep.parallel.powersgd import KEPT_AS, PowerSGDHook
 from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
 
@@ -96,12 +96,7 @@ class Replica(DistributedDataParallel):
         return carrier.model
 
 
-class DDPDriver:
-    in_step, replicated = False, True
-    data_rank, data_size, speaks = 0, 1, True
-    pipeline: Pipelined | None = None
-    holders: Mapping[str, tuple[int, ...]] = {}
-
+class DDPDriver(Whole):
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
@@ -124,6 +119,8 @@ class DDPDriver:
         self.hook = self._make_hook(config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
+        if isinstance(self.hook, PowerSGDHook):
+            self.kept = {KEPT_AS: self.hook}
         self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
         self.sync_buffers()
 
@@ -154,12 +151,6 @@ class DDPDriver:
     def word(self) -> Tensor:
         assert self._word_parameter.grad is not None
         return self._word_parameter.grad
-
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_norm(tensors))
 
     def sync_buffers(self) -> None:
         live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]

@@ -55,6 +55,7 @@ class Driver(Protocol):
     speaks: bool  # of those, the one whose loss and weight count
     pipeline: Pipelined | None  # runs all micro-batches of a step at once, stage by stage
     holders: Mapping[str, tuple[int, ...]]  # the ranks that have a tensor of the model, where not all do
+    kept: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
@@ -78,14 +79,25 @@ class Driver(Protocol):
         """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
 
 
-class SingleDriver:
-    """One process: there is nobody to exchange with."""
+class Whole:
+    """What drivers have in common whose ranks each hold the whole model."""
 
     gradient_factor = 1.0
     in_step, replicated = False, True
     data_rank, data_size, speaks = 0, 1, True
     pipeline: Pipelined | None = None
     holders: Mapping[str, tuple[int, ...]] = {}
+    kept: Mapping[str, Any] = {}
+
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
+
+    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_norm(tensors))
+
+
+class SingleDriver(Whole):
+    """One process: there is nobody to exchange with."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = self.call = model
@@ -107,38 +119,20 @@ class SingleDriver:
     def word(self) -> Tensor:
         return self._word
 
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.lengths(grads))
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_norm(tensors))
-
     def sync_buffers(self) -> None:
         pass
 
 
-class CutDriver:
-    """What drivers have in common of whose parameters this rank holds parts: lengths are sums over ranks."""
+class CutDriver(SingleDriver):
+    """What drivers have in common of whose parameters this rank holds parts: a single process, as far as forward and
+    backward go; gradients are summed, and never divided, and lengths are sums over ranks."""
 
-    gradient_factor = 1.0  # gradients are summed, and never divided
     in_step, replicated = True, False
-    data_rank, data_size, speaks = 0, 1, True
-    pipeline: Pipelined | None = None
-    holders: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         """`model` has been cut."""
-        self.model = self.call = model
+        super().__init__(model, runtime.device)
         self.runtime = runtime
-        self.names, self.parameters = trainable(model)
-        self.codec = WordCodec(runtime.device, torch.float64)
-
-    def begin(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def arm(self, last: bool) -> None:
-        pass
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         torch.autograd.backward(total, start)
@@ -148,9 +142,6 @@ class CutDriver:
 
     def add_gradients(self) -> None:
         """After the last backward: whatever is still to be done for gradients that are sums over all ranks."""
-
-    def word(self) -> Tensor:
-        return self._word
 
     def norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared.sqrt()

@@ -65,8 +65,10 @@ class WordCodec:
 
     def unpack(self, values: list[float]) -> Word:
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
-        stop, exhausted, step = (round(value) for value in values[3:6])
-        new_metrics, save, leave, save_failed = (round(value) for value in values[7:LOSS])
+        if not any(values[7:LOSS]) and not (values[3] or values[4]):  # as in almost every step
+            return Word(weight, step=round(values[5]), scale=values[6], loss=values[LOSS])
+        stop, exhausted, step = round(values[3]), round(values[4]), round(values[5])
+        new_metrics, save, leave, save_failed = map(round, values[7:LOSS])
         return Word(weight, stop, exhausted, step, values[6], new_metrics, save, leave, save_failed, values[LOSS])
 
     def weight(self, packed: Tensor) -> Tensor:

@@ -272,6 +272,15 @@ def test_rank_0_hears_of_another_ranks_trouble_through_the_folder(tmp_path, monk
     assert report.missing_bytes >= 1
 
 
+def test_a_rank_in_trouble_leaves_the_folder_that_rank_0_is_about_to_write_into(tmp_path, monkeypatch):
+    team = savers(tmp_path, 2)
+    fault(monkeypatch, "write", "disk full")
+    monkeypatch.setattr(writing.Writing, "_send", lambda *_: None)  # else its word to rank 0 makes the folder anew
+    team[1].save(1, cut(state(1), 1, 2), {}, {})
+    team[1].wait()
+    assert len(folders(tmp_path)) == 1
+
+
 def test_a_real_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -17,6 +17,7 @@ from lockstep.checkpoint.parts import part_name
 from lockstep.checkpoint.retention import Retention, to_delete
 from lockstep.checkpoint.store import Store
 from lockstep.errors import UserError
+from lockstep.launch.place import latest_step
 
 
 def test_committed_ones_are_listed_newest_first_and_nothing_else_is(tmp_path):
@@ -29,12 +30,12 @@ def test_committed_ones_are_listed_newest_first_and_nothing_else_is(tmp_path):
 
 def test_latest_is_for_people(tmp_path):
     store = Store(tmp_path)
-    assert store.latest_step() is None
+    assert latest_step(store.root) is None
     commit(tmp_path, 7)
     commit(tmp_path, 9)
-    assert store.latest_step() == 9
+    assert latest_step(store.root) == 9
     (tmp_path / "latest").write_text("step-garbage")
-    assert store.latest_step() is None
+    assert latest_step(store.root) is None
 
 
 def test_what_other_attempts_left_is_cleaned_and_ours_is_not(tmp_path):
@@ -52,14 +53,14 @@ def test_what_is_set_aside_keeps_its_files_and_latest_follows(tmp_path):
     for step in (1, 2, 3, 4):
         commit(tmp_path, step)
     assert store.set_aside(tmp_path / "step-00000004", "damaged").name == "step-00000004.damaged"
-    assert store.latest_step() == 3
+    assert latest_step(store.root) == 3
     commit(tmp_path, 4)
     assert store.set_aside(tmp_path / "step-00000004", "damaged").name == "step-00000004.damaged1"
     assert [path.name for path in store.set_aside_after(1)] == ["step-00000003.undone", "step-00000002.undone"]
-    assert store.latest_step() == 1
+    assert latest_step(store.root) == 1
     assert (tmp_path / "step-00000003.undone" / part_name(0)).exists()
     store.set_aside(tmp_path / "step-00000001", "damaged")
-    assert store.latest_step() is None
+    assert latest_step(store.root) is None
 
 
 # ---- retention ----

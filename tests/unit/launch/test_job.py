@@ -8,7 +8,8 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.job import Count, Job, append_event, committed_step, parse_join, parse_nnodes, parse_nproc
+from lockstep.launch.job import Count, Job, append_event, parse_join, parse_nnodes, parse_nproc
+from lockstep.launch.place import latest_step
 from lockstep.machine import visible_gpus
 
 
@@ -67,10 +68,10 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
     ("text", "step"), [("step-00000040\n", 40), ("step-0", 0), ("", None), ("step-x", None), ("../step-4", None)]
 )
 def test_the_newest_checkpoint_is_read_from_a_text_file(tmp_path, text, step):
-    assert committed_step(tmp_path) is None
+    assert latest_step(tmp_path / "checkpoints") is None
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text(text)
-    assert committed_step(tmp_path) == step
+    assert latest_step(tmp_path / "checkpoints") == step
 
 
 def test_events_are_appended_line_by_line(tmp_path):
