@@ -29,5 +29,5 @@ def test_a_goal_is_reached_or_not(goal, value, reached):
 
 @pytest.mark.parametrize("goal", ["accuracy", "accuracy > 0.9", "accuracy >= high", ">= 0.9"])
 def test_what_is_no_goal_is_refused(goal):
-    with pytest.raises(ConfigError, match="accuracy >= 0.9"):
+    with pytest.raises(ConfigError, match=r"accuracy >= 0\.9"):
         resolve([("argument", {"goals": [goal]})])
