@@ -37,6 +37,7 @@ from lockstep.engine.selfcheck import (
     first_share,
 )
 from lockstep.engine.skips import is_spike
+from lockstep.engine.speeds import by_speed, open_dealer
 from lockstep.engine.state import RunState, Stateful, whole_state
 from lockstep.engine.step import Stepper
 from lockstep.engine.zero import ShardedOptimizers
@@ -109,7 +110,7 @@ class Run:
         share = World(self.driver.data_rank, self.driver.data_size)  # ranks that share a layer share the samples too
         samples = len(data) if hasattr(data, "__len__") else None
         most = noted_micro_batch(self.run_dir, runtime) if config.micro_batch == "auto" else None
-        self.plan = plan = make_plan(config, share.size, samples, most)
+        self.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
         check_even_work(self.driver.model, plan, config.tail)
         if self.driver.pipeline is not None:
             check_enough_work(plan)
@@ -118,6 +119,9 @@ class Run:
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
+        self.dealer = open_dealer(config.speed_weights, plan, self.source, self.driver, runtime, self.recorder.event)
+        if self.dealer:
+            self.stepper.before_exchange = self.dealer.mark
         state = RunState(
             self.driver.model,
             self.optimizers,
@@ -164,6 +168,8 @@ class Run:
         self._interval_samples += share.samples
         self._interval_steps += 1
         step = self.stepper.counters.step
+        if self.dealer:
+            self.dealer.end_step(step)
         if step == self.plan.steps:
             settled = self.stepper.settle()
             self._heed(settled)
@@ -302,6 +308,8 @@ class Run:
         iterator = iter(batches)
         for _ in range(count):
             self.runtime.pulse.beat("data", self.stepper.counters.step)
+            if self.dealer:
+                self.dealer.mark()
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
