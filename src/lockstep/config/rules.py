@@ -1,77 +1,80 @@
 """Settings that would have no effect, or only a late failure, beside the others: refused, not ignored.
 
-Asked of the settings as they came, with their sources. A command line that switches something off may leave the options
-of it in a file or a task alone: whoever typed one source meant it.
+Judged with their sources: a command line that switches something off may leave the options of it in a file alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.config.schema import KEYS, Leaf, typed
+from lockstep.config.schema import KEYS, Leaf, flatten, typed
 from lockstep.errors import UserError
 
 CUTTING = ("fsdp", "fsdp-grads", "hsdp")
 REPLICAS = ("ddp", "zero1")
+PREPARED = ("task default", "preset ")
 
 
 class Need(NamedTuple):
-    """An option, and what it is an option of."""
+    """Options, and what they are options of."""
 
-    option: str
-    of: str  # the key that switches it on
-    on: Callable[[Any], bool]  # by these values
-    why: str
-    fix: str  # that switches it on
-    also: tuple[str, ...] = ()  # keys that switch it on as well, by any value but their default
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
+    options: tuple[str, ...]
+    of: str  # the key that switches them on
+    by: tuple[Any, ...]  # its values that do; empty: any but none
+    why: str  # nothing comes of them otherwise
+    fix: str
+    also: str | None = None  # a key that switches them on as well, by any value but its default
 
 
-def _set(value: Any) -> bool:
-    return value not in (None, "none", False)
-
-
+POWERSGD = ("ddp.powersgd_rank", "ddp.powersgd_start", "ddp.error_feedback")
+SPIKES = ("spike.factor", "spike.window")
+SCALER = tuple(key for key in KEYS if key.startswith("scaler."))
 IDLE = (
-    Need("fsdp.offload", "strategy", _one_of(*CUTTING), "only a cut model is kept in host memory", "strategy=fsdp"),
-    Need("fsdp.replicas", "strategy", _one_of("hsdp"), "only hsdp has groups with a whole copy", "strategy=hsdp"),
-    Need("pp.schedule", "strategy", _one_of("pp"), "a schedule of a pipeline, and there is none", "strategy=pp", ("mesh.pp",)),
-    Need("pp.stages_per_rank", "strategy", _one_of("pp"), "no pipeline to have stages", "strategy=pp", ("mesh.pp",)),
-    Need("blocks", "strategy", _one_of(*CUTTING), "nothing that is done block by block", "remat=full", ("remat",)),
-    Need("ddp.powersgd_rank", "ddp.hook", _one_of("powersgd"), "gradients that are not compressed", "ddp.hook=powersgd"),
-    Need("ddp.powersgd_start", "ddp.hook", _one_of("powersgd"), "gradients that are not compressed", "ddp.hook=powersgd"),
-    Need("ddp.error_feedback", "ddp.hook", _one_of("powersgd"), "gradients that are not compressed", "ddp.hook=powersgd"),
-    Need("lr.min_ratio", "lr.schedule", _one_of("linear", "cosine", "wsd"), "a rate that never falls", "lr.schedule=cosine"),
-    Need("lr.decay", "lr.schedule", _one_of("wsd"), "a schedule without that phase", "lr.schedule=wsd"),
-    Need("lr.reference_batch", "lr.scaling", _set, "a peak that does not follow the batch", "lr.scaling=linear"),
-    Need("spike.factor", "spike.policy", _one_of("skip", "rewind", "stop"), "nobody watches for spikes", "spike.policy=skip"),
-    Need("spike.window", "spike.policy", _one_of("skip", "rewind", "stop"), "nobody watches for spikes", "spike.policy=skip"),
-    Need("checkpoint.best_mode", "checkpoint.best", _set, "no best checkpoint is kept", "checkpoint.best=eval_loss"),
-    *(
-        Need(key, "precision", _one_of("auto", "fp16"), "a format that needs no loss scale", "precision=fp16")
-        for key in KEYS
-        if key.startswith("scaler.")
-    ),
+    Need(("fsdp.offload",), "strategy", CUTTING, "only a model that is cut is kept in host memory", "strategy=fsdp"),
+    Need(("fsdp.replicas",), "strategy", ("hsdp",), "only hsdp has groups with a whole copy each", "strategy=hsdp"),
+    Need(("pp.schedule", "pp.stages_per_rank"), "strategy", ("pp",), "no pipeline", "strategy=pp", "mesh.pp"),
+    Need(("blocks",), "strategy", CUTTING, "nothing that is done block by block", "remat=full", "remat"),
+    Need(POWERSGD, "ddp.hook", ("powersgd",), "gradients that are not compressed by it", "ddp.hook=powersgd"),
+    Need(("lr.min_ratio",), "lr.schedule", ("linear", "cosine", "wsd"), "a rate that stays", "lr.schedule=cosine"),
+    Need(("lr.decay",), "lr.schedule", ("wsd",), "a schedule without that phase", "lr.schedule=wsd"),
+    Need(("lr.reference_batch",), "lr.scaling", (), "a peak that does not follow the batch", "lr.scaling=linear"),
+    Need(SPIKES, "spike.policy", ("skip", "rewind", "stop"), "nobody who looks for spikes", "spike.policy=skip"),
+    Need(("checkpoint.best_mode",), "checkpoint.best", (), "no best one is kept", "checkpoint.best=eval_loss"),
+    Need(SCALER, "precision", ("auto", "fp16"), "a number format without a loss scale", "precision=fp16"),
 )
 
 
-def idle(leaves: Mapping[str, Leaf]) -> list[UserError]:
-    """Options of something that is not switched on. A rule without all its keys is not judged."""
+def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[UserError]:
+    """Options of something that is not switched on. Not judged: a rule without all its keys; what a task has set for the
+    day that somebody switches it on; and a configuration that a run has written, which has every key."""
+    strength = {source: place for place, (source, _) in enumerate(layers)} | {"default": -1}
+    written = {source for source, values in layers if KEYS.keys() <= flatten(values).keys()}
     problems = []
     for need in IDLE:
-        option, switch = leaves.get(need.option), leaves.get(need.of)
-        if option is None or switch is None or option.value == KEYS[need.option].default or need.on(switch.value):
+        switch = leaves.get(need.of)
+        if switch is None or _is_on(need, switch, leaves):
             continue
-        if any(key in leaves and leaves[key].value != KEYS[key].default for key in need.also):
-            continue
-        if switch.source in ("default", option.source):
-            usual = typed(KEYS[need.option].default)
-            fix = f"type {need.fix}, or {need.option}={usual}"
-            problems.append(UserError(f"{option} with {need.of}={typed(switch.value)}", need.why, fix))
+        for option in [leaves[name] for name in need.options if name in leaves and _changed(leaves[name])]:
+            weaker = strength[switch.source] < strength[option.source]
+            together = switch.source == option.source and _set(switch.value)  # `none` beside it is meant so
+            if (weaker or together) and not option.source.startswith(PREPARED) and option.source not in written:
+                fix = f"type {need.fix}, or {option.key}={typed(KEYS[option.key].default)}"
+                problems.append(UserError(f"{option} with {need.of}={typed(switch.value)}", need.why, fix))
     return problems
+
+
+def _is_on(need: Need, switch: Leaf, leaves: Mapping[str, Leaf]) -> bool:
+    on = switch.value in need.by if need.by else _set(switch.value)
+    return on or (need.also in leaves and _changed(leaves[need.also]))
+
+
+def _changed(leaf: Leaf) -> bool:
+    return leaf.value != KEYS[leaf.key].default
+
+
+def _set(value: Any) -> bool:
+    return value not in (None, "none", "off", False)
 
 
 def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:

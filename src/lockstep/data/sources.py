@@ -108,7 +108,7 @@ class MapSource:
         self.passed_over = sorted({*self.passed_over, span})
 
     def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
-        """From `position` on the ranks' shares follow `weights`. All ranks must say so, none later than they read it."""
+        """From `position` on the ranks' shares follow `weights`. All ranks must say so, before any has read so far."""
         assert position >= self.dealt_until
         self._deals.append((position, tuple(weights)))
 
