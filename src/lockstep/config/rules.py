@@ -46,8 +46,8 @@ IDLE = (
 
 
 def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[UserError]:
-    """Options of something that is not switched on. Not judged: a rule without all its keys; what a task has set for the
-    day that somebody switches it on; and a configuration that a run has written, which has every key."""
+    """Options of something that is not switched on. Not judged: a rule without all its keys; what a task has set for
+    the day that somebody switches it on; and a configuration that a run has written, which has every key."""
     strength = {source: place for place, (source, _) in enumerate(layers)} | {"default": -1}
     written = {source for source, values in layers if KEYS.keys() <= flatten(values).keys()}
     problems = []
@@ -112,8 +112,9 @@ def _unused_in_parts(leaves: Mapping[str, Leaf], unused: Leaf) -> UserError | No
 
 
 def _schedules(leaves: Mapping[str, Leaf], stages: Leaf) -> UserError | None:
-    schedule = leaves.get("pp.schedule")
-    if schedule is None or (stages.value > 1) == (schedule.value in ("interleaved", "zero-bubble")):
+    schedule, strategy, axis = (leaves.get(key) for key in ("pp.schedule", "strategy", "mesh.pp"))
+    staged = (strategy and strategy.value == "pp") or (axis and (axis.value or 1) > 1)
+    if schedule is None or not staged or (stages.value > 1) == (schedule.value in ("interleaved", "zero-bubble")):
         return None
     if stages.value > 1:
         why, fix = "a schedule with one stage on each rank", "type pp.schedule=interleaved, or pp.stages_per_rank=1"

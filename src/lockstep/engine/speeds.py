@@ -34,9 +34,7 @@ Speeds = str | Sequence[float]  # `speed_weights`
 class Pace(NamedTuple):
     """What a micro-batch takes of one rank, in seconds, with the wait for its data and without the exchange."""
 
-    whole: (
-        float | None
-    )  # forward and backward; None: this rank runs one in a step, whose backward has the exchange in it
+    whole: float | None  # forward and backward; None: of one in a step, whose backward has the exchange in it
     forward: float
 
 
