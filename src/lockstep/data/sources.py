@@ -49,9 +49,26 @@ def open_source(
             "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
         )
     pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+    streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    _check_readable(data, streams, config)
+    if streams:
         return StreamSource(data, collate, shape, config, seed, world, device, pin)
     return MapSource(Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
+
+
+def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
+    if not (hasattr(data, "__iter__") if streams else hasattr(data, "__len__")):
+        raise UserError(
+            "training data: a dataset with __getitem__ and __len__, or one to iterate over",
+            f"a {type(data).__name__} " + ("that can do neither" if streams else "without __len__"),
+            "return a torch Dataset, a list, or an IterableDataset",
+        )
+    if config.sharding == "own" and not streams:
+        raise UserError(
+            "data.sharding=own, for a dataset that deals its samples to the ranks by itself",
+            f"a {type(data).__name__} with __getitem__, whose samples we deal",
+            "return all samples on every rank, and leave data.sharding out",
+        )
 
 
 class MapSource:

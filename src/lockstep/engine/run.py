@@ -31,6 +31,8 @@ from lockstep.engine.selfcheck import (
     TrainableGuard,
     check_enough_work,
     check_even_work,
+    check_logged,
+    check_plain,
     check_replicas,
     check_same_config,
     check_supported,
@@ -91,6 +93,7 @@ class Run:
                 "one that was set up before; a run trains one module",
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
+        check_plain(model)
         check_storage(model)
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
@@ -116,6 +119,7 @@ class Run:
             check_enough_work(plan)
         shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, even=self.driver.in_step)
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
+        check_logged(config, self.source)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip

@@ -153,9 +153,9 @@ def _check(config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool) -> N
             "gloo, which cannot send a GPU's tensors from one rank to another",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
-    if compiled and config.compile is True and config.pp.schedule == "zero-bubble":
+    if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
-            "pp.schedule=zero-bubble with compile=true",
+            f"pp.schedule=zero-bubble with compile={str(config.compile).lower()}",
             "a backward in two halves, which torch cannot take from a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )

@@ -90,6 +90,12 @@ def _within(children: set[str]) -> Iterator[tuple[str, Cut]]:
 
 
 def _spell_out(asked: Mapping[str, Cut], model: nn.Module) -> dict[str, Cut]:
+    if not isinstance(asked, Mapping):
+        raise UserError(
+            "tensor_plan(model): layers by name, and how each is cut",
+            f"a {type(asked).__name__}",
+            'return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+        )
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, Cut] = {}
     for pattern, cut in asked.items():
