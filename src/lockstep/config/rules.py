@@ -96,7 +96,8 @@ def _uneven(leaves: Mapping[str, Leaf], speeds: Leaf) -> UserError | None:
     static = [leaf for key in ("ddp.static_graph", "ddp.sync_batchnorm") for leaf in _set_leaves(leaves, key)]
     if strategy or axes:
         why = "forwards in which the ranks wait for each other, so that all must run equally many"
-        return UserError(f"{speeds} with {(strategy + axes)[0]}", why, "type strategy=ddp or zero1, without a mesh")
+        fix = "type strategy=ddp, or strategy=zero1" if strategy else f"leave {axes[0].key} out"
+        return UserError(f"{speeds} with {(strategy + axes)[0]}", why, f"{fix}; or leave speed_weights out")
     if static:
         why = "a promise that every rank runs one micro-batch in a step, or equally many"
         return UserError(f"{speeds} with {static[0]}", why, f"leave {static[0].key} out, or speed_weights")

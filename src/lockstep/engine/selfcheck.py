@@ -19,7 +19,6 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, Share
 
-
 WRAPPERS: dict[type, str] = {  # and what to type instead
     DistributedDataParallel: "strategy=ddp",
     nn.DataParallel: "strategy=ddp",

@@ -36,7 +36,9 @@ def _check_strategy(config: RunConfig) -> None:
         raise UserError(
             f"init=meta with strategy={config.strategy}" + " and a mesh" * bool(config.mesh.tp or config.mesh.pp),
             "ranks that hold layers whole, or cut them in another way, and would need the weights first",
-            "type strategy=fsdp, without mesh.tp and mesh.pp; or init=host",
+            "leave the mesh out, or type init=host"
+            if config.strategy in CUTTING
+            else "type strategy=fsdp, or init=host",
         )
 
 

@@ -143,9 +143,11 @@ def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
 def _check(config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool) -> None:
     pp = f"mesh.pp={axes.mesh.sizes['pp']}"
     if config.strategy not in ("ddp", "pp") or axes.mesh.sizes["tp"] > 1:
-        other = f"mesh.tp={axes.mesh.sizes['tp']}" if axes.mesh.sizes["tp"] > 1 else f"strategy={config.strategy}"
+        tp = axes.mesh.sizes["tp"] > 1
+        other = f"mesh.tp={axes.mesh.sizes['tp']}" if tp else f"strategy={config.strategy}"
+        fix = "leave mesh.tp out" if tp else "type strategy=pp"
         raise UserError(
-            f"{pp} with {other}", "stages that are cut once more", "type strategy=pp, with mesh.dp for copies of it"
+            f"{pp} with {other}", "stages that are cut once more", f"{fix}; mesh.dp makes copies of the stages"
         )
     if runtime.device.type == "cuda" and runtime.backend == "gloo":
         raise UserError(

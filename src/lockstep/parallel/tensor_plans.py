@@ -144,7 +144,7 @@ def _check_linear(name: str, layer: nn.Module, cut: str, ways: int) -> None:
         )
     size = layer.in_features if cut == "rowwise" else layer.out_features
     if size % ways:
-        fits = max(divisor for divisor in range(1, ways) if size % divisor == 0)
+        fits = max(divisor for divisor in range(1, ways) if size % divisor == ways % divisor == 0)  # of the ranks, too
         raise UserError(
             f"{name!r} cut over {ways} ranks (mesh.tp)",
             f"{size} {'input' if cut == 'rowwise' else 'output'} features, which {ways} does not divide",
