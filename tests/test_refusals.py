@@ -204,9 +204,6 @@ CONFIGURATION = {
         "does not run then",
         "type ddp.static_graph=false",
     ),
-    "unused parameters with fsdp": Row(
-        {"ddp.find_unused_parameters": True, "strategy": "fsdp"}, "find_unused", "waiting", "type strategy=ddp"
-    ),
     "offload without fsdp": Row(
         {"fsdp.offload": True}, "with strategy=ddp", "model that is cut", "strategy=fsdp", mends=False
     ),

@@ -80,7 +80,6 @@ def _set(value: Any) -> bool:
 def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
     """What no other setting can make work."""
     found = [_uneven(leaves, leaf) for leaf in _set_leaves(leaves, "speed_weights")]
-    found += [_unused_in_parts(leaves, leaf) for leaf in _set_leaves(leaves, "ddp.find_unused_parameters")]
     found += [_schedules(leaves, leaf) for leaf in _set_leaves(leaves, "pp.stages_per_rank")]
     return [problem for problem in found if problem]
 
@@ -102,14 +101,6 @@ def _uneven(leaves: Mapping[str, Leaf], speeds: Leaf) -> UserError | None:
         why = "a promise that every rank runs one micro-batch in a step, or equally many"
         return UserError(f"{speeds} with {static[0]}", why, f"leave {static[0].key} out, or speed_weights")
     return None
-
-
-def _unused_in_parts(leaves: Mapping[str, Leaf], unused: Leaf) -> UserError | None:
-    strategy = leaves.get("strategy")
-    if strategy is None or strategy.value not in CUTTING:
-        return None
-    why = "a model in parts, of which a rank that does not use one keeps the others waiting"
-    return UserError(f"{unused} with {strategy}", why, "type strategy=ddp or zero1, or freeze what is not used")
 
 
 def _schedules(leaves: Mapping[str, Leaf], stages: Leaf) -> UserError | None:
