@@ -74,7 +74,7 @@ def _changed(leaf: Leaf) -> bool:
 
 
 def _set(value: Any) -> bool:
-    return value not in (None, "none", "off", False)
+    return value not in (None, "none", "off", "constant", False)
 
 
 def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
