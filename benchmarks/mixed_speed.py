@@ -3,9 +3,10 @@
     python benchmarks/mixed_speed.py                    # half as fast
     python benchmarks/mixed_speed.py --slower 4         # a quarter as fast
 
-A micro-batch takes `--seconds` of the first rank and `--slower` times as long of the second, by sleeping: on a machine with
-few cores real work would slow both. Two runs, with and without, live in the same processes and take turns of 10 steps,
-so noise hits them alike. `ideal` is the ratio for ranks that do nothing but sleep, as 12 micro-batches can be dealt.
+A micro-batch takes `--seconds` of the first rank and `--slower` times as long of the second, by sleeping: on a machine
+with few cores real work would slow both. Two runs, with and without, live in the same processes and take turns of 10
+steps, so noise hits them alike. `ideal` is the ratio for ranks that do nothing but sleep, as 12 micro-batches can be
+dealt.
 """
 
 from __future__ import annotations
