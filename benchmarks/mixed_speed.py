@@ -87,6 +87,7 @@ def worker(seconds: float, slower: float, repeats: int, out: Path) -> None:
                 times[index].append((time.perf_counter() - began) / BLOCK)
         if runtime.is_main:
             out.write_text(json.dumps(times))
+        runtime.collectives.farewell()
 
 
 def main() -> None:
