@@ -44,6 +44,9 @@ SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], BeforeValidato
 Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
 Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
+SpeedWeights = Annotated[
+    Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], BeforeValidator(lambda v: "none" if v is None else v)
+]
 GradientHook = Annotated[
     Literal["none", "fp16", "bf16", "powersgd"], BeforeValidator(lambda v: "none" if v is None else v)
 ]
@@ -183,6 +186,9 @@ class RunConfig(Section):
     local_batch: int | None = _key(None, "samples per optimizer step and rank", example=8, ge=1)
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
         None, "samples per forward and backward; null: derived; auto: halved when memory runs out", example=8
+    )
+    speed_weights: SpeedWeights = _key(
+        "none", "micro-batches by the speed of a rank: auto measures it; or one number per rank", example=[1, 2]
     )
     tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")

@@ -88,6 +88,7 @@ class Stepper:
         self.sums = Sums()
         self.lr = learning_rate.at(0)
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
+        self.before_exchange: Callable[[], None] = lambda: None  # somebody may be measuring this rank's own work
         self.stop_requested = self.save_requested = self.save_failed = False
         self.taken: list[Piece] = []  # of the step that runs
         self.settled: tuple[list[Piece], Sums] = [], self.sums  # of the one whose outcome came last
@@ -158,6 +159,7 @@ class Stepper:
         last = self.backwards_done == self._share.count
         if last:
             self.runtime.pulse.beat("exchange")
+            self.before_exchange()
         self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
     def _note(self, loss: Loss) -> float:

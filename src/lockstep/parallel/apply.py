@@ -12,7 +12,7 @@ from lockstep.parallel.batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.flat import FlatDriver
-from lockstep.parallel.fsdp import FSDPDriver
+from lockstep.parallel.fsdp import FSDPDriver, check_offload
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
@@ -26,6 +26,7 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = Non
     axes = None if mesh.plain else Axes(mesh, runtime)
     staged = mesh.sizes["pp"] > 1
     check_made_as_asked(model, config)
+    check_offload(config.fsdp, runtime)
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
     empty = any(p.is_meta for p in model.parameters())

@@ -63,6 +63,16 @@ class FSDPDriver(CutDriver):
             agree_on_plain(self.parameters, self._parts)
 
 
+def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
+    if config.offload and (runtime.device.type == "cpu" or runtime.world.alone):
+        alone = runtime.device.type != "cpu"
+        raise UserError(
+            "fsdp.offload=true",
+            "one rank: nothing is cut" if alone else "a CPU, where everything lies in the host's memory already",
+            "start two ranks: --nproc 2" if alone else "leave fsdp.offload out",
+        )
+
+
 def make_mesh(strategy: str, config: FSDPConfig, runtime: Runtime) -> DeviceMesh:
     kind, size = runtime.device.type, runtime.world.size
     if strategy != "hsdp":
