@@ -178,7 +178,12 @@ class RunConfig(Section):
         None, "samples per forward and backward; null: derived; auto: halved when memory runs out", example=8
     )
     tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")
+    precision: Literal[
+        "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
+    ] = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
+    optimizer: Literal["task", "adamw8bit", "adafactor"] = _key(
+        "task", "which optimizer: the task's own, or one whose state is small, with its groups"
+    )
     strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"] = _key(
         "ddp", "how the ranks share the model"
     )

@@ -20,7 +20,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
-from lockstep.parallel.layout import block_of, like, local, whole
+from lockstep.parallel.layout import block_of, laid_out, like, local, only_rows, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -50,6 +50,8 @@ class RunState:
         self.others = others  # the task, and what a loop of the user's own has registered
         self._device = next(model.parameters()).device
         self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._trained = {name: p for name, p in parameters if p.requires_grad}
         self._initial_groups = [_settings(optimizer) for optimizer in optimizers.all]
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
@@ -71,8 +73,8 @@ class RunState:
                 extra[name] = pack(value, f"extra.{name}", tensors)
             elif (first := seen.setdefault(_identity(value), full)) != full:
                 aliases[full] = first
-            elif name not in self.elsewhere:
-                tensors[full] = value.detach()
+            elif name not in self.elsewhere and (best := self._in_full(name, value)) is not None:
+                tensors[full] = best.detach()
         parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
         values: Values = {
             "model": {
@@ -152,6 +154,13 @@ class RunState:
     def _named(self, name: str) -> Tensor:
         return self.model.get_parameter(name)
 
+    def _in_full(self, name: str, value: Tensor) -> Tensor | None:
+        """What is saved of a parameter is its master, where it has one; None: another rank has that."""
+        masters, parameter = self.optimizers.masters, self._trained.get(name)
+        if masters is None or masters.way != "kept" or parameter is None:
+            return value
+        return masters.kept(parameter)
+
     def _restore_model(self, reader: Reader, values: Values) -> None:
         here = self.model.state_dict()
         saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
@@ -181,6 +190,8 @@ class RunState:
                 raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
             if name not in self.elsewhere:
                 _fill(target, source, reader)
+                if (kept := self._in_full(name, target)) is not None and kept is not target:
+                    _fill(kept, source, reader)
         for name, value in values["extra"].items():
             owner = name.removesuffix("_extra_state").rstrip(".")
             self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
@@ -188,7 +199,9 @@ class RunState:
     # ---- the optimizers ----
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.model.named_parameters()}
+        """Of what the optimizers hold: the parameters, or their stand-ins."""
+        stand_ins = self.optimizers.masters.named() if self.optimizers.masters else {}
+        return {id(p): name for name, p in self.model.named_parameters()} | stand_ins
 
     def _optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer, names = self.optimizers.all[number], self._names()
@@ -244,13 +257,20 @@ class RunState:
         return changed
 
     def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
-        """A tensor of an optimizer's state: of one that is laid out like its parameter, this rank's part."""
+        """A tensor of an optimizer's state: of one that is laid out like its parameter, or has its rows, this rank's
+        part."""
         rest = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-        parameter = dict(self.model.named_parameters()).get(rest)
-        if isinstance(parameter, DTensor) and reader.shape(name) == tuple(parameter.shape):
+        parameter, shape = dict(self.model.named_parameters()).get(rest), reader.shape(name)
+        if not isinstance(parameter, DTensor) or not shape:
+            return reader.read(name)
+        if shape == tuple(parameter.shape):
             block = block_of(parameter)
             return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
-        return reader.read(name)
+        if shape[0] == parameter.shape[0] and only_rows(parameter):
+            block, rest_of_shape = block_of(parameter), shape[1:]
+            read = reader.read_block(name, (block.offset[0], *[0] * len(rest_of_shape)), (len(block.local), *rest_of_shape))
+            return laid_out(read, parameter, shape)
+        return laid_out(reader.read(name), parameter, shape, whole=True)
 
     def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some

@@ -83,7 +83,9 @@ class Stepper:
         self.clipping = Clipping(config.clip)
         self.skips = SkipPolicy(config.nonfinite, config.spike)
         self.spikes = SpikeWatch(config.spike)
-        self.folds = optimizers.folds and driver.replicated and not self.clipping.changes_elements
+        whole = driver.replicated or optimizers.masters is not None  # those divide parts of gradients, too
+        self.folds = optimizers.folds and whole and not self.clipping.changes_elements
+        optimizers.now = lambda: self.counters.step
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
@@ -96,7 +98,8 @@ class Stepper:
         self.new_metrics = False  # some rank has seen one that is not known yet
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds and optimizers.skips_by_itself
+        on_cuda = runtime.device.type == "cuda" and driver.replicated
+        self.late = on_cuda and self.scaler is None and self.folds and optimizers.skips_by_itself
         self._pending: _Pending | None = None
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 

@@ -93,7 +93,8 @@ class Whole:
         return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_norm(tensors))
+        wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+        return list(torch._foreach_norm(tensors, 2, wide))
 
 
 class SingleDriver(Whole):
