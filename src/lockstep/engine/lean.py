@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.engine.adafactor import Adafactor
 from lockstep.engine.adamw8bit import AdamW8bit
 from lockstep.errors import UserError
 
-# What is taken over from the task's groups. Adafactor's rate is relative to the size of a parameter.
+# The optimizer, and what it takes over from the task's groups.
 KINDS = {
     "adamw8bit": (AdamW8bit, ("lr", "betas", "eps", "weight_decay")),
-    "adafactor": (torch.optim.Adafactor, ("lr", "weight_decay")),
+    "adafactor": (Adafactor, ("lr", "weight_decay")),
 }
 
 

@@ -90,11 +90,11 @@ class Masters:
         for some in by_grid.values():
             piece, size = [], 0
             for stand_in in some:
-                if piece and size + local(stand_in).numel() > PIECE:
+                if piece and size + stand_in.numel() > PIECE:  # of the whole: the same pieces on every rank
                     yield group, piece
                     piece, size = [], 0
                 piece.append(stand_in)
-                size += local(stand_in).numel()
+                size += stand_in.numel()
             yield group, piece
 
     def _make(self, optimizer: torch.optim.Optimizer, some: list[Tensor], divisor: Tensor | None) -> None:

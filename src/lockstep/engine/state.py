@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.save import Slice
+from lockstep.engine.masters import CUT_OFF
 from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
@@ -102,9 +103,11 @@ class RunState:
         """(of the model, of what its optimizers will keep: a guess, since they allocate later)."""
         named = self.model.state_dict().items()
         certain = sum(t.nbytes for name, t in named if not is_extra(name) and name not in self._left_out)
-        copies = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+        if self.optimizers.masters:  # float32, where the model has bfloat16
+            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
+        copies = {"AdamW8bit": 0.5, "Adafactor": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
         guess = sum(
-            copies.get(type(optimizer).__name__, int(bool(group.get("momentum")))) * p.nbytes
+            int(copies.get(type(optimizer).__name__, bool(group.get("momentum"))) * p.nbytes)
             for optimizer in self.optimizers.all
             for group in optimizer.param_groups
             for p in group["params"]
@@ -223,7 +226,7 @@ class RunState:
         }
 
     def _restore_optimizer(self, number: int, saved: Values, reader: Reader) -> list[str]:
-        optimizer, names = self.optimizers.all[number], self._names()
+        optimizer, names, masters = self.optimizers.all[number], self._names(), self.optimizers.masters
         if saved["kind"] != type(optimizer).__name__:
             raise UserError(
                 f"to go on with {type(optimizer).__name__}",
@@ -237,7 +240,12 @@ class RunState:
             name = sorted(here ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        mine = {name: kept for name, kept in saved["state"].items() if name in {*order} - self.elsewhere}
+        unused = set() if masters and masters.way == "compensated" else {CUT_OFF}
+        mine = {
+            name: {key: value for key, value in kept.items() if key not in unused}
+            for name, kept in saved["state"].items()
+            if name in {*order} - self.elsewhere
+        }
         state = unpack(mine, lambda name: self._read_for(name, number, reader), self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))

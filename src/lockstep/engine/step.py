@@ -126,7 +126,8 @@ class Stepper:
             seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index, *place), self.runtime.device)
 
         def finish(micro: MicroBatch, loss: Loss) -> Tensor:
-            return loss.total * self._note(loss)
+            start = self._note(loss)  # which may put another total in its place: a fault on purpose
+            return loss.total * start
 
         micros = list(share)
         if self.scaler and self.scaler.unit_weight is None:  # the first stages must know the scale before the loss
