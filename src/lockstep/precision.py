@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
 
-
 # Formats whose parameters and gradients are stored in bfloat16, and how updates too small for it are not lost.
 WAYS = {"bf16-master": "kept", "bf16-pure-stochastic": "stochastic", "bf16-pure-compensated": "compensated"}
 _OPTIMIZER = {
@@ -88,8 +87,11 @@ def check_fp8(config: RunConfig, device: torch.device) -> None:
         raise UserError("precision=fp8", f"a run on {device.type}, which has no float8", "type precision=bf16")
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
-        found = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
+        found = (
+            f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
+        )
         raise UserError("precision=fp8", found, "type precision=bf16")
+    _check_whole_layers(config)
     if find_spec("torchao") is None:
         raise UserError("precision=fp8", "torchao is not installed", "pip install 'lockstep-train[fp8]'")
     if config.compile is False:
@@ -100,15 +102,25 @@ def check_fp8(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def _check_way(config: RunConfig) -> None:
-    asked = f"precision={config.precision}"
+def _check_whole_layers(config: RunConfig) -> None:
     cutting = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
     cutting += [f"mesh.{axis}={size}" for axis in ("tp", "pp") if (size := getattr(config.mesh, axis)) and size > 1]
     if cutting:
         raise UserError(
-            f"{asked} with {cutting[0]}",
-            "layers or stages on several ranks, for which this way of storing parameters is not made",
+            f"precision={config.precision} with {cutting[0]}",
+            "layers or stages on several ranks, for which this format is not made",
             "type precision=bf16, or strategy=fsdp without a mesh",
+        )
+
+
+def _check_way(config: RunConfig) -> None:
+    asked = f"precision={config.precision}"
+    _check_whole_layers(config)
+    if config.fsdp.offload:
+        raise UserError(
+            f"{asked} with fsdp.offload=true",
+            "parameters in host memory, for which this way of storing them is not made",
+            "leave fsdp.offload out, or type precision=bf16",
         )
     if config.ddp.hook not in ("none", "bf16"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Optimizers that keep less: the same parameters on any number of ranks, and after a change of it; a loss near AdamW's."""
+"""Optimizers that keep less: the same parameters on any number of ranks, and after a change; a loss near AdamW's."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ def test_bytes_hold_the_moments():
         adamw8bit._to_bytes_(moment.clone(), codes, scales, signed)
         found = adamw8bit._from_bytes(codes, scales, signed)
         assert float((found - moment).norm() / moment.norm()) < 0.015
-        assert signed or bool((found > 0).all())
+        assert signed or bool((found[moment > 0] > 0).all())
         assert torch.equal(scales[:, 0], moment[:, :150].abs().amax(1))
 
 
 def test_groups_are_taken_over():
     config = resolve([("test", {"optimizer": "adamw8bit"})]).config
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    made = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second], "weight_decay": 0.0}], betas=(0.8, 0.9))
+    made = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.1}, {"params": [second], "weight_decay": 0.0}], betas=(0.8, 0.9)
+    )
     (optimizer,) = chosen(config, made)
     kept = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert kept == [(0.1, 0.01, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]

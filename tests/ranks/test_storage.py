@@ -1,4 +1,4 @@
-"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are cut, saved and taken up again."""
+"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are cut, saved and resumed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 MASTER, STOCHASTIC, COMPENSATED = WAYS
 CASES = [(MASTER, name) for name in ("ddp", "unused", "zero1", "fsdp-grads")]
-CASES += [(STOCHASTIC, name) for name in ("ddp", "zero1", "fsdp")] + [(COMPENSATED, "fsdp")]
+CASES += [(STOCHASTIC, name) for name in ("ddp", "zero1", "fsdp")] + [(COMPENSATED, "fsdp"), (COMPENSATED, "meta")]
+HOW = STRATEGIES | {"meta": {"strategy": "fsdp", "init": "meta"}}
 
 
 @pytest.mark.parametrize(("precision", "name"), CASES)
 def test_two_ranks_end_with_the_bits_of_one(pool: Pool, precision: str, name: str) -> None:
-    for found in pool.run(final, EXACT | STRATEGIES[name] | {"precision": precision}, world=2):
+    for found in pool.run(final, EXACT | HOW[name] | {"precision": precision}, world=2):
         assert_same_bits(found["weights"], single(pool, precision))
 
 

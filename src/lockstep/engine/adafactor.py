@@ -26,7 +26,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         assert closure is None
         for group in self.param_groups:
             by_grid: dict[Any, list[Tensor]] = {}

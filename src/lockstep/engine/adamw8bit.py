@@ -34,7 +34,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
@@ -97,7 +97,7 @@ def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group:
 
 @cache
 def _table(signed: bool, device: str) -> Tensor:
-    """256 numbers, sorted: 0; in (0.1, 1] half of the rest; in (0.01, 0.1] a quarter; and so on; and the negative ones."""
+    """256 numbers, sorted: 0; half of the rest in (0.1, 1], a quarter in (0.01, 0.1], and so on; negative ones too."""
     decades = 7 if signed else 8
     positive = [
         10.0**-decade * (0.1 + 0.9 * (i + 1) / count)

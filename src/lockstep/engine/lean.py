@@ -8,13 +8,18 @@ import torch
 
 from lockstep.config import RunConfig
 from lockstep.engine.adafactor import Adafactor
-from lockstep.engine.adamw8bit import AdamW8bit
+from lockstep.engine.adamw8bit import SMALLEST, AdamW8bit
 from lockstep.errors import UserError
 
 # The optimizer, and what it takes over from the task's groups.
 KINDS = {
     "adamw8bit": (AdamW8bit, ("lr", "betas", "eps", "weight_decay")),
     "adafactor": (Adafactor, ("lr", "weight_decay")),
+}
+
+KEEPS = {  # told before the first step
+    "adamw8bit": f"moments of parameters from {SMALLEST} elements on in 8 bits, of others in float32",
+    "adafactor": "of squared gradients the means of rows and columns, no momentum",
 }
 
 
@@ -25,7 +30,7 @@ def chosen(config: RunConfig, made: Any) -> Any:
     _check(config)
     every = made if isinstance(made, list | tuple) else [made]
     kind, keys = KINDS[config.optimizer]
-    found = []
+    found: list[torch.optim.Optimizer] = []
     for optimizer in every:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return made  # refused later, in words

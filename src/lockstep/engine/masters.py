@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.engine.rounding import places_in_whole, round_stochastically, rounding_key
 from lockstep.parallel.layout import grid_of, like, local
@@ -33,9 +34,6 @@ class Masters:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._stand_in_for(p) for p in group["params"]]
-
-    def name(self, stand_in: Tensor) -> str:
-        return self.names[id(self._parameters[id(stand_in)])]
 
     def named(self) -> dict[int, str]:
         return {key: self.names[id(p)] for key, p in self._parameters.items()}
@@ -69,7 +67,7 @@ class Masters:
         wide = local(parameter).detach().float()
         if self.way != "kept":
             _empty(wide)
-        made = nn.Parameter(like(wide, parameter) if grid_of(parameter) else wide)  # pyrefly: ignore[bad-argument-type]
+        made = nn.Parameter(_alike(wide, parameter))
         self._stand_ins[id(parameter)], self._parameters[id(made)] = made, parameter
         return made
 
@@ -112,7 +110,7 @@ class Masters:
             wide = local(gradient).float()
             if divisor is not None:
                 wide.div_(divisor)
-            stand_in.grad = like(wide, gradient) if grid_of(gradient) else wide  # pyrefly: ignore[bad-argument-type]
+            stand_in.grad = _alike(wide, gradient)
 
     def _take_over(self, optimizer: torch.optim.Optimizer, some: list[Tensor], now: int) -> None:
         for stand_in in some:
@@ -126,10 +124,14 @@ class Masters:
             if self.way == "compensated":
                 left = (wide - here).to(here.dtype)
                 # Only now: optimizers set up a state that they find empty.
-                optimizer.state[stand_in][CUT_OFF] = like(left, parameter) if grid_of(parameter) else left
+                optimizer.state[stand_in][CUT_OFF] = _alike(left, parameter)
             stand_in.grad = None
             if self.way != "kept":
                 _empty(wide)
+
+
+def _alike(part: Tensor, model: Tensor) -> Tensor:
+    return like(part, model) if isinstance(model, DTensor) else part
 
 
 def _empty(tensor: Tensor) -> None:

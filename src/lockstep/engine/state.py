@@ -16,12 +16,13 @@ from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.save import Slice
 from lockstep.engine.masters import CUT_OFF
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.reading import fill, read_beside
 from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
-from lockstep.parallel.layout import block_of, laid_out, like, local, only_rows, whole
+from lockstep.parallel.layout import block_of, local, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -192,9 +193,9 @@ class RunState:
             if places.setdefault(original, place) != place:
                 raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
             if name not in self.elsewhere:
-                _fill(target, source, reader)
+                fill(target, source, reader)
                 if (kept := self._in_full(name, target)) is not None and kept is not target:
-                    _fill(kept, source, reader)
+                    fill(kept, source, reader)
         for name, value in values["extra"].items():
             owner = name.removesuffix("_extra_state").rstrip(".")
             self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
@@ -265,20 +266,8 @@ class RunState:
         return changed
 
     def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
-        """A tensor of an optimizer's state: of one that is laid out like its parameter, or has its rows, this rank's
-        part."""
-        rest = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-        parameter, shape = dict(self.model.named_parameters()).get(rest), reader.shape(name)
-        if not isinstance(parameter, DTensor) or not shape:
-            return reader.read(name)
-        if shape == tuple(parameter.shape):
-            block = block_of(parameter)
-            return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
-        if shape[0] == parameter.shape[0] and only_rows(parameter):
-            block, rest_of_shape = block_of(parameter), shape[1:]
-            read = reader.read_block(name, (block.offset[0], *[0] * len(rest_of_shape)), (len(block.local), *rest_of_shape))
-            return laid_out(read, parameter, shape)
-        return laid_out(reader.read(name), parameter, shape, whole=True)
+        owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
+        return read_beside(name, dict(self.model.named_parameters()).get(owner), reader)
 
     def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
@@ -391,16 +380,6 @@ def whole_state(
         if keep:
             found[name] = (full if full is value else full.cpu()).contiguous()
     return found, aliases
-
-
-def _fill(target: Tensor, name: str, reader: Reader) -> None:
-    """This rank's part of `target`, and nothing else, is read."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            block = block_of(target)
-            block.local.copy_(reader.read_block(name, block.offset, tuple(block.local.shape)))
-        else:
-            target.copy_(reader.read(name))
 
 
 def _identity(tensor: Tensor) -> Any:

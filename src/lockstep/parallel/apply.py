@@ -53,7 +53,9 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
     if config.strategy in ("fsdp", "fsdp-grads", "hsdp"):
-        return FSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed, config.precision)
+        return FSDPDriver(
+            model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed, config.precision
+        )
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
