@@ -97,7 +97,9 @@ def test_a_run_may_go_on_in_another_format(pool: Pool, tmp_path: Path, precision
 
 def trained(world: World, store: Any, values: dict[str, Any]) -> float:
     """A job: char_lm, small; its loss on held-out text."""
-    resolved = configured({"global_batch": 8, "steps": 60, "lr.peak": 5e-3, "lr.warmup": 4, "clip.norm": 1.0} | values)
+    usual = {"global_batch": 8, "steps": 60, "clip.norm": 1.0}
+    usual |= {"lr.peak": 5e-3, "lr.warmup": 4, "lr.schedule": "cosine", "lr.min_ratio": 0.05}
+    resolved = configured(usual | values)
     with context.start(world, resolved.config, store=store) as runtime:
         task = CharLM(width=32, layers=2, heads=2, context=32, max_bytes=200_000, eval_bytes=8192)
         return loop.fit(task, Run(resolved, runtime, "test"))["eval_loss"]

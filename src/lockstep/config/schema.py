@@ -267,7 +267,8 @@ def walk(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[s
     """(dotted key, value) of every leaf. A mapping whose names a dotted key cannot spell is one value."""
     for name, value in items:
         key = f"{prefix}{name}"
-        inner = value if isinstance(value, Mapping) and key not in KEYS else {}
+        # `optimizer` is no section, but many take it for one: what they put into it is then named.
+        inner = value if isinstance(value, Mapping) and (key not in KEYS or key == "optimizer") else {}
         spelled = inner and all(isinstance(n, str) and n and "." not in n for n in inner)
         if spelled or (key in SECTIONS and isinstance(value, Mapping)):
             yield from walk(inner.items(), f"{key}.")
