@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.engine.goals import judge
+from lockstep.engine.lean import KEEPS
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.speeds import about_speeds
 from lockstep.parallel.hooks import about
@@ -65,6 +66,8 @@ def facts(
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
     if config.speed_weights != "none" and not runtime.world.alone:
         told["speeds"] = about_speeds(config.speed_weights, plan)
+    if config.optimizer != "task":
+        told["optimizer"] = f"{config.optimizer} in place of the task's: {KEEPS[config.optimizer]}"
     if config.ddp.hook != "none" and not runtime.world.alone:
         told["exchange"] = about(config.ddp)
     return told

@@ -98,10 +98,11 @@ def _footprint(run: Run) -> Footprint:
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
     states = [state for optimizer in (made.all if made else []) for state in optimizer.state.values()]
+    masters = made.masters.held() if made and made.masters else []
     held = Footprint(
         parameters=count([*model.parameters(), *model.buffers()]),
         gradients=count(p.grad for p in model.parameters()),
-        optimizer=count(value for state in states for value in state.values()),
+        optimizer=count([*masters, *(value for state in states for value in state.values())]),
     )
     if device.type != "cuda":
         return held

@@ -24,6 +24,8 @@ from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.exhausted import noted_micro_batch
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.keeper import Keeper, Resumed
+from lockstep.engine.lean import chosen
+from lockstep.engine.masters import Masters
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.optimizers import Optimizers, rebind
 from lockstep.engine.samples import SampleLog, blame
@@ -94,7 +96,8 @@ class Run:
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
         check_plain(model)
-        check_storage(model)
+        if not self.precision.way:
+            check_storage(model)
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
@@ -102,8 +105,11 @@ class Run:
         self.others.update(self.driver.kept)
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
+        made = chosen(self.config, made)
         cut = self.config.strategy == "zero1" and not self.runtime.world.alone
         self.optimizers = ShardedOptimizers(made, model, self.runtime) if cut else Optimizers(made, model)
+        if self.precision.way:
+            self.optimizers.stand_in(Masters(self.optimizers.all, model, self.precision.way, self.config.seed))
         self.guard = TrainableGuard(model)
         return self.driver
 
