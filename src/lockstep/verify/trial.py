@@ -56,6 +56,7 @@ class RecordedRun(Run):
         tied = _tied(model)
         driver = super().adopt(model, optimizers, task)
         self._facts = {"tied": tied, "tied_after": _tied(model), "batchnorm": _batchnorms(model)}
+        self._facts["owners"] = _owners(model)
         return driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -98,6 +99,8 @@ class RecordedRun(Run):
             if number + 1 == self.orders["steps"]:
                 break
         self._look(len(self._steps))
+        self.runtime.collectives.farewell()
+        raise SystemExit(0)  # all there is to compare: no evaluation, no saving, no sample at the end
 
     def finish(self, share: Share, result: StepResult | None) -> None:
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
@@ -113,6 +116,20 @@ class RecordedRun(Run):
             }
         )
         super().finish(share, result)
+
+    def keep(self, evaluation_due: bool = False) -> None:
+        self.guard.check_structure()  # before a checkpoint could stumble over it
+        super().keep(evaluation_due)
+
+    def save(self) -> None:
+        """Nothing of it is needed, whichever way the loop has ended."""
+
+    def close(self, text: str | None = None) -> dict[str, Any]:
+        return {}
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, SystemExit) or error.code:
+            super().fail(error)
 
     # ---- around a micro-batch ----
 
@@ -142,7 +159,6 @@ class RecordedRun(Run):
 
     def _look(self, step: int) -> None:
         """The state as step `step` finds it."""
-        self.guard.check_structure()
         model = self.driver.model
         parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
         buffers = {name: b for name, b in model.named_buffers()}
@@ -211,6 +227,12 @@ def _tied(model: nn.Module) -> list[list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), []).append(name)
     return sorted(names for names in groups.values() if len(names) > 1)
+
+
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Parameter -> the class of the module that holds it."""
+    places = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return {name: type(model.get_submodule(place)).__name__ for name, place in places.items()}
 
 
 def _batchnorms(model: nn.Module) -> list[str]:
