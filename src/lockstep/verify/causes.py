@@ -114,6 +114,10 @@ _TABLE = {
         "an update that depends on the layout: the gradients agree, and the weights after the step do not",
         "look at after_step, optimizer hooks and settings that depend on the number of ranks",
     ),
+    "bits": (
+        "equal up to rounding, and not to the last bit",
+        "look for kernels whose result depends on the shape of the batch or differs from run to run",
+    ),
     "refused": ("a layout that Lockstep refuses", "do what the message says"),
     "failed": ("a layout that fails", "mend the error; `lockstep train` with the same settings shows all of it"),
     "unknown": (

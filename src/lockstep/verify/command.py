@@ -12,7 +12,7 @@ from lockstep import targets
 from lockstep.config import KEYS, Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
-from lockstep.verify.causes import refusal
+from lockstep.verify.causes import Cause, named, refusal
 from lockstep.verify.compare import Comparison, compare
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.layouts import Layout, Matrix, Wishes, check, choose
@@ -26,8 +26,15 @@ def main(target: str, layers: list[Layer], wishes: Wishes, json_file: str | None
     report = verify(target, layers, wishes)
     print(text_of(report))
     if json_file:
-        Path(json_file).write_text(json.dumps(json_of(report), indent=2) + "\n")
+        _write(Path(json_file), json.dumps(json_of(report), indent=2) + "\n")
     return 0 if report.passed else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"--json {path}", str(error), "type a file in a folder that you may write to") from error
 
 
 def verify(target: str, layers: Sequence[Layer], wishes: Wishes = Wishes(), runner: Runner | None = None) -> Report:
@@ -59,7 +66,7 @@ def _verify(target: str, layers: list[Layer], wishes: Wishes, runner: Runner) ->
     case.need([*matrix.worlds, *splits])
     compared = _stream_in_eval_mode(case)
     rows = [*compared, *splits]
-    causes = explain(case, rows)
+    causes = explain(case, rows) or _inexact(case, compared, wishes)
     lines = [Row(matrix.reference, "reference", "reference")]
     lines += [_row(case, layout, role, wishes) for layout, role in _roles(matrix, compared, splits)]
     notes = [*matrix.notes, *notes, *_about_cuts(case, scout)]
@@ -101,6 +108,16 @@ def _about_cuts(case: Case, scout: Record) -> list[str]:
         "the loss draws random numbers (dropout) per micro-batch: set micro_batch to draw the same ones at any number "
         "of processes; other cuts of the batch are compared in eval mode"
     ]
+
+
+def _inexact(case: Case, worlds: list[Layout], wishes: Wishes) -> list[Cause]:
+    """With --exact nothing less than identical bits will do."""
+    for layout in worlds if wishes.exact else ():
+        found = case.compare(layout)
+        if not found.bits:
+            errors = ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items() if not found.identical[name])
+            return [named("bits", f"{layout.text}: {errors}")]
+    return []
 
 
 def _row(case: Case, layout: Layout, role: str, wishes: Wishes) -> Row:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lockstep.verify.causes import Cause, named, refusal
-from lockstep.verify.compare import EPS, FACTOR, Comparison, compare
+from lockstep.verify.compare import Comparison, compare
 from lockstep.verify.layouts import Layout, Matrix
 from lockstep.verify.record import Micro, Record
 
@@ -115,7 +115,7 @@ def _of_world(case: Case, layout: Layout) -> Cause:
     if first.kind == "metric":
         return named("metric", first.text)
     if first.kind == "gradient":
-        return _of_gradient(record, reference, first.text, step)
+        return _of_gradient(case.compare(layout), reference)
     if first.kind == "buffer":
         ours = [name for name in reference.facts["batchnorm"] if first.name.startswith(f"{name}.")]
         return named("batchnorm" if ours else "buffer", first.text)
@@ -249,16 +249,14 @@ def _close(a: float, b: float) -> bool:
     return a == b or abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
-def _of_gradient(record: Record, reference: Record, text: str, step: int) -> Cause:
-    here, there = record.gradients(step), reference.gradients(step)
-    wrong = [name for name in there if name in here and not _near(here[name], there[name])]
-    if len(wrong) < len(there):
-        return named("not-synchronised", f"{text}; {len(wrong)} of {len(there)} gradients are wrong")
-    return named("gradient", text)
-
-
-def _near(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.allclose(a, b, rtol=1e-3, atol=FACTOR * EPS * float(np.abs(b).max(initial=0.0))))
+def _of_gradient(found: Comparison, reference: Record) -> Cause:
+    first = found.first
+    assert first is not None
+    wrong = [d for d in found.found if d.kind == "gradient" and d.step == first.step]
+    number = len(reference.gradients(first.step))
+    if len(wrong) < number:
+        return named("not-synchronised", f"{first.text}; {len(wrong)} of {number} gradients are wrong, the losses are not")
+    return named("gradient", first.text)
 
 
 # ---- one process, another cut ---------------------------------------------------------------------------

@@ -60,6 +60,21 @@ class Wishes:
     steps: int = STEPS
     exact: bool = False
 
+    @staticmethod
+    def typed(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> Wishes:
+        """From the command line."""
+        counts = None if worlds is None else _numbers("--worlds", worlds)
+        names = None if strategies is None else tuple(strategies.split(","))
+        sizes = None if splits is None else _numbers("--splits", splits)
+        return Wishes(counts, names, sizes, steps, exact)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UserError(f"{option} {text}", "no list of whole numbers", f"type {option} 1,2")
+    return tuple(map(int, parts))
+
 
 def check(wishes: Wishes) -> None:
     """What can be known before anything runs."""
