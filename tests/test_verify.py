@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 
 from lockstep import cli
 from lockstep.errors import UserError
-from lockstep.verify.causes import CAUSES
+from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import verify
 from lockstep.verify.compare import FACTOR, compare, gap
 from lockstep.verify.layouts import Layout, Wishes, check, choose
-from lockstep.verify.runner import Runner
+from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import WIDTH, Report, json_of, text_of
 from zoo import borrowed, broken, healthy
 
@@ -129,6 +130,16 @@ def test_bad_input_is_refused_before_anything_runs(
     assert words in capsys.readouterr().err
 
 
+def test_ranks_that_wait_for_ever_are_ended_and_named() -> None:
+    """The limit is short, and it does not matter whether it is met while starting or while waiting."""
+    layout = Layout(2, 4)
+    with Runner(limit=timedelta(seconds=4)) as runner:
+        target = Target(f"{ZOO / 'broken.py'}:WaitsForRank0", [], 2)
+        record = runner.run(target, [layout])[layout]
+    assert record.failure is not None
+    assert refusal(record.failure.message, record.failure.for_user).key == "hang"
+
+
 def test_a_task_that_cannot_run_is_the_users_to_mend(runner: Runner) -> None:
     with pytest.raises(UserError, match="how many samples"):
         verify(f"{ZOO / 'broken.py'}:MeanOfMeans", [("test", {"global_batch": None})], QUICK, runner)
@@ -199,7 +210,7 @@ class Told:
 
 
 def judged(found: Told, nudged: Told) -> Any:
-    return compare(found, Told([1.0, 2.0]), [nudged], ["gradient", "loss"])  # pyrefly: ignore
+    return compare(found, Told([1.0, 2.0]), [nudged])  # pyrefly: ignore
 
 
 def test_what_the_nudged_runs_do_is_allowed() -> None:
@@ -221,5 +232,8 @@ def test_gaps() -> None:
     assert gap(np.array([1, 5]), np.array([1, 2])) == 3.0
 
 
-def test_texts_of_layouts_fit_their_column() -> None:
-    assert len(Layout(16, 1024, "fsdp-grads", quiet=True).text) <= 50
+def test_the_page_lists_the_causes() -> None:
+    """After a change: print these, and paste them."""
+    rows = [f"| `{cause.key}` | {cause.title} | {cause.fix} |" for cause in CAUSES.values()]
+    page = (ZOO.parent.parent / "docs" / "verify.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows

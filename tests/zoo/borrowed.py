@@ -1,4 +1,4 @@
-"""Healthy tasks around models that nobody here wrote: tiny ones from `transformers`, with random weights and dropout."""
+"""Healthy tasks around models that nobody here wrote: tiny ones from `transformers`, randomly initialised."""
 
 from __future__ import annotations
 

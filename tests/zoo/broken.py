@@ -244,6 +244,14 @@ class NoisyWeights(Sound):
             model.out.weight.add_(torch.randn(model.out.weight.shape, generator=noise), alpha=0.01)
 
 
+class WaitsForRank0(Sound):
+    """A barrier that only one rank comes to. Not in FOUND: it takes as long as one is ready to wait."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if rank() == 0 and world() > 1:
+            torch.distributed.barrier()
+
+
 class MomentumPerMicroBatch(Sound):
     """A schedule that moves with every loss() instead of every step."""
 

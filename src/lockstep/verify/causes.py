@@ -118,6 +118,10 @@ _TABLE = {
         "equal up to rounding, and not to the last bit",
         "look for kernels whose result depends on the shape of the batch or differs from run to run",
     ),
+    "hang": (
+        "ranks that wait for each other for ever",
+        "let every rank do the same: no collective, evaluation or break behind `if rank == 0`; run.stop() ends all",
+    ),
     "refused": ("a layout that Lockstep refuses", "do what the message says"),
     "failed": ("a layout that fails", "mend the error; `lockstep train` with the same settings shows all of it"),
     "unknown": (
@@ -135,6 +139,7 @@ _REFUSALS = {
     "read the same first batch": "data",
     "differs between rank 0 and rank": "not-synchronised",
     "stored in half precision": "half-precision",
+    "still running after": "hang",
 }
 
 

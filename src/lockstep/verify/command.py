@@ -43,7 +43,9 @@ def verify(target: str, layers: Sequence[Layer], wishes: Wishes = Wishes(), runn
     check(wishes)
     asked = [*layers, ("--exact", {"exact": True})] if wishes.exact else list(layers)
     if wishes.exact and "exact" not in KEYS:
-        raise UserError("--exact", "a Lockstep without the key exact", "leave --exact out: bits then differ by rounding")
+        raise UserError(
+            "--exact", "a Lockstep without the key exact", "leave --exact out: bits then differ by rounding"
+        )
     check_layers(asked)
     if runner is not None:
         return _verify(target, asked, wishes, runner)
@@ -70,7 +72,9 @@ def _verify(target: str, layers: list[Layer], wishes: Wishes, runner: Runner) ->
     lines = [Row(matrix.reference, "reference", "reference")]
     lines += [_row(case, layout, role, wishes) for layout, role in _roles(matrix, compared, splits)]
     notes = [*matrix.notes, *notes, *_about_cuts(case, scout)]
-    return Report(target, wishes.steps, case.reference.facts, lines, causes, notes, time.monotonic() - began, wishes.exact)
+    return Report(
+        target, wishes.steps, case.reference.facts, lines, causes, notes, time.monotonic() - began, wishes.exact
+    )
 
 
 def _roles(matrix: Matrix, worlds: list[Layout], splits: list[Layout]) -> list[tuple[Layout, str]]:
@@ -115,7 +119,9 @@ def _inexact(case: Case, worlds: list[Layout], wishes: Wishes) -> list[Cause]:
     for layout in worlds if wishes.exact else ():
         found = case.compare(layout)
         if not found.bits:
-            errors = ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items() if not found.identical[name])
+            errors = ", ".join(
+                f"{name} {error:.1e}" for name, error in found.errors.items() if not found.identical[name]
+            )
             return [named("bits", f"{layout.text}: {errors}")]
     return []
 

@@ -18,7 +18,8 @@ from lockstep.verify.record import Record, Tensors
 FACTOR = 32.0
 EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are made in float32, whatever is computed in
 # In the order in which one step makes them.
-KINDS = ("initial weights", "weight", "loss", "metric", "gradient", "parameter", "buffer", "state")
+KINDS = ("initial weights", "weight", "loss", "metric", "gradient", "parameter", "buffer", "state", "number of steps")
+ALWAYS = ("gradient", "parameter", "state")  # what is there in the reference must be there
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Divergence:
     def text(self) -> str:
         thing = f"{self.kind} {self.name}".rstrip()
         when = "after" if self.kind in ("parameter", "buffer", "state") else "of"
+        if self.kind == KINDS[-1]:
+            return f"another number of steps: it ended after {self.step}"
         where = "before the first step" if self.kind == "initial weights" else f"{when} step {self.step}"
         return f"{thing} {where} is off by {self.gap:.1e}; rounding explains {self.allowed:.1e}"
 
@@ -67,10 +70,12 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
         size = max((_size(b) for _, _, b in pairs), default=0.0)
         result.errors[columns] = max((gap(a, b) for _, a, b in pairs), default=0.0) / (size or 1.0)
     for step in range(steps):
-        for kind in kinds:
+        for kind in kinds[:-1]:
             if kind == "initial weights" and step:
                 continue
             result.found += _judge(kind, step, record, reference, nudged)
+    if record.steps != reference.steps:
+        result.found.append(Divergence(steps, KINDS[-1], "", abs(record.steps - reference.steps), 0.5))
     return result
 
 
@@ -88,7 +93,8 @@ def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequ
 def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(name, here, in the reference) of everything of one kind in one step."""
     both = [_of(kind, step, each) for each in (record, reference)]
-    return [(name, both[0][name], both[1][name]) for name in both[1] if name in both[0]]
+    missing = np.empty(0)
+    return [(name, both[0].get(name, missing), b) for name, b in both[1].items() if kind in ALWAYS or name in both[0]]
 
 
 def _of(kind: str, step: int, record: Record) -> Tensors:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lockstep.verify.causes import Cause, named, refusal
-from lockstep.verify.compare import Comparison, compare
+from lockstep.verify.compare import KINDS, Comparison, compare
 from lockstep.verify.layouts import Layout, Matrix
 from lockstep.verify.record import Micro, Record
 
@@ -36,6 +36,11 @@ class Case:
         if missing:
             self.records |= self.run(missing)
 
+    def probe(self, layout: Layout) -> Record | None:
+        """The same, or None if it did not get through: a probe that fails tells nothing."""
+        record = self.record(layout)
+        return None if record.failure or not record.steps else record
+
     @property
     def reference(self) -> Record:
         return self.records[self.matrix.reference]
@@ -46,9 +51,7 @@ class Case:
             base = replace(self.matrix.reference, quiet=layout.quiet)
             nudged = [replace(each, quiet=layout.quiet) for each in self.matrix.nudged]
             self.need([layout, base, *nudged])
-            kinds = ["initial weights", "weight", "loss", "metric", "gradient", "parameter", "buffer", "state"]
-            if layout.quiet:
-                kinds = [kind for kind in kinds if kind not in ("buffer", "state")]
+            kinds = [kind for kind in KINDS if not layout.quiet or kind not in ("buffer", "state")]
             nudges = [self.records[each] for each in nudged]
             self.comparisons[layout] = compare(self.records[layout], self.records[base], nudges, kinds)
         return self.comparisons[layout]
@@ -59,12 +62,11 @@ def explain(case: Case, rows: list[Layout]) -> list[Cause]:
     if cause := _differs_from_itself(case):
         return [cause]
     found: list[Cause] = []
-    worlds = [layout for layout in rows if layout.world > 1]
-    for layout in (*worlds, *(layout for layout in rows if layout.world == 1)):
+    for layout in (case.matrix.again, *case.matrix.nudged, *sorted(rows, key=lambda layout: layout.world == 1)):
         record = case.record(layout)
         if record.failure:
             found.append(refusal(record.failure.message, record.failure.for_user))
-        elif case.compare(layout).first is not None:
+        elif layout in rows and case.compare(layout).first is not None:
             if layout.world == 1 and any(cause.key not in ("buffer", "batchnorm") for cause in found):
                 continue  # most likely a consequence
             found.append(_of_world(case, layout) if layout.world > 1 else _of_split(case, layout))
@@ -123,6 +125,8 @@ def _of_world(case: Case, layout: Layout) -> Cause:
         return named("average", first.text)
     if first.kind == "parameter":
         return named("update", first.text)
+    if first.kind == "number of steps":
+        return named("rank-in-loss", first.text)
     return named("unknown", first.text)
 
 
@@ -189,29 +193,30 @@ def _of_loss(case: Case, layout: Layout, step: int) -> Cause:
         return named("rank-in-loss", f"every loss of step {step} is {ratio:.3g} times that of one process")
     if own := reference.drawn & {"numpy", "random"}:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {told}")
-    quiet = replace(layout, quiet=True)
-    if reference.drawn and not _apart(case.record(quiet), _quiet(case), min(step, case.record(quiet).steps - 1)):
+    rank = apart[0].rank if apart else 0
+    if reference.drawn and _equal_in_eval_mode(case, layout, step):
         return named("randomness", f"{told}: equal with the model in eval mode, different in training")
-    rank = apart[0].rank if apart else 1
     if step == 0 and rank and not reference.facts["stream"]:
-        alone = case.record(replace(case.matrix.reference, part=(rank, layout.world)))
-        theirs = {micro.index: micro for micro in record.micros[0]}
-        as_there = all(_close(micro.total, theirs[micro.index].total) for micro in alone.micros[0])
-        if not as_there:
+        alone = case.probe(replace(case.matrix.reference, part=(rank, layout.world)))
+        theirs = {micro.index: micro.total for micro in record.micros[0]}
+        if alone and not all(_close(micro.total, theirs[micro.index]) for micro in alone.micros[0]):
             return named("rank-in-loss", f"{told}: other than in a process that has no rank and the same samples")
-        return _carried(case, told, case.record(quiet))
-    return _carried(case, told, None)
+        if _equal_in_eval_mode(case, layout, 0):
+            return named("randomness", f"{told}: equal with the model in eval mode, different in training")
+    return _carried(case, told)
 
 
-def _quiet(case: Case) -> Record:
-    return case.record(replace(case.matrix.reference, quiet=True))
+def _equal_in_eval_mode(case: Case, layout: Layout, step: int) -> bool:
+    """Whether only what training adds (dropout, masks, noise) makes the losses of a step differ."""
+    here, there = case.probe(replace(layout, quiet=True)), case.probe(replace(case.matrix.reference, quiet=True))
+    if here is None or there is None or step >= min(here.steps, there.steps):
+        return False
+    return not _apart(here, there, step)
 
 
-def _carried(case: Case, told: str, quiet: Record | None) -> Cause:
+def _carried(case: Case, told: str) -> Cause:
     """Something that the process keeps from one micro-batch to the next. What?"""
     reference = case.reference
-    if quiet is not None and not _apart(quiet, _quiet(case), 0):
-        return named("randomness", f"{told}: equal with the model in eval mode, different in training")
     shapes = {t.shape for t in reference.parameters(0).values() if t.ndim > 1}
     before, after = reference.kept(0), reference.kept(reference.steps)
     moving = [name for name, t in after.items() if name in before and not np.array_equal(before[name], t)]
@@ -255,7 +260,9 @@ def _of_gradient(found: Comparison, reference: Record) -> Cause:
     wrong = [d for d in found.found if d.kind == "gradient" and d.step == first.step]
     number = len(reference.gradients(first.step))
     if len(wrong) < number:
-        return named("not-synchronised", f"{first.text}; {len(wrong)} of {number} gradients are wrong, the losses are not")
+        return named(
+            "not-synchronised", f"{first.text}; {len(wrong)} of {number} gradients are wrong, the losses are not"
+        )
     return named("gradient", first.text)
 
 
@@ -265,7 +272,7 @@ def _of_gradient(found: Comparison, reference: Record) -> Cause:
 def _of_split(case: Case, layout: Layout) -> Cause:
     record, first = case.record(layout), case.compare(layout).first
     assert first is not None
-    reference = _quiet(case) if layout.quiet else case.reference
+    reference = case.record(replace(case.matrix.reference, quiet=layout.quiet))
     if record.facts["batchnorm"] and not layout.quiet:
         quiet = case.compare(replace(layout, quiet=True)).first
         if quiet is None or quiet.step > 0 or quiet.kind == "metric":
@@ -291,19 +298,19 @@ def _of_split(case: Case, layout: Layout) -> Cause:
 
 def _of_sum(case: Case, layout: Layout, told: str) -> Cause:
     """Every sample twice in each micro-batch: a sum doubles, a mean stays."""
-    doubled = case.record(replace(case.matrix.reference, twice=True, quiet=True))
-    single = _quiet(case)
-    if doubled.failure:
+    single = case.probe(replace(case.matrix.reference, quiet=True))
+    doubled = case.probe(replace(case.matrix.reference, quiet=True, twice=True))
+    if single is None or doubled is None or not single.total(0):
         return named("unknown", told)
     theirs = {micro.index: micro.total for micro in single.micros[0]}
     ratios = [micro.total / theirs[micro.index] for micro in doubled.micros[0] if theirs.get(micro.index)]
     if ratios and all(math.isclose(ratio, 1.0, rel_tol=1e-3) for ratio in ratios):
         return named("mean-for-sum", f"{told}; with every sample twice, the loss stays the same")
     if ratios and all(math.isclose(ratio, 2.0, rel_tol=1e-3) for ratio in ratios):
-        alone = {micro.index: micro.total for micro in case.record(replace(case.matrix.reference, part=(1, 2))).micros[0]}
+        part = case.probe(replace(case.matrix.reference, part=(1, 2)))
         full = {micro.index: micro.total for micro in case.reference.micros[0]}
-        if not all(_close(total, full[index]) for index, total in alone.items()):
-            return _carried(case, told, None)
+        if part and not all(_close(micro.total, full[micro.index]) for micro in part.micros[0]):
+            return _carried(case, told)
         return named("loss-weight", f"{told}; the sums of the same samples differ from cut to cut, the weights do not")
     return named("batch-coupled", f"{told}; with every sample twice, the loss is {ratios[0]:.3g} times as large")
 

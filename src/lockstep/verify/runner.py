@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import Layer
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import HANG, Failure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.zygote import Zygote
 from lockstep.machine import available_cores, visible_gpus
@@ -25,7 +24,8 @@ from lockstep.pulse import FOLDER
 from lockstep.verify.layouts import Layout
 from lockstep.verify.record import Record, read_record
 
-LIMIT = timedelta(minutes=10)  # for one layout
+LIMIT = timedelta(minutes=5)  # for one layout, or TIMES as long as the longest so far, if that is more
+TIMES = 30
 AFTER_FAILURE = timedelta(seconds=3)  # that the other ranks of a layout get to notice that one has failed
 PAUSE_S = 0.2
 BEFORE_ANYTHING = {  # of a run that is over after a few steps, and whose only reader is a comparison
@@ -64,28 +64,31 @@ class Trial:
     codes: dict[int, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     failed: float | None = None
+    hung: bool = False
 
     @property
     def over(self) -> bool:
         return len(self.codes) == len(self.ranks)
 
-    def late(self) -> bool:
+    def late(self, limit_s: float) -> bool:
         """Whether its ranks wait for something that will not come."""
         now = time.monotonic()
-        if self.failed is not None and now - self.failed > AFTER_FAILURE.total_seconds():
-            return True
-        return now - self.began > LIMIT.total_seconds()
+        if self.failed is not None:
+            return now - self.failed > AFTER_FAILURE.total_seconds()
+        self.hung = self.hung or now - self.began > limit_s
+        return self.hung
 
 
 class Runner:
     """`with Runner() as runner: records = runner.run(target, layouts)`"""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), limit: timedelta = LIMIT) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
         env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             env.pop(name, None)
         self._zygote = Zygote("lockstep.verify.trial", [*PRELOAD, "lockstep.verify.trial", *preload], env)
+        self._limit_s = limit.total_seconds()
         self._started = 0
         self.runs = 0  # layouts so far
 
@@ -154,7 +157,7 @@ class Runner:
                 trial.failed = time.monotonic()
         assert self._zygote.alive, "the process that forks the ranks is gone"
         for trial in running:
-            if not trial.over and trial.late():
+            if not trial.over and trial.late(self._limit_s):
                 self._cut(trial)
 
     def _cut(self, trial: Trial) -> None:
@@ -166,6 +169,8 @@ class Runner:
     def _end(self, trial: Trial) -> Record:
         self._cut(trial)
         os.close(trial.alive[0])
+        if not trial.failed:
+            self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - trial.began))
         return read_record(trial.folder, trial.layout, _failure(trial))
 
 
@@ -173,6 +178,9 @@ def _failure(trial: Trial) -> Failure | None:
     """The first that a rank has recorded; one that only lost a peer says so later."""
     if not any(trial.codes.values()):
         return None
+    if trial.hung:
+        waited = f"still running after {time.monotonic() - trial.began:.0f} s"
+        return Failure(0, "localhost", time.time(), HANG, waited)
     paths = (trial.folder / "round").glob("rank-*.json")
     found = [Failure.from_json(json.loads(path.read_text())) for path in paths]
     if found:

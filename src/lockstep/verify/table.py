@@ -10,7 +10,7 @@ from lockstep.verify.causes import Cause
 from lockstep.verify.compare import Comparison, Divergence
 from lockstep.verify.layouts import Layout
 
-WIDTH = 96
+WIDTH = 100
 COLUMNS = ("gradients", "parameters", "losses")
 
 
@@ -54,8 +54,9 @@ def text_of(report: Report) -> str:
     facts = report.facts
     head = f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  {facts['device']}"
     lines = [f"{head}  {facts['precision']}", ""]
-    lines.append(f"{'layout':40}{'gradients':>12}{'parameters':>12}{'losses':>12}  verdict")
-    lines += [_line(row) for row in report.rows]
+    width = max(len(row.layout.text) for row in report.rows)
+    lines.append(f"{'layout':{width}}" + "".join(f"{column:>12}" for column in COLUMNS) + "  verdict")
+    lines += [_line(row, width) for row in report.rows]
     lines.append("")
     for note in report.notes:
         lines += _paragraph("note", note)
@@ -72,12 +73,12 @@ def text_of(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, width: int) -> str:
     cells = ["-"] * 3
     if row.comparison:
         same, errors = row.comparison.identical, row.comparison.errors
         cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
-    return f"{row.layout.text:40}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
+    return f"{row.layout.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 
 def _paragraph(label: str, text: str) -> list[str]:

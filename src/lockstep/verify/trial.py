@@ -55,8 +55,8 @@ class RecordedRun(Run):
         self._task, self._steps, self._snapshots = task, [], []
         tied = _tied(model)
         driver = super().adopt(model, optimizers, task)
-        self._facts = {"tied": tied, "tied_after": _tied(model), "batchnorm": _batchnorms(model)}
-        self._facts["owners"] = _owners(model)
+        after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
+        self._facts: dict[str, Any] = {"tied": tied} | after
         return driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -106,7 +106,7 @@ class RecordedRun(Run):
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
-        self._save(f"gradients-{len(self._steps)}", {name: whole(grad) for name, grad in named})
+        self._put(f"gradients-{len(self._steps)}", {name: whole(grad) for name, grad in named})
         self._steps.append(
             {
                 "micros": self._micros,
@@ -161,21 +161,19 @@ class RecordedRun(Run):
         """The state as step `step` finds it."""
         model = self.driver.model
         parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
-        buffers = {name: b for name, b in model.named_buffers()}
+        buffers = dict(model.named_buffers())
         kept, values = self._kept()
-        self._save(f"parameters-{step}", parameters)
-        self._save(f"buffers-{step}", buffers)
-        self._save(f"kept-{step}", kept)
-        self._snapshots.append(
-            {"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}, "kept": values}
-        )
-        self._write()
+        self._put(f"parameters-{step}", parameters)
+        self._put(f"buffers-{step}", buffers)
+        self._put(f"kept-{step}", kept)
+        self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}, "kept": values})
+        self._put_record()
 
     def _kept(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        own = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
         for name, value in vars(self._task).items() if self._task is not None else ():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
@@ -198,11 +196,11 @@ class RecordedRun(Run):
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 
-    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
+    def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
 
-    def _write(self) -> None:
+    def _put_record(self) -> None:
         record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
@@ -241,7 +239,7 @@ def _batchnorms(model: nn.Module) -> list[str]:
 
 def _generators() -> dict[str, Any]:
     """Where the global generators stand."""
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
         "numpy": (state[1].tobytes(), state[2]),
