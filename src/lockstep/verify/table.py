@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def json_of(report: Report) -> dict[str, Any]:
         "device": report.facts["device"],
         "precision": report.facts["precision"],
         "layouts": [_row_json(row) for row in report.rows],
-        "first": first and {"layout": first[0].layout.text, **asdict(first[1])},
+        "first": first and _finite({"layout": first[0].layout.text, **asdict(first[1])}),
         "causes": [asdict(cause) for cause in report.causes],
         "notes": report.notes,
         "seconds": round(report.seconds, 3),
@@ -114,5 +115,10 @@ def _row_json(row: Row) -> dict[str, Any]:
         "micro_batch": row.layout.micro_batch,
         "verdict": row.verdict,
         "identical": found.identical if found else None,
-        "errors": found.errors if found else None,
+        "errors": _finite(found.errors) if found else None,
     }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: what could not be compared is null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

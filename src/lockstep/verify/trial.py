@@ -173,8 +173,9 @@ class RecordedRun(Run):
         """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
+        room = 4 * sum(p.nbytes for p in self.driver.parameters) + 2**20  # a dataset in `self` is no state
         own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
-        for name, value in vars(self._task).items() if self._task is not None else ():
+        for name, value in getattr(self._task, "__dict__", {}).items():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
                 own[f"self.{name}"] = state
@@ -184,8 +185,9 @@ class RecordedRun(Run):
                 plain = pack(value, name, found)
             except UserError:  # not tensors and plain values: nothing to compare
                 continue
-            tensors |= found
-            values[name] = plain
+            if sum(t.nbytes for t in found.values()) <= room:
+                tensors |= found
+                values[name] = plain
         return tensors, values
 
     def _nudge(self) -> None:
