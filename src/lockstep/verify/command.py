@@ -13,7 +13,7 @@ from lockstep.config import KEYS, Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
 from lockstep.verify.causes import Cause, named, refusal
-from lockstep.verify.compare import Comparison, compare
+from lockstep.verify.compare import Comparison
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.layouts import Layout, Matrix, Wishes, check, choose
 from lockstep.verify.record import Record
@@ -131,8 +131,7 @@ def _row(case: Case, layout: Layout, role: str, wishes: Wishes) -> Row:
     if record.failure:
         return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
     if role == "again":
-        found = compare(record, case.reference, [])
-        return Row(layout, role, _verdict(found), found)
+        return Row(layout, role, _verdict(case.itself()), case.itself())
     found = case.compare(layout)
     if role == "rounding":
         return Row(layout, role, "yardstick", found)

@@ -162,17 +162,15 @@ class RecordedRun(Run):
         model = self.driver.model
         parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
         buffers = dict(model.named_buffers())
-        kept, values = self._kept()
         self._put(f"parameters-{step}", parameters)
         self._put(f"buffers-{step}", buffers)
-        self._put(f"kept-{step}", kept)
-        self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}, "kept": values})
+        self._put(f"kept-{step}", self._kept())
+        self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
         self._put_record()
 
-    def _kept(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _kept(self) -> dict[str, Tensor]:
         """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
         tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
         room = 4 * sum(p.nbytes for p in self.driver.parameters) + 2**20  # a dataset in `self` is no state
         own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
         for name, value in getattr(self._task, "__dict__", {}).items():
@@ -186,9 +184,8 @@ class RecordedRun(Run):
             except UserError:  # not tensors and plain values: nothing to compare
                 continue
             if sum(t.nbytes for t in found.values()) <= room:
-                tensors |= found
-                values[name] = plain
-        return tensors, values
+                tensors |= found | dict(_numbers(plain, name))
+        return tensors
 
     def _nudge(self) -> None:
         """Every weight moves by up to one unit in the last place of the format that is computed in."""
@@ -220,6 +217,14 @@ def _storable(tensor: Tensor) -> Tensor:
     if wide.is_floating_point() and wide.element_size() < 4:
         wide = wide.float()
     return wide.clone(memory_format=torch.contiguous_format)
+
+
+def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The counters and settings in a packed state."""
+    if isinstance(plain, int | float):
+        yield name, torch.tensor(float(plain), dtype=torch.float64)
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
+        yield from _numbers(value, f"{name}.{key}")
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
