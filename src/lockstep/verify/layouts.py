@@ -129,14 +129,11 @@ def _cut(facts: dict[str, Any], most: int, wishes: Wishes) -> int:
     batch = facts["global_batch"]
     worlds = [world for world in wishes.worlds or WORLDS if _fits(world, facts)]
 
-    def enough(size: int) -> bool:
-        if facts["stream"]:  # every rank takes whole micro-batches
-            return all((batch // world) % size == 0 for world in worlds)
-        return -(-batch // size) >= most
-
-    asked = facts["micro_batch_asked"]
-    limit = asked if asked else batch
-    return next(size for size in range(limit, 0, -1) if enough(size))
+    asked, even = facts["micro_batch_asked"] or batch, batch // most
+    if facts["stream"]:  # every rank takes whole micro-batches
+        fitting = (size for size in range(min(asked, even), 0, -1) if all(batch // w % size == 0 for w in worlds))
+        return next(fitting)
+    return asked if -(-batch // asked) >= most else even
 
 
 def _splits(facts: dict[str, Any], micro: int, wishes: Wishes) -> list[int]:

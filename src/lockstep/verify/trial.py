@@ -164,7 +164,7 @@ class RecordedRun(Run):
         buffers = dict(model.named_buffers())
         self._put(f"parameters-{step}", parameters)
         self._put(f"buffers-{step}", buffers)
-        self._put(f"kept-{step}", self._kept())
+        self._put(f"kept-{step}", {name: whole(t) for name, t in self._kept().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
         self._put_record()
 
