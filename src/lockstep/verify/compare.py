@@ -18,7 +18,17 @@ from lockstep.verify.record import Record, Tensors
 FACTOR = 32.0
 EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are made in float32, whatever is computed in
 # In the order in which one step makes them.
-KINDS = ("initial weights", "weight", "loss", "metric", "gradient", "parameter", "buffer", "state", "number of steps")
+KINDS = (
+    "initial weights",
+    "loss weight",
+    "loss",
+    "metric",
+    "gradient",
+    "parameter",
+    "buffer",
+    "state",
+    "number of steps",
+)
 ALWAYS = ("gradient", "parameter", "state")  # what is there in the reference must be there
 
 

@@ -115,7 +115,7 @@ def _of_world(case: Case, layout: Layout) -> Cause:
     for check in (_settings_apart, _ranks_apart, _other_data):
         if cause := check(record, reference, step):
             return cause
-    if first.kind in ("weight", "loss"):
+    if first.kind in ("loss weight", "loss"):
         return _of_loss(case, record, reference, step)
     if first.kind == "metric":
         return named("metric", first.text)
