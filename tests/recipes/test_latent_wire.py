@@ -19,6 +19,7 @@ from lockstep.recipes.latent_wire.frozen import Schooling, frozen_reader
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer
 from lockstep.recipes.latent_wire.wire import from_text
 from lockstep.recipes.latent_wire.world import TOKENIZERS, WORDS, Fact, FactData, FactWorld
+from lockstep.testing import fail_at
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = LatentWire.presets["tiny"]["task"]
@@ -39,28 +40,21 @@ def batch_of(task, rows=4):
     return default_collate([data[i] for i in range(rows)])
 
 
+def train(folder, name, *more):
+    words = [sys.executable, "-m", "lockstep.cli", "train", "latent_wire", "preset=tiny", f"run_dir={name}"]
+    words += ["micro_batch=8", "threads=1", "checkpoint.every=5", f"task.frozen={folder / 'frozen'}", *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def runs(folder):
     """One process; and two, of which one is killed in the middle."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    words = [
-        "-m",
-        "lockstep.cli",
-        "train",
-        "latent_wire",
-        "preset=tiny",
-        "micro_batch=8",
-        "threads=1",
-        "checkpoint.every=5",
-    ]
-    kill = json.dumps([{"rank": 1, "step": 12, "phase": "compute", "how": "kill"}])
-    for name, more, faults in (("one", (), "[]"), ("two", ("--nproc", "2"), kill)):
-        command = [sys.executable, *words, f"run_dir={name}", f"task.frozen={folder / 'frozen'}", *more]
-        done = subprocess.run(
-            command, cwd=folder, env=env | {"LOCKSTEP_FAULTS": faults}, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("restarting 2 ranks" in done.stdout + done.stderr) == (name == "two")
+    train(folder, "one")
+    with fail_at(rank=1, step=12, phase="compute", how="kill"):
+        assert "restarting 2 ranks" in train(folder, "two", "--nproc", "2")
     return folder
 
 

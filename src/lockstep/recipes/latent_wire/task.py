@@ -34,6 +34,7 @@ class LatentWire(Task):
         "preset": "cpu",
         "clip": {"norm": 1.0},
         "lr": {"schedule": "cosine", "min_ratio": 0.05},
+        "checkpoint": {"frozen": False},  # readers are kept where they were trained; a checkpoint has their digests
     }
     presets = {
         "tiny": {
