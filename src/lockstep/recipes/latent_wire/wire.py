@@ -158,8 +158,9 @@ class WireModel(nn.Module):
 
     def _read(self, number: int, latents: Tensor, batch: dict[str, Tensor]) -> Read:
         reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
+        adapter: Adapter = self.adapters[number]  # pyrefly: ignore[bad-assignment]
         home = reader.device
-        vectors = self.adapters[number](latents).to(home)
+        vectors = adapter(latents).to(home)
         prefix = self.prefixes[number](latents) if self.prefixes is not None else None
         rows, asked, question, expected = questions_of(batch, number, home)
         before = torch.cat((reader.beginning(rows), vectors.to(reader.embed.weight.dtype)), 1)
@@ -169,7 +170,7 @@ class WireModel(nn.Module):
         if self.gists is not None:
             rebuilt = self.gists[number](latents).to(home)
             gist = F.mse_loss(rebuilt, reader.embed(batch[f"text_{number}"].to(home)), reduction="none").mean((1, 2))
-        return Read(answered, gist, self.adapters[number].drift())
+        return Read(answered, gist, adapter.drift())
 
 
 def questions_of(batch: dict[str, Tensor], number: int, device: torch.device) -> tuple[int, int, Tensor, Tensor]:
