@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 from lockstep.errors import UserError
 from lockstep.recipes.latent_wire.reader import Answered, Reader, ReaderShape, answer
 from lockstep.recipes.latent_wire.world import TOKENIZERS, FactData, FactWorld
-from lockstep.runtime.seeds import derive
 
 BATCH, LOOK_EVERY, LOOK_AT = 64, 25, 256
 VERSION = 1  # of how they are trained
@@ -48,7 +47,7 @@ def frozen_reader(
     weights, about = folder / f"{name}.safetensors", folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(), _alone(folder / f"{name}.lock"):
-        torch.manual_seed(derive(world.seed, "reader"))
+        torch.manual_seed(world.seed)
         reader = Reader(TOKENIZERS[shape.tokens]().size, shape)
         if not about.exists():
             facts = train(reader, world, schooling)
