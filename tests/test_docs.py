@@ -32,6 +32,7 @@ import pytest
 
 from lockstep.config import KEYS, read_file, resolve
 from lockstep.config.schema import SECTIONS, typed
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 # The log holds what was measured once, on machines that are not here: it is a record, not a page to follow.
@@ -133,6 +134,7 @@ def _settle_in(folder: Path) -> None:
     python_path = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     os.environ |= {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    os.environ["PET_MASTER_PORT"] = str(free_port())  # torchrun's own choice is always the same one
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     with output.open("wb") as file:  # worker processes write there too
@@ -156,8 +158,9 @@ def _run_console(block: Block, names: dict[str, Any]) -> None:
             unknown = set(command.split()[1:]) - set(TARGETS)
             assert not unknown, f"{command}: the Makefile has no target {unknown}"
             continue
+        here = re.sub(r"(?<=127\.0\.0\.1:)\d+", str(free_port()), command)  # the page's own port may be taken
         done = subprocess.run(
-            ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
+            ["bash", "-c", here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
         )
         assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
         assert_printed(done.stdout, expected)
