@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from pool import Pool
 
 # Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
-# lost costs five seconds. It was half of the time that all tests took.
+# lost costs five seconds: about one of twelve jobs with three ranks or more.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # Timings never decide: a busy machine is not a broken program.

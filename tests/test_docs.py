@@ -42,7 +42,7 @@ PAGES = [
     if path.name != "LOG.md"
 ]
 TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-COMMAND_S = 120  # most seconds for one command; on an idle machine none takes ten
+COMMAND_S = 240  # most seconds for one command; on an idle machine none takes ten
 
 
 # ---- reading a page -------------------------------------------------------------------------------------
@@ -198,6 +198,7 @@ def runs(request: pytest.FixtureRequest, jobs: Any) -> dict[str, Future[None]]:
     return {page: jobs((ROOT / page).read_text()) for page in PAGES if page in chosen}
 
 
+@pytest.mark.timeout(900)  # a page runs up to a dozen commands, each with its own limit
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_runs(page, runs):
     runs[page].result()

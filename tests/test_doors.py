@@ -63,7 +63,7 @@ class Bare(Fit):
 
 def run(*command: str, folder: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **env}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stderr
     return done
 

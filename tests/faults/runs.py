@@ -52,7 +52,7 @@ class Started:
     def text(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"it never came to that:\n{self.text()}"
@@ -62,7 +62,7 @@ class Started:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, seconds: float = 120.0) -> Ended:
+    def end(self, seconds: float = 240.0) -> Ended:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
