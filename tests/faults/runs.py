@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lockstep
 from lockstep.faults import Fault
@@ -55,9 +55,10 @@ class Started:
     def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"it never came to that:\n{self.text()}"
+            if time.monotonic() > deadline:
+                self._give_up("it never came to that")
             assert self.process.poll() is None, f"it ended too early:\n{self.text()}"
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -66,9 +67,12 @@ class Started:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise AssertionError(f"it did not end:\n{self.text()}") from None
+            self._give_up("it did not end")
         return Ended(code, self.text(), self.run)
+
+    def _give_up(self, why: str) -> NoReturn:
+        os.killpg(self.process.pid, signal.SIGKILL)  # its ranks go with it
+        raise AssertionError(f"{why}:\n{self.text()}") from None
 
 
 def train(folder: Path, *words: str, **options: Any) -> Ended:
