@@ -120,6 +120,7 @@ def test_a_run_leaves_everything_behind(trained):
     assert [record["step"] for record in metrics] == [4, 8, 12]
     assert all("error" in record["metrics"] for record in metrics)
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = [event for event in events if event != "slow rank"]  # on a busy machine some rank may be
     assert events == ["start", "checkpoint", "eval", "end"]
     assert "<svg" in (folder / "report.html").read_text()
     assert all((folder / log).stat().st_size > 0 for log in logs)

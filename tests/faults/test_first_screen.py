@@ -47,7 +47,7 @@ WHAT_MUST_BE_SAID = {
 def first_screen(output: str) -> str:
     """From the first line that is not the usual course of a run, to the next that is."""
     usual = re.compile(
-        r"(char_lm|  (world|parameters|precision|batch|data|learning rate)|step|eval|checkpoint|sample) "
+        r"(char_lm|  (world|parameters|precision|batch|data|learning rate)|step|eval|checkpoint|sample|slow) "
     )
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(("lockstep:", "warning")))
