@@ -9,7 +9,6 @@ lambdas and local functions by value. A worker that hangs or dies fails the job'
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import os
 import signal
@@ -232,8 +231,6 @@ def main() -> None:
     signal.signal(DUMP, signal.SIG_IGN)
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is here stays shared with the jobs: no collection of theirs touches it
     connection.send_bytes(b"ready")
     while True:
         try:
