@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import traceback
@@ -159,11 +160,22 @@ def _run_console(block: Block, names: dict[str, Any]) -> None:
             assert not unknown, f"{command}: the Makefile has no target {unknown}"
             continue
         here = re.sub(r"(?<=127\.0\.0\.1:)\d+", str(free_port()), command)  # the page's own port may be taken
-        done = subprocess.run(
-            ["bash", "-c", here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
-        )
-        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
-        assert_printed(done.stdout, expected)
+        code, output = _run_command(here)
+        assert code == 0, f"{command}: exit code {code}\n{output}"
+        assert_printed(output, expected)
+
+
+def _run_command(command: str) -> tuple[int, str]:
+    """Its exit code and what it printed; past its limit nothing of it stays behind, also not in the background."""
+    output = Path.cwd().parent / "command"
+    with output.open("wb") as file:
+        process = subprocess.Popen(["bash", "-c", command], stdout=file, stderr=file, start_new_session=True)
+    try:
+        code = process.wait(COMMAND_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"{command}: no end after {COMMAND_S} s\n{output.read_text()}") from None
+    return code, output.read_text()
 
 
 def _check_yaml(block: Block, names: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def masked(text: str, folder: Path) -> str:
     text = text.replace(str(folder), "FOLDER").replace(os.uname().nodename, "HOST")
     text = text.replace(str(Path(lockstep.__file__).parent), "lockstep").replace(sysconfig.get_path("stdlib"), "PYTHON")
     text = re.sub(r"\n *[\^~]+(?=\n)", "", text)  # not every Python draws these
-    text = re.sub(r"\n *\[W\S+ \S+ socket\.cpp.*", "", text)  # torch, where no name server answers
+    text = re.sub(r"\n *\[W\S+ \S+ \w+\.cpp.*", "", text)  # torch's own: no name server answers, say
     text = re.sub(r"\d\d:\d\d:\d\d", "TIME", text)
     text = re.sub(r"(?<=[ (])\d+(\.\d+)? (MB|GB|kB|bytes|s)\b", r"N \2", text)
     text = re.sub(r"(line|collective|its last was) \d+", r"\1 N", text)
