@@ -125,11 +125,14 @@ class Tokens(Task):
 
 def bits(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[str, Any]:
     """A job: digests of all that a run ended with, and of what it logged."""
-    resolved = configured({"steps": 30, "log.every": 3, "checkpoint.at_end": False, "checkpoint.minutes": None} | values)
+    resolved = configured(
+        {"steps": 30, "log.every": 3, "checkpoint.at_end": False, "checkpoint.minutes": None} | values
+    )
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         summary = loop.fit(task, run)
-        return digests(run.keeper.state, run.run_dir, run) | {"eval": repr(summary["eval_loss"])}
+        told = {"eval": repr(summary["eval_loss"]), "skipped": summary["skipped"]}
+        return digests(run.keeper.state, run.run_dir, run) | told
 
 
 def digests(state: RunState, run_dir: Any, run: Run) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def test_which_optimizers_treat_every_element_alike(kind: str, fused: bool) -> N
     weights = torch.randn(1021, generator=generator)
     grads = torch.randn(3, 1021, generator=generator)
     same = all(
-        torch.equal(stepped([]).sort().values, stepped(cuts).sort().values) for cuts in ([3], [333, 667], [17, 200, 901])
+        torch.equal(stepped([]).sort().values, stepped(cuts).sort().values)
+        for cuts in ([3], [333, 667], [17, 200, 901])
     )
     assert same is not fused
 

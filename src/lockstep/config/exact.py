@@ -21,7 +21,7 @@ _RULES = {
     "mesh.pp": _Rule((None, 1), "stages, which draw other random numbers than a whole model", "leave mesh.pp out"),
     "local_batch": _Rule((None,), "a batch that grows with the number of ranks", "type global_batch=64 instead"),
     "ddp.hook": _Rule(("none",), "gradients that lose bits on the way", "leave ddp.hook out"),
-    "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", "type strategy=fsdp, or freeze"),
+    "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", "freeze what is unused"),
     "ddp.sync_batchnorm": _Rule((False,), "statistics over whatever the ranks run at a time", "use GroupNorm"),
     "data.seed_samples": _Rule((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
     "data.sharding": _Rule(("stride",), "a dataset that cuts itself by ranks", "return a dataset with a length"),
@@ -40,5 +40,7 @@ def inexact(leaves: Mapping[str, Any]) -> list[UserError]:
     ]
     if micro is not None and micro.value == "auto":
         found = "micro-batches that follow the memory of the moment"
-        problems.append(UserError(f"{exact} and {micro}", found, "type micro_batch=4, the same on every number of ranks"))
+        problems.append(
+            UserError(f"{exact} and {micro}", found, "type micro_batch=4, the same on every number of ranks")
+        )
     return problems

@@ -110,8 +110,8 @@ def _check_batchnorm(model: nn.Module) -> None:
 
 
 def _step_one_by_one(optimizers: Optimizers) -> bool:
-    """Fused optimizers round the last elements of a tensor otherwise than the others (on a CPU), so what they do depends
-    on where a tensor is cut. The same algorithms without that: whether there was anything to change."""
+    """Fused optimizers round the last elements of a tensor otherwise than the others (on a CPU), so what they do
+    depends on where a tensor is cut. The same algorithms without that: whether there was anything to change."""
     fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
         group["fused"] = False

@@ -1,5 +1,5 @@
-"""How replicas add their gradients in the order of the tree (exact.py): every rank owns a slice of each bucket. All send
-it what they have of that slice, it adds in order, and sends the sum to all.
+"""How replicas add their gradients in the order of the tree (exact.py): every rank owns a slice of each bucket. All
+send it what they have of that slice, it adds in order, and sends the sum to all.
 
 With one root on every rank that is 2(N-1)/N of the gradient, sent and received: no more than a ring's all-reduce.
 """

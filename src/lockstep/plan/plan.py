@@ -9,7 +9,6 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
-
 EXACT_PIECES = 8  # micro-batches of a step under `exact`, if nobody says otherwise: up to so many ranks
 
 
