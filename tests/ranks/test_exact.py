@@ -109,7 +109,7 @@ MORE = {
         "scaler.backoff": 2.0**-8,
     },  # overflows at first
     "adaptive clipping": {"clip.norm": None, "clip.adaptive": 0.1},
-    "spikes": {"spike.policy": "skip", "spike.factor": 0.5},
+    "spikes": {"spike.policy": "skip", "spike.factor": 1e-6, "lr.peak": 1e-5},
 }
 
 
@@ -171,7 +171,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
         (share,) = [share for share, _ in zip(run.shares(), range(1), strict=False)]
 
         def loss(model: nn.Module, batch: Any) -> Loss:
-            waiting.append(len(driver.hook.counter.roots))
+            waiting.append(len(driver.order.counter.roots))
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(share, loss)

@@ -70,11 +70,14 @@ class OrderedSingleDriver(_ByRows, SingleDriver):
 class OrderedDDPDriver(_ByRows, DDPDriver):
     """Replicas. What a rank has added up of its own micro-batches meets the others' in the hook, with the last one."""
 
-    hook: OrderedHook
+    @property
+    def order(self) -> OrderedHook:
+        assert isinstance(self.hook, OrderedHook)
+        return self.hook
 
     def begin(self) -> None:
         super().begin()
-        self.hook.counter.roots.clear()
+        self.order.counter.roots.clear()
 
     def note(self, micro: MicroBatch, total: int | None) -> None:
         assert total is not None
@@ -82,12 +85,12 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         if word is not None:
-            self.hook.expect(self._total, self._span)
+            self.order.expect(self._total, self._span)
         super().backward(total, start, word)
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._span is not None, "a rank without work has one micro-batch, which is its last"
-            self.hook.counter.push(self._span, _take(self.parameters))
+            self.order.counter.push(self._span, _take(self.parameters))
 
 
 class OrderedFSDPDriver(FSDPDriver):
