@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep.config import resolve
 from lockstep.data.shard import deal
 from lockstep.engine.exact import WEIGHT_GRID, on_grid
+from lockstep.engine.state import _identity
 from lockstep.errors import UserError
 from lockstep.observe import dyadic
 from lockstep.parallel.exact import Counter, Span, roots_of
@@ -172,6 +173,13 @@ def test_what_exact_refuses(values: dict[str, object]) -> None:
 def test_a_local_batch_is_refused() -> None:
     with pytest.raises(UserError, match="local_batch = 4"):
         resolve([("test", {"steps": 1, "local_batch": 4, "exact": True})])
+
+
+def test_parts_without_rows_are_told_apart() -> None:
+    """Ranks with nothing of two parameters must not take them for one: they would gather fewer than the others."""
+    one, other = torch.empty(0, 3), torch.empty(0, 3)
+    assert len({_identity(tensor.detach()) for tensor in (one, other) for _ in range(10)}) == 2
+    assert _identity(one.detach()) == _identity(one.view(0, 3))
 
 
 def _config(**values: object):

@@ -378,8 +378,8 @@ def _fill(target: Tensor, name: str, reader: Reader) -> None:
 def _identity(tensor: Tensor) -> Any:
     """Equal for two names of one tensor."""
     tensor = local(tensor)
-    if tensor.numel() == 0:
-        return id(tensor)
+    if tensor.numel() == 0:  # a part without rows: it has no address, but a storage of its own
+        return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
