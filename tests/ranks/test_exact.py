@@ -69,7 +69,8 @@ def alone(pool: Pool) -> Any:
 
     def result(case: Case) -> dict[str, Any]:
         if case not in found:
-            found[case] = pool.run(bits, Tokens(case.model, case.optimizer), case.values(), world=1)[0]
+            task = Tokens(case.model, case.optimizer)
+            found[case] = pool.run(bits, task, case.values(), world=1, limit=PATIENCE)[0]
         return found[case]
 
     return result
