@@ -49,6 +49,7 @@ class Share:
     count: int
     batches: Iterable[MicroBatch]
     samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
+    total: int | None = None  # micro-batches of the whole global step, where the source knows them
     exhausted: bool = False  # this rank's stream has ended
     span: tuple[int, int] | None = None  # positions in the endless order of samples, where the source knows them
 
