@@ -40,6 +40,7 @@ class MicroBatch:
     epoch: int = 0
     ids: Any = ()  # which samples (int64); empty when the source cannot tell
     padding: bool = False  # only keeps this rank in step with the others: it must weigh nothing
+    first: int = 0  # the place of its first sample in the global step, where the source knows it
 
 
 @dataclass(slots=True)
@@ -138,6 +139,10 @@ class Task:
 
         return default_collate(samples)
 
+    def before_loss(self, micro: MicroBatch) -> None:
+        """Called before each training loss, for tasks that keep something from step to step for every place in the
+        global batch: `micro.first` is the place of the first sample, whoever runs it."""
+
     def after_step(self, model: nn.Module, step: int) -> None:
         """Called on every rank after every step, with the same parameters: the place for a moving average of them."""
 
@@ -147,6 +152,11 @@ class Task:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called on resume with what `state_dict` gave."""
+
+    def verdict(self, metrics: dict[str, float]) -> dict[str, Any] | None:
+        """From the metrics of the last evaluation, more lines for summary.json, from rank 0: `target`, `value`, `pass`
+        of a run that was to reach something, and what it compares with."""
+        return None
 
     def show(self, model: nn.Module) -> str | None:
         """Text for the end of a run, from rank 0: a generated sample, a table, ..."""

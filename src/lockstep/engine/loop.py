@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from lockstep.engine.run import Run
 from lockstep.parallel.meta import make_model
-from lockstep.task import Task
+from lockstep.task import MicroBatch, Task
 
 
 def fit(task: Task, run: Run) -> dict[str, Any]:
@@ -23,6 +24,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
+    before_loss = getattr(task, "before_loss", None)
     after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
@@ -32,6 +34,8 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
 
     for share in run.shares():
+        if before_loss is not None:
+            share.batches = _told(share.batches, before_loss)
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
@@ -44,7 +48,13 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     already = every and run.stepper.counters.step % every == 0
     if held_out is not None and run.config.evaluate.at_end and not already:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
-    return run.close(_show(task, run))
+    return run.close(_show(task, run), _verdict(task, run))
+
+
+def _told(batches: Iterable[MicroBatch], before_loss: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:
+    for micro in batches:
+        before_loss(micro)
+        yield micro
 
 
 def _show(task: Task, run: Run) -> str | None:
@@ -63,3 +73,15 @@ def _show(task: Task, run: Run) -> str | None:
     except Exception:
         run.recorder.event("warning", reason=f"show() failed:\n{traceback.format_exc()}")
         return None
+
+
+def _verdict(task: Task, run: Run) -> dict[str, Any]:
+    """As with a sample: the training is over, and an error here does not spoil it."""
+    judge = getattr(task, "verdict", None)
+    if judge is None or run.evaluation is None or not run.runtime.is_main:
+        return {}
+    try:
+        return judge(run.evaluation.metrics) or {}
+    except Exception:
+        run.recorder.event("warning", reason=f"verdict() failed:\n{traceback.format_exc()}")
+        return {}
