@@ -139,7 +139,7 @@ class Task:
 
         return default_collate(samples)
 
-    def before_loss(self, micro: MicroBatch) -> None:
+    def before_batch(self, micro: MicroBatch) -> None:
         """Called before each training loss, for tasks that keep something from step to step for every place in the
         global batch: `micro.first` is the place of the first sample, whoever runs it."""
 

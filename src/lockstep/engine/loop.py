@@ -24,7 +24,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
-    before_loss = getattr(task, "before_loss", None)
+    before_batch = getattr(task, "before_batch", None)
     after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
@@ -34,8 +34,8 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
 
     for share in run.shares():
-        if before_loss is not None:
-            share.batches = _told(share.batches, before_loss)
+        if before_batch is not None:
+            share.batches = _told(share.batches, before_batch)
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
@@ -51,9 +51,9 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     return run.close(_show(task, run), _verdict(task, run))
 
 
-def _told(batches: Iterable[MicroBatch], before_loss: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:
+def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:
     for micro in batches:
-        before_loss(micro)
+        before_batch(micro)
         yield micro
 
 

@@ -62,14 +62,15 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     _set_numerics(config, device)
     threads = _set_threads(config.threads, world, device)
     pulse.beat("join")
-    backend = _join(world, device, store)
+    joined = dist.is_initialized()  # by a script, which will leave it too
+    backend = dist.get_backend() if joined else _join(world, device, store)
     try:
         with heed_signals() as notice:
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic:
             torch.use_deterministic_algorithms(False)
-        if backend != "none":
+        if backend != "none" and not joined:
             dist.destroy_process_group()
 
 

@@ -151,7 +151,7 @@ class HRM(Task):
 
     # ---- a step: one segment ----
 
-    def before_loss(self, micro: MicroBatch) -> None:
+    def before_batch(self, micro: MicroBatch) -> None:
         self._micro = micro
 
     def loss(self, model: nn.Module, batch: Piece) -> Loss:
