@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from restless import Restless
 from torch import Tensor
 
 from lockstep.config import resolve_for
@@ -35,7 +36,6 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task
 from pool import Pool
-from restless import Restless
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = f"{Path(__file__).parent / 'restless.py'}:Restless"
@@ -134,7 +134,9 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
 def test_pretrain_learns_under_torchrun(tmp_path: Path) -> None:
     """As the document starts it, on puzzles from disk."""
     build(Build(out=str(tmp_path / "data"), puzzle="sudoku4", holes=6, train_size=60, test_size=20, augmentations=2))
-    words = "epochs=12 eval_interval=6 global_batch_size=24 lr=5e-3 puzzle_emb_lr=1e-3 weight_decay=0.1 lr_warmup_steps=2"
+    words = (
+        "epochs=12 eval_interval=6 global_batch_size=24 lr=5e-3 puzzle_emb_lr=1e-3 weight_decay=0.1 lr_warmup_steps=2"
+    )
     model = "task.width=32 task.heads=2 task.layers=1 task.halt_max_steps=2 run_name=first log.every=10"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(ROOT / "pretrain.py"), "data_path=data", *words.split(), *model.split()]

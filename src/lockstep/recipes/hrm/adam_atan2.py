@@ -22,7 +22,7 @@ class AdamATan2(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
@@ -35,7 +35,7 @@ class AdamATan2(torch.optim.Optimizer):
         if not params:
             return
         (beta1, beta2), lr = group["betas"], group["lr"]
-        grads = [p.grad for p in params]
+        grads: list[Tensor] = [p.grad for p in params]  # pyrefly: ignore[bad-assignment]
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
         steps = [self.state[p]["step"] for p in params]

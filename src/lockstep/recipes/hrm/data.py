@@ -83,9 +83,9 @@ class PuzzleDataset(Dataset):
     def __len__(self) -> int:
         return len(self.puzzles.group_indices) - 1
 
-    def __getitem__(self, group: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         p = self.puzzles
-        puzzle = random.randrange(p.group_indices[group], p.group_indices[group + 1])
+        puzzle = random.randrange(p.group_indices[index], p.group_indices[index + 1])
         example = random.randrange(p.puzzle_indices[puzzle], p.puzzle_indices[puzzle + 1])
         cells, labels = p.inputs[example], p.labels[example]
         if p.augment is not None:
@@ -102,9 +102,9 @@ class PuzzleExamples(Dataset):
     def __len__(self) -> int:
         return len(self.puzzles.inputs)
 
-    def __getitem__(self, example: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         p = self.puzzles
-        return sample(p.inputs[example], p.labels[example], int(p.puzzle_identifiers[p.puzzle_of(example)]), 1)
+        return sample(p.inputs[index], p.labels[index], int(p.puzzle_identifiers[p.puzzle_of(index)]), 1)
 
 
 def sample(cells: Array, labels: Array, puzzle_id: int, least: int) -> dict[str, Any]:
@@ -131,7 +131,9 @@ def read_puzzles(folder: Path) -> Puzzles:
         ]
     except (OSError, TypeError, ValueError) as error:
         raise UserError(
-            f"puzzles in {folder}", f"{type(error).__name__}: {error}", "type task.data_path=FOLDER with train/ and test/"
+            f"puzzles in {folder}",
+            f"{type(error).__name__}: {error}",
+            "type task.data_path=FOLDER with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
         ) from error
     labels = np.concatenate([each["labels"] for each in sets])
     if metadata.ignore_label_id not in (None, IGNORED):

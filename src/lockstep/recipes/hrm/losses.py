@@ -26,7 +26,7 @@ LOSSES = {"stablemax": stablemax_cross_entropy, "softmax": softmax_cross_entropy
 
 
 def cell_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,): of each puzzle the mean over its cells that ask for something, so that a large one weighs like a small one."""
+    """(B,): of each puzzle the mean over its cells that ask for something: large ones weigh like small ones."""
     asked = labels != IGNORED
     costs = LOSSES[kind](logits, labels.long()) * asked
     return costs.sum(dim=1) / asked.sum(dim=1).clamp(min=1)
@@ -36,3 +36,8 @@ def right_cells(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(B, S) each: cells that ask for something, and those of them that are right."""
     asked = labels != IGNORED
     return asked, (logits.argmax(dim=-1) == labels) & asked
+
+
+def solved(asked: Tensor, right: Tensor) -> Tensor:
+    """(B,): nothing that was asked for is wrong."""
+    return (right == asked).all(dim=1)

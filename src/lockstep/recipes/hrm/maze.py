@@ -16,7 +16,7 @@ def maze(n: int, longer_than: int, rng: random.Random) -> tuple[np.ndarray, np.n
     """(cells, labels), flat: the label is the maze with its way drawn in."""
     while True:
         grid = _carved(n, rng)
-        free = [tuple(cell) for cell in np.argwhere(grid == FREE).tolist()]
+        free = [(row, column) for row, column in np.argwhere(grid == FREE).tolist()]
         start, goal = rng.sample(free, 2)
         way = shortest_way(grid, start, goal)
         if way is not None and len(way) > longer_than:

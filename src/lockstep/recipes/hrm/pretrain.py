@@ -6,6 +6,7 @@ Keys that it does not know are the run's own (`log.every=10`, `precision=bf16`, 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import secrets
@@ -23,8 +24,8 @@ from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import PuzzleDatasetMetadata
 from lockstep.recipes.hrm.task import HRM
 
-FIRST = "amber brisk calm dusky eager frosty gentle hidden ivory jolly keen lucid mellow nimble quiet rustic".split()
-SECOND = "badger cedar delta ember falcon glacier harbour iris juniper kestrel lagoon maple otter pine river".split()
+FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
+SECOND = ("badger", "cedar", "delta", "ember", "falcon", "glacier", "harbour", "juniper", "kestrel", "maple", "otter")
 
 
 @dataclass
@@ -66,17 +67,13 @@ class PretrainConfig:
         }
 
     def task(self) -> HRM:
-        options = {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
-        return HRM(
-            **{
-                "data_path": self.data_path,
-                "lr": self.lr,
-                "weight_decay": self.weight_decay,
-                "puzzle_emb_lr": self.puzzle_emb_lr,
-                "puzzle_emb_weight_decay": self.puzzle_emb_weight_decay,
-            }
-            | options
-        )
+        names = ("data_path", "lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options |= {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
+        known = inspect.signature(HRM).parameters
+        if wrong := sorted(options.keys() - known):
+            raise UserError(f"task.{wrong[0]}", "no such option", f"type one of {', '.join(known)}")
+        return HRM(**options)
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import maze, sudoku
-from lockstep.recipes.hrm.data import Array, Puzzles, least_steps, sample
+from lockstep.recipes.hrm.data import Array, Puzzles, sample
 
 SUDOKU9 = Path(__file__).parent / "sudoku9.npz"  # made by make_sudoku9: it takes minutes
 COLOURS = 6  # of IdGrid
@@ -200,6 +200,3 @@ def _id_grid(asked: Asked) -> tuple[IdGrid, Puzzles]:
     training = IdGrid(rules, asked.train_size)
     test = Puzzles.single(grids + 1, labels + 1, which + 1, training.symbols, training.ids)
     return training, test
-
-
-__all__ = ["Asked", "IdGrid", "family", "least_steps", "make_sudoku9"]

@@ -53,7 +53,7 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         return torch.cat([ids for _, ids, _ in self._touched]).unique()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         slots = torch.cat([slots for slots, _, _ in self._touched])
         ids = torch.cat([ids for _, ids, _ in self._touched])
         gradients = torch.cat([rows.grad for _, _, rows in self._touched if rows.grad is not None])

@@ -1,6 +1,6 @@
 """Sudokus of 4, 6 and 9: a solver that counts, a generator, and the symmetries of the game.
 
-Grids are flat tuples or arrays of digits, 0 for an empty cell. In the solver a cell's candidates are the bits of an int.
+Grids are flat tuples or arrays of digits, 0 for an empty cell. In the solver the candidates of a cell are bits.
 """
 
 from __future__ import annotations
@@ -57,20 +57,18 @@ class Solver:
     def other_solution(self, grid: Grid, cell: int, digit: int) -> bool:
         """Whether `grid` can be solved with another digit in the empty `cell`."""
         start = self._candidates(grid)
-        if start is None:
-            return False
         start[cell] &= ~(1 << (digit - 1))
         return next(self._search(start), None) is not None
 
-    def _candidates(self, grid: Grid) -> list[int] | None:
+    def _candidates(self, grid: Grid) -> list[int]:
         found = [self.rules.every_digit] * len(grid)
         for cell, digit in enumerate(grid):
             if digit:
                 found[cell] &= 1 << (digit - 1)
         return found
 
-    def _search(self, candidates: list[int] | None) -> Iterator[Grid]:
-        if candidates is None or not self._propagate(candidates):
+    def _search(self, candidates: list[int]) -> Iterator[Grid]:
+        if not self._propagate(candidates):
             return
         open_cells = [cell for cell, bits in enumerate(candidates) if bits & (bits - 1)]
         if not open_cells:

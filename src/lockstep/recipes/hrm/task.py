@@ -17,12 +17,12 @@ from lockstep.recipes.hrm.average import MovingAverage
 from lockstep.recipes.hrm.carry import Carry, Piece, filled
 from lockstep.recipes.hrm.data import PuzzleDataset, PuzzleExamples, Puzzles, collate, least_steps, read_puzzles
 from lockstep.recipes.hrm.exchange import world_size
-from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells
+from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, Thought
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.task import Loss, MicroBatch, Task
+from lockstep.task import Loss, Metric, MicroBatch, Task
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
 WORDS = {
@@ -72,6 +72,7 @@ class HRM(Task):
         puzzle_positions: int | None = None,
         halt_max_steps: int = 16,
         halt_exploration: float = 0.1,
+        eval_steps: int | None = None,
         loss: str = "stablemax",
         lr: float = 1e-4,
         weight_decay: float = 1.0,
@@ -96,6 +97,7 @@ class HRM(Task):
         self.positions, self.mixer = positions, mixer
         self.puzzle_positions = puzzle_positions or (16 if trm else 1)
         self.halt_max_steps, self.halt_exploration, self.loss_kind = halt_max_steps, halt_exploration, loss
+        self.eval_steps = eval_steps or halt_max_steps
         self.lr, self.weight_decay = lr, weight_decay
         self.puzzle_emb_lr, self.puzzle_emb_weight_decay = puzzle_emb_lr, puzzle_emb_weight_decay
         self.puzzle_emb_frozen = puzzle_emb_frozen
@@ -127,7 +129,7 @@ class HRM(Task):
             )
         )
 
-    def optimizer(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+    def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
         self._sparse = CastedSparseEmbeddingSignSGD_Distributed(
             model.puzzle_emb.buffers(),
             lr=0.0 if self.puzzle_emb_frozen else self.puzzle_emb_lr,
@@ -154,7 +156,7 @@ class HRM(Task):
     def before_batch(self, micro: MicroBatch) -> None:
         self._micro = micro
 
-    def loss(self, model: nn.Module, batch: Piece) -> Loss:
+    def loss(self, model: Any, batch: Piece) -> Loss:
         micro, count = self._micro, len(batch["inputs"])
         held = None if micro.padding else self.carry.take(micro.first, count)
         piece = filled(held, batch, model.start(count))
@@ -169,7 +171,7 @@ class HRM(Task):
             piece["halted"] = torch.ones_like(piece["least"], dtype=torch.bool)
         return self._cost(thought, piece)
 
-    def eval_loss(self, model: nn.Module, batch: Piece) -> Loss:
+    def eval_loss(self, model: Any, batch: Piece) -> Loss:
         """All segments, with the average of the weights where there is one. `exact_K` is the share solved after K."""
         if self.average is None:
             return self._think(model, batch)
@@ -216,17 +218,17 @@ class HRM(Task):
     def _cost(self, thought: Thought, piece: Piece) -> Loss:
         """Sums over puzzles. Metrics look at the puzzles that end here: the others are not finished."""
         asked, right = right_cells(thought.logits, piece["labels"])
-        solved = (right == asked).all(dim=1)
+        exact = solved(asked, right)
         q = thought.q.float()
         total = cell_loss(self.loss_kind, thought.logits, piece["labels"]).sum()
-        total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], solved.float(), reduction="sum")
+        total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
         if thought.next_q is not None:
             total = total + 0.5 * self._cost_of_going_on(q[:, 1], thought.next_q.float(), piece["steps"])
         ended = piece["halted"]
-        metrics = {
-            "exact": ((solved & ended).sum(), ended.sum()),
+        metrics: dict[str, Metric] = {
+            "exact": ((exact & ended).sum(), ended.sum()),
             "cell": ((right & ended[:, None]).sum(), (asked & ended[:, None]).sum()),
-            "q_halt": ((((q[:, 0] > 0) == solved) & ended).sum(), ended.sum()),
+            "q_halt": ((((q[:, 0] > 0) == exact) & ended).sum(), ended.sum()),
             "segments": ((piece["steps"] * ended).sum(), ended.sum()),
         }
         return Loss(total.float(), len(ended), metrics)
@@ -236,21 +238,21 @@ class HRM(Task):
         best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
         return F.binary_cross_entropy_with_logits(q_continue, best.sigmoid(), reduction="sum")
 
-    def _think(self, model: nn.Module, batch: Piece) -> Loss:
+    def _think(self, model: Any, batch: Piece) -> Loss:
         (z_h, z_l), puzzle = model.start(len(batch["inputs"])), model.puzzle_emb(batch["ids"])
-        metrics: dict[str, Any] = {}
-        for segment in range(1, self.halt_max_steps + 1):
-            thought = model(z_h, z_l, batch["inputs"], puzzle)
-            z_h, z_l = thought.z_h, thought.z_l
-            asked, right = right_cells(thought.logits, batch["labels"])
-            solved = (right == asked).all(dim=1)
-            if segment & (segment - 1) == 0 and segment < self.halt_max_steps:
-                metrics[f"exact_{segment}"] = solved.sum()
-        metrics["exact"] = solved.sum()
+        metrics: dict[str, Metric] = {}
+        thought = model(z_h, z_l, batch["inputs"], puzzle)
+        for segment in range(1, self.eval_steps):
+            if segment & (segment - 1) == 0:  # 1, 2, 4, ...
+                metrics[f"exact_{segment}"] = solved(*right_cells(thought.logits, batch["labels"])).sum()
+            thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
+        asked, right = right_cells(thought.logits, batch["labels"])
+        exact = solved(asked, right)
+        metrics["exact"] = exact.sum()
         metrics["cell"] = (right.sum(), asked.sum())
-        metrics["q_halt"] = ((thought.q[:, 0] > 0) == solved).sum()
+        metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
         total = cell_loss(self.loss_kind, thought.logits, batch["labels"]).sum()
-        return Loss(total.float(), len(solved), metrics)
+        return Loss(total.float(), len(exact), metrics)
 
     # ---- options ----
 
