@@ -24,6 +24,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm import HRM, maze, sudoku
 from lockstep.recipes.hrm.adam_atan2 import AdamATan2
+from lockstep.recipes.hrm.average import MovingAverage
 from lockstep.recipes.hrm.build import Build, build, read_csv
 from lockstep.recipes.hrm.carry import Carry, filled
 from lockstep.recipes.hrm.data import PuzzleDataset, read_puzzles
@@ -213,6 +214,18 @@ def test_adam_atan2_follows_its_formula_and_no_scale_of_the_gradient() -> None:
     assert torch.allclose(weights[1e-12], expected, atol=1e-5)
 
 
+def test_an_average_stands_in_for_the_weights_and_leaves_them() -> None:
+    model, average = torch.nn.Linear(2, 1, bias=False), MovingAverage(0.9)
+    history = [torch.tensor([[float(step), 1.0]]) for step in range(3)]
+    for weights in history:
+        model.weight.data.copy_(weights)
+        average.follow(model)
+    with torch.no_grad(), average.instead(model):
+        inside = model.weight.clone()
+    assert torch.allclose(inside, torch.tensor([[0.9 * 0.1 + 0.1 * 2, 1.0]]))
+    assert torch.equal(model.weight, history[-1])
+
+
 # ---- the model ------------------------------------------------------------------------------------------
 
 
@@ -373,6 +386,9 @@ def test_id_grids_are_told_apart_by_the_id_alone() -> None:
     assert (rules.apply(first["ids"] - 1, first["inputs"] - 1) + 1 == first["labels"]).all()
     assert {int(i) for i in test.puzzle_identifiers} == {1, 2, 3, 4}
     assert training.ids == 5
+    rules = IdRules(16, False, 0)
+    best_guess = np.mean([np.bincount(rules.recolour[:, colour]).max() / 16 for colour in range(6)])
+    assert best_guess == 3 / 16  # what a model can reach that does not know the id
 
 
 def test_the_published_layout(tmp_path: Path) -> None:

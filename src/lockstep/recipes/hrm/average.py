@@ -21,6 +21,7 @@ class MovingAverage:
         if not self.weights:
             self.weights = {name: p.clone() for name, p in now.items()}
             return
+        self._move_to(next(iter(now.values())).device)
         torch._foreach_lerp_([self.weights[name] for name in now], list(now.values()), 1 - self.rate)
 
     @contextmanager
@@ -30,9 +31,14 @@ class MovingAverage:
             yield
             return
         params = {name: p.data for name, p in model.named_parameters()}
+        self._move_to(next(iter(params.values())).device)
         own = [p.clone() for p in params.values()]
         torch._foreach_copy_(list(params.values()), [self.weights[name] for name in params])
         try:
             yield
         finally:
             torch._foreach_copy_(list(params.values()), own)
+
+    def _move_to(self, device: torch.device) -> None:
+        """A checkpoint may come from another kind of machine."""
+        self.weights = {name: value.to(device) for name, value in self.weights.items()}

@@ -67,7 +67,8 @@ def filled(piece: Piece | None, batch: Piece, start: tuple[Tensor, Tensor]) -> P
     fresh = {**batch, "z_h": z_h, "z_l": z_l, "steps": torch.zeros_like(batch["least"])}
     if piece is None:
         return fresh
-    halted = piece["halted"]
+    here = {name: piece[name].to(rows.device) for name, rows in fresh.items()}  # a checkpoint may come from elsewhere
+    halted = piece["halted"].to(z_h.device)
     return {
-        name: torch.where(halted.view(-1, *[1] * (rows.dim() - 1)), rows, piece[name]) for name, rows in fresh.items()
+        name: torch.where(halted.view(-1, *[1] * (rows.dim() - 1)), rows, here[name]) for name, rows in fresh.items()
     }

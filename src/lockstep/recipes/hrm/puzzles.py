@@ -164,7 +164,10 @@ class IdRules:
 
     def __init__(self, count: int, moves: bool, seed: int):
         rng = random.Random(f"{seed}/rules")
-        self.recolour = np.array([rng.sample(range(COLOURS), COLOURS) for _ in range(count)], dtype=np.uint8)
+        orders = [rng.sample(range(COLOURS), COLOURS) for _ in range(-(-count // COLOURS))]
+        # Six rules that differ by a shift send a colour to every colour once: no guess is better than another.
+        shifts = [[(colour + shift) % COLOURS for colour in order] for order in orders for shift in range(COLOURS)]
+        self.recolour = np.array(shifts[:count], dtype=np.uint8)
         self.move = [rng.randrange(8) if moves else 0 for _ in range(count)]
 
     def apply(self, rule: int, grid: Array) -> Array:
