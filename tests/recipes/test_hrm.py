@@ -149,14 +149,21 @@ def test_pretrain_learns_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/first/summary.json").read_text())["world"] == 2
 
 
-def test_only_the_id_tells_the_rule(pool: Pool, tmp_path: Path) -> None:
-    """The control: a frozen table stays zero, and the summary says what such a run must not reach."""
+def test_a_frozen_table_stays_zero(pool: Pool, tmp_path: Path) -> None:
+    """The control, whose goals are not to be exceeded."""
     more = {"task": TINY["task"] | {"puzzle_emb_frozen": True}, "evaluate.at_end": True}
+    more["goals"] = HRM.presets["cpu-control"]["goals"]
     (ended,) = pool.run(train, str(tmp_path), 2, more, world=1)
     assert not ended.state["model.puzzle_emb.table"].any()
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["target"] == {"at_most": {"exact": 0.01, "cell": 0.25}}
-    assert summary["pass"] == (summary["value"]["exact"] <= 0.01 and summary["value"]["cell"] <= 0.25)
+    assert [goal["target"] for goal in summary["goals"]] == ["exact <= 0.01", "cell <= 0.25"]
+    assert summary["goals"][0]["value"] == summary["eval_metrics"]["exact"] == 0
+
+
+@pytest.mark.parametrize("preset", HRM.presets)
+def test_every_preset_is_a_valid_configuration(preset: str) -> None:
+    resolved = resolve_for(HRM.defaults, HRM.presets, [("test", {"preset": preset})])
+    assert isinstance(make_task(HRM, resolved.config.task), HRM)
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------

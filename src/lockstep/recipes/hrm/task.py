@@ -80,8 +80,6 @@ class HRM(Task):
         puzzle_emb_weight_decay: float = 1.0,
         puzzle_emb_frozen: bool = False,
         ema: float | None = None,
-        target_exact: float | None = None,
-        target_cell: float | None = None,
     ):
         """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
         `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
@@ -103,7 +101,6 @@ class HRM(Task):
         self.puzzle_emb_frozen = puzzle_emb_frozen
         rate = ema if ema is not None else 0.999 * trm
         self.average = MovingAverage(rate) if rate else None
-        self.target_exact, self.target_cell = target_exact, target_cell
         self.carry = Carry()
         self._check()
 
@@ -192,18 +189,6 @@ class HRM(Task):
         self.carry.load_state_dict(state["carry"])
         if self.average is not None:
             self.average.weights = state["average"]
-
-    def verdict(self, metrics: dict[str, float]) -> dict[str, Any] | None:
-        if self.puzzle_emb_frozen:  # by chance one cell in six is right, and a whole grid never
-            most = {"exact": 0.01, "cell": 0.25}
-            passed = all(metrics[name] <= target for name, target in most.items())
-            return {"target": {"at_most": most}, "value": {name: metrics[name] for name in most}, "pass": passed}
-        asked = {"exact": self.target_exact, "cell": self.target_cell}
-        least = {name: target for name, target in asked.items() if target is not None}
-        if not least:
-            return None
-        passed = all(metrics[name] >= target for name, target in least.items())
-        return {"target": {"at_least": least}, "value": {name: metrics[name] for name in least}, "pass": passed}
 
     def _moved_on(self, piece: Piece, thought: Thought) -> Piece:
         """The slots after this segment: which of them have halted, and the states of all."""
