@@ -370,6 +370,14 @@ def test_the_shipped_sudokus() -> None:
         assert solutions == [tuple((labels - 1).tolist())]
     everything = {tuple(grid.tolist()) for grid in (*train.inputs, *test.inputs)}
     assert len(everything) == 3000
+    first, _ = sudoku.puzzle(9, None, random.Random("sudoku9/0"))  # as the recipe itself would make it
+    assert first in {tuple((split.inputs[0] - 1).tolist()) for split in (train, test)}
+
+
+def test_hard_sudokus_take_guesses() -> None:
+    train, test = family(Asked("sudoku9", 1, 1, seed=0, least_guesses=1.0))
+    for puzzles in (train, test):
+        assert sudoku.difficulty(tuple((puzzles.inputs[0] - 1).tolist()), 9, random.Random(0)) > 0
 
 
 def test_a_maze_has_one_shortest_way() -> None:

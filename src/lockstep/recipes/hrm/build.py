@@ -27,6 +27,7 @@ class Build:
     train_size: int = 1000
     test_size: int = 2000
     holes: int | None = None
+    least_guesses: float = 0.0
     maze_size: int = 20
     augmentations: int = 0
     seed: int = 0
@@ -42,7 +43,15 @@ def build(asked: Build) -> None:
         )
         move: Augment | None = SudokuMoves(9)
     else:
-        options = Asked(asked.puzzle, asked.train_size, asked.test_size, asked.seed, asked.holes, asked.maze_size)
+        options = Asked(
+            kind=asked.puzzle,
+            train_size=asked.train_size,
+            test_size=asked.test_size,
+            seed=asked.seed,
+            holes=asked.holes,
+            least_guesses=asked.least_guesses,
+            size=asked.maze_size,
+        )
         training, test = family(options)
         move = None if isinstance(training, IdGrid) else training.augment
     if isinstance(training, IdGrid):

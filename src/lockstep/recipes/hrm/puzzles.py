@@ -21,6 +21,7 @@ from lockstep.recipes.hrm import maze, sudoku
 from lockstep.recipes.hrm.data import Array, Puzzles, sample
 
 SUDOKU9 = Path(__file__).parent / "sudoku9.npz"  # made by make_sudoku9: it takes minutes
+SUDOKU9_PARTS, SUDOKU9_TRAIN, SUDOKU9_TEST = 10, 100, 200  # each part has a generator of its own
 COLOURS = 6  # of IdGrid
 
 
@@ -33,6 +34,7 @@ class Asked:
     test_size: int
     seed: int
     holes: int | None = None  # sudoku: empty cells; None: until no clue can go
+    least_guesses: float = 0.0  # sudoku: how hard it must be
     size: int = 20  # maze: cells of a side
     longer_than: int = 0  # maze: the way has more cells than this
     rules: int = 16  # idgrid
@@ -53,10 +55,11 @@ def family(asked: Asked) -> tuple[Any, Puzzles]:
 @cache
 def _sudoku(asked: Asked) -> tuple[Puzzles, Puzzles]:
     n = int(asked.kind.removeprefix("sudoku"))
-    if n == 9 and asked.holes is None:
+    if n == 9 and asked.holes is None and not asked.least_guesses:
         train, test = _shipped(asked.train_size, asked.test_size)
     else:
-        train, test = split_by_class(n, asked.holes, asked.train_size, asked.test_size, random.Random(asked.seed))
+        rng = random.Random(asked.seed)
+        train, test = split_by_class(n, asked.holes, asked.train_size, asked.test_size, rng, asked.least_guesses)
     splits = []
     for grids, solutions in (train, test):
         none = np.zeros(len(grids), dtype=np.int64)  # every Sudoku has the same rule, so the same id
@@ -69,7 +72,9 @@ def _sudoku(asked: Asked) -> tuple[Puzzles, Puzzles]:
 Pair = tuple[Array, Array]  # puzzles and solutions, [count, cells] uint8
 
 
-def split_by_class(n: int, holes: int | None, train: int, test: int, rng: random.Random) -> tuple[Pair, Pair]:
+def split_by_class(
+    n: int, holes: int | None, train: int, test: int, rng: random.Random, least_guesses: float = 0.0
+) -> tuple[Pair, Pair]:
     """Which side a puzzle goes to follows from its canonical form: no test puzzle is a training puzzle in disguise."""
     sides: tuple[dict, dict] = {}, {}
     tries = 0
@@ -77,7 +82,8 @@ def split_by_class(n: int, holes: int | None, train: int, test: int, rng: random
         grid, solution = sudoku.puzzle(n, holes, rng)
         share = hashlib.blake2b(sudoku.canonical(grid, n), digest_size=2).digest()
         side = int(int.from_bytes(share, "little") < 2**16 * test / (train + test))
-        if len(sides[side]) < (train, test)[side]:
+        hard = not least_guesses or sudoku.difficulty(grid, n, rng) >= least_guesses
+        if hard and len(sides[side]) < (train, test)[side]:
             sides[side][grid] = solution
         tries += 1
         if tries > 100 * (train + test):
@@ -105,13 +111,15 @@ def _shipped(train: int, test: int) -> tuple[Pair, Pair]:
     return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
 
 
-def make_sudoku9(path: Path, train: int, test: int, seed: int) -> None:
-    """The file that comes with the recipe: minimal puzzles, training ones first, and how many guesses each takes."""
-    rng = random.Random(seed)
-    pairs = split_by_class(9, None, train, test, rng)
+def sudoku9_part(part: int) -> tuple[Pair, Pair]:
+    return split_by_class(9, None, SUDOKU9_TRAIN, SUDOKU9_TEST, random.Random(f"sudoku9/{part}"))
+
+
+def make_sudoku9(path: Path, parts: list[tuple[Pair, Pair]]) -> None:
+    """The file that comes with the recipe, from all parts: minimal puzzles, those for training first."""
+    pairs = [part[side] for side in (0, 1) for part in parts]
     puzzles, solutions = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    guesses = [sudoku.difficulty(tuple(grid.tolist()), 9, rng) for grid in puzzles]
-    np.savez_compressed(path, puzzles=puzzles, solutions=solutions, guesses=np.array(guesses))
+    np.savez_compressed(path, puzzles=puzzles, solutions=solutions)
 
 
 @dataclass

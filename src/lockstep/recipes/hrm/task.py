@@ -55,6 +55,7 @@ class HRM(Task):
         test_size: int = 600,
         data_seed: int = 0,
         holes: int | None = None,
+        least_guesses: float = 0.0,
         maze_size: int = 20,
         maze_longer_than: int = 0,
         rules: int = 16,
@@ -86,7 +87,17 @@ class HRM(Task):
         trm = variant == "trm"
         self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
         self.asked = Asked(
-            puzzle, train_size, test_size, data_seed, holes, maze_size, maze_longer_than, rules, rule_moves, augment
+            kind=puzzle,
+            train_size=train_size,
+            test_size=test_size,
+            seed=data_seed,
+            holes=holes,
+            least_guesses=least_guesses,
+            size=maze_size,
+            longer_than=maze_longer_than,
+            rules=rules,
+            moves=rule_moves,
+            augment=augment,
         )
         self.variant, self.width, self.heads = variant, width, heads
         self.layers = layers or (2 if trm else 4)
