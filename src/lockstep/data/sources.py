@@ -183,7 +183,7 @@ class MapSource:
     def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
         start, stop = micro_slice(window, self.shape.micro_batch, index)
         ids = self.order.ids(window.epoch, start, stop)
-        return MicroBatch(None, index, stop - start, window.epoch, ids, padding)
+        return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
         ahead = self._read_ahead(window) if self.config.workers else None

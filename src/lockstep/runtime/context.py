@@ -63,14 +63,15 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
-    backend = _join(world, device, store)
+    joined = dist.is_initialized()  # by a script, which will leave it too
+    backend = dist.get_backend() if joined else _join(world, device, store)
     try:
         with heed_signals() as notice:
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
-        if backend != "none":
+        if backend != "none" and not joined:
             dist.destroy_process_group()
 
 
