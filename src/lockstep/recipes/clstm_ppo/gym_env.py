@@ -17,7 +17,8 @@ class RegimeMarket(gymnasium.Env):
     metadata = {"render_modes": []}
 
     def __init__(self, series: Series | None = None, rules: Rules = Rules()):
-        self.series, self.rules = series or RegimeSeries(seed=0), rules
+        self.series: Series = series or RegimeSeries(seed=0)
+        self.rules = rules
         shape = (rules.window, rules.features(self.series.assets))
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.action_space = gymnasium.spaces.MultiDiscrete([rules.choices] * self.series.assets)

@@ -5,7 +5,7 @@ Shapes in comments: n episodes, W days of window, D days of an episode, K assets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,11 +21,24 @@ HELD_OUT = 1_000_000_000  # environments from this number on are for tests: no t
 class Series(Protocol):
     """Where returns come from. The series of an episode is a pure function of (environment, episode)."""
 
-    assets: int
-    scale: float  # what a usual daily return is divided by, to be about 1
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def assets(self) -> int: ...
+
+    @property
+    def scale(self) -> float:
+        """What a usual daily return is divided by, to be about 1."""
+        ...
+
+    def seeded(self, seed: int) -> Series:
+        """The same kind of market, with other days in it."""
+        ...
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
         """Log-returns (n, length, K), float64."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ class RegimeSeries:
     @property
     def scale(self) -> float:
         return self.volatility
+
+    def seeded(self, seed: int) -> RegimeSeries:
+        return replace(self, seed=seed)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
         envs, episodes = envs[:, None], episodes[:, None]
@@ -98,7 +114,7 @@ class VectorMarket:
         """`stagger`: first episodes begin on different days, so that not all of them end together."""
         self.series, self.rules, self.envs = series, rules, envs
         self.episode = torch.zeros_like(envs)
-        late = noise.uniform(getattr(series, "seed", 0), noise.OFFSET, envs) * rules.days
+        late = noise.uniform(series.seed, noise.OFFSET, envs) * rules.days
         self.day = late.long() if stagger else torch.zeros_like(envs)
         self.position = torch.zeros(len(envs), series.assets, dtype=torch.float64, device=envs.device)
         self.draw()

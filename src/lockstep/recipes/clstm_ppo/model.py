@@ -5,6 +5,7 @@ Shapes in comments: T days, n environments, W days of window, F features, K asse
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
@@ -75,11 +76,11 @@ class WindowReader(nn.Module):
     def __init__(self, features: int, hidden: int, width: int, linears: int, cascade: int):
         super().__init__()
         sizes = [features, *[hidden] * cascade]
-        self.lstms = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.lstms = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in itertools.pairwise(sizes))
         several = range(cascade if cascade > 1 else 0)
         self.attentions = nn.ModuleList(nn.MultiheadAttention(hidden, 4, batch_first=True) for _ in several)
         sizes = [hidden, *[width] * linears]
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = itertools.pairwise(sizes)
         self.out = nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.Tanh())))
 
     def forward(self, x: Tensor) -> Tensor:

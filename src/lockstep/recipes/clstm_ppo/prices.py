@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +38,9 @@ class PriceSeries:
     @property
     def scale(self) -> float:
         return float(self.returns.std()) or 1.0
+
+    def seeded(self, seed: int) -> PriceSeries:
+        return replace(self, seed=seed)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
         split = round(len(self.returns) * (1 - TEST_SHARE))
@@ -88,7 +91,9 @@ def _rows(path: Path) -> list[tuple[str, str, float]]:
                     f"no column {missing[0]!r}; there are {', '.join(reader.fieldnames or ['none'])}",
                     "give it a first line such as date,symbol,open,high,low,close,volume",
                 )
-            return [(row["date"], row.get("symbol") or "", _price(path, row["close"], reader.line_num)) for row in reader]
+            return [
+                (row["date"], row.get("symbol") or "", _price(path, row["close"], reader.line_num)) for row in reader
+            ]
     except OSError as error:
         raise UserError(f"prices in {path}", str(error.strerror), "type task.prices=FILE.csv") from error
 

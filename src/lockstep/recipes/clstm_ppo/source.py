@@ -7,7 +7,7 @@ who trades with which random numbers, nor who is in a minibatch with whom.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo import noise
 from lockstep.recipes.clstm_ppo.market import Rules, Series, VectorMarket
+from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.rollout import Block, Days, advantages
 from lockstep.task import MicroBatch, Share, StepResult, Surroundings
@@ -50,7 +51,9 @@ class Rollouts:
         count = -(-around.global_batch // around.micro_batch)
         self._check(around, count)
         self.around, self.count, self.size = around, count, around.micro_batch * self.settings.minibatches
-        self.series = replace(self.series, seed=around.seed)  # pyrefly: ignore[bad-argument-type]
+        self.series = self.series.seeded(around.seed)
+        assert isinstance(around.model, Agent)
+        self.agent = around.model
         self.kl = torch.zeros(count, 2, dtype=torch.float64, device=around.device)  # sum and weight of each block
         self.blocks = [self._block(index) for index in around.mine]
         steps = self.settings.epochs * self.settings.minibatches
@@ -115,10 +118,10 @@ class Rollouts:
     # ---- trading ----
 
     def _collect(self) -> None:
-        settings, agent = self.settings, self.around.model
+        settings = self.settings
         warm = min(1.0, self.update / settings.cost_warmup) if settings.cost_warmup else 1.0
         cost = warm * self.rules.cost
-        blocks = [b.trade(agent, settings.days, self.around.seed, self.update, cost) for b in self.blocks]
+        blocks = [b.trade(self.agent, settings.days, self.around.seed, self.update, cost) for b in self.blocks]
         sums = [b.running_sums(days, settings.discount) for b, days in zip(self.blocks, blocks, strict=True)]
         if settings.normalise:
             self.rewards = self._merged(sums, self.rewards)
@@ -213,7 +216,7 @@ class Rollouts:
         device = self.around.device
         envs = torch.arange(index * self.size, (index + 1) * self.size, device=device)
         market = VectorMarket(self.series, self.rules, envs, stagger=True)
-        state = self.around.model.blank(self.size, device)
+        state = self.agent.blank(self.size, device)
         return Block(market, state, torch.zeros(self.size, dtype=torch.float64, device=device))
 
     def _check(self, around: Surroundings, count: int) -> None:

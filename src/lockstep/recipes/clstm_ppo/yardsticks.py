@@ -84,13 +84,17 @@ def at_random(market: VectorMarket) -> Tensor:
     return (drawn * market.rules.choices).long()
 
 
-def oracle(market: VectorMarket) -> Tensor:
+class Oracle:
     """Who sees the regime of the coming day."""
-    series, rules = market.series, market.rules
-    assert isinstance(series, RegimeSeries)
-    regimes = series.regimes(market.envs, market.episode, rules.window + rules.days)
-    day = (rules.window + market.day)[:, None, None].expand(-1, 1, series.assets)
-    return ((regimes.gather(1, day)[:, 0] + 1) * rules.lots).long()
+
+    def __init__(self, market: VectorMarket):
+        assert isinstance(market.series, RegimeSeries)
+        length = market.rules.window + market.rules.days
+        self.regimes = market.series.regimes(market.envs, market.episode, length)
+
+    def __call__(self, market: VectorMarket) -> Tensor:
+        day = (market.rules.window + market.day)[:, None, None].expand(-1, 1, market.series.assets)
+        return ((self.regimes.gather(1, day)[:, 0] + 1) * market.rules.lots).long()
 
 
 class Bayes:
@@ -130,5 +134,5 @@ def yardsticks(series: Series, rules: Rules, episodes: int) -> dict[str, float]:
     found = {"hold": score(lambda _: hold), "random": score(lambda _: at_random)}
     if isinstance(series, RegimeSeries):
         found["bayes"] = max(score(lambda market, t=t: Bayes(market, t)) for t in THRESHOLDS)
-        found["oracle"] = score(lambda _: oracle)
+        found["oracle"] = score(Oracle)
     return found
