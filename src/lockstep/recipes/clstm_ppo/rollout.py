@@ -19,8 +19,8 @@ Days = dict[str, Tensor]
 
 @dataclass
 class Block:
-    """Environments that go through every forward together. A block is the same on every rank that may hold it, so its
-    numbers are the same to the last bit, however many ranks share the blocks."""
+    """Environments that go through every forward together: those of a micro-batch's places. A block is the same on
+    whichever rank holds it, so with a fixed `micro_batch` it trades the same to the last bit on any number of ranks."""
 
     market: VectorMarket
     state: State  # what the agent remembers of each environment

@@ -1,8 +1,9 @@
 """Rollouts as a source of batches: trade for a while, then learn from it for a few epochs, and so on.
 
-A sample is the days of one environment. The environments are dealt to blocks, one for each micro-batch of a step, and
-blocks to ranks: a minibatch takes equally many environments from every block. So no rank and no number of ranks decides
-who trades with which random numbers, nor who is in a minibatch with whom.
+A sample is the days of one environment. Every place in the batch has environments of its own, one for each minibatch,
+and every epoch deals them anew: a minibatch holds one environment of each place. Ranks hold places, as they hold
+micro-batches. So no rank and no number of ranks decides who trades with which random numbers, nor who is in a minibatch
+with whom.
 """
 
 from __future__ import annotations
@@ -48,23 +49,38 @@ class Rollouts:
 
     def attach(self, around: Surroundings) -> str:
         """Place this rank's environments. What to say about the data."""
-        count = -(-around.global_batch // around.micro_batch)
-        self._check(around, count)
-        self.around, self.count, self.size = around, count, around.micro_batch * self.settings.minibatches
-        self.series = self.series.seeded(around.seed)
+        if around.in_step and around.global_batch % (around.micro_batch * around.ranks):
+            raise UserError(
+                f"micro-batches of {around.micro_batch} on {around.ranks} ranks, whose forwards wait for each other",
+                f"global_batch={around.global_batch}, with which they would trade in different numbers",
+                f"type global_batch={around.micro_batch * around.ranks} or a multiple of it, or strategy=ddp",
+            )
+        self.around, self.series = around, self.series.seeded(around.seed)
         assert isinstance(around.model, Agent)
         self.agent = around.model
-        self.kl = torch.zeros(count, 2, dtype=torch.float64, device=around.device)  # sum and weight of each block
+        self.count = -(-around.global_batch // around.micro_batch)  # blocks, on all ranks
+        self.kl = torch.zeros(self.count, 2, dtype=torch.float64, device=around.device)  # sum and weight of each block
         self.blocks = [self._block(index) for index in around.mine]
         steps = self.settings.epochs * self.settings.minibatches
         return (
-            f"rollouts of {self.settings.days} days in {count * self.size} environments, {self.size} at a time; up to "
-            f"{steps} steps from each"
+            f"rollouts of {self.settings.days} days in {self.environments} environments, up to "
+            f"{around.micro_batch * self.settings.minibatches} at a time; at most {steps} steps from each"
         )
 
     @property
-    def envs(self) -> int:
-        return self.count * self.size
+    def environments(self) -> int:
+        """On all ranks."""
+        return self.around.global_batch * self.settings.minibatches
+
+    @property
+    def first(self) -> int:
+        """The first environment of this rank; the others follow it."""
+        return self.around.mine[0] * self.around.micro_batch * self.settings.minibatches
+
+    @property
+    def sizes(self) -> list[int]:
+        """Environments of each block of this rank."""
+        return [len(block.market.envs) for block in self.blocks]
 
     # ---- batches ----
 
@@ -93,27 +109,31 @@ class Rollouts:
         """At the end of an epoch, from the numbers of all ranks: all decide alike."""
         if self.settings.target_kl is None:
             return False
-        mine = torch.stack([self.kl[index] for index in self.around.mine])
-        total, weight = self._from_all(mine).sum(dim=0).tolist()  # the host waits for the device, once an epoch
+        total, weight = self._kl_of_all().sum(dim=0).tolist()  # the host waits for the device, once an epoch
         self.kl.zero_()
         return total > self.settings.target_kl * weight
 
+    def _kl_of_all(self) -> Tensor:
+        mine = self.around.mine
+        return self._from_all(self.kl[mine[0] : mine[-1] + 1], mine[0], self.count)
+
     def _micro(self, place: int, epoch: int, part: int) -> MicroBatch:
         assert self.days is not None
-        chosen = self._chosen(place, epoch, part)
-        rows = place * self.size + chosen
+        chosen, before = self._chosen(place, epoch, part), sum(self.sizes[:place])
+        rows = (before + chosen).to(self.around.device, non_blocking=True)
         data: dict[str, Any] = {name: self.days[name][rows] for name in KEPT}
         mean, deviation = self.norms[epoch * self.settings.minibatches + part]
         data["advantages"] = (data["advantages"] - mean) / (deviation + 1e-8)
         block = self.around.mine[place]
-        ids = self.blocks[place].market.envs[chosen].cpu()
-        return MicroBatch(data | {"block": block}, block, len(chosen), self.update, ids)
+        return MicroBatch(data | {"block": block}, block, len(chosen), self.update, self.first + before + chosen)
 
     def _chosen(self, place: int, epoch: int, part: int) -> Tensor:
-        """Which environments of a block are in a minibatch: another deal in every epoch."""
-        envs = self.blocks[place].market.envs
-        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epoch, envs).argsort()
-        return order[part * self.around.micro_batch :][: self.around.micro_batch]
+        """Which environments of a block are in a minibatch, counted from its first."""
+        minibatches = self.settings.minibatches
+        envs = torch.arange(self.sizes[place]).view(-1, minibatches)  # (places of the batch, their environments)
+        keys = self.first + sum(self.sizes[:place]) + envs
+        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epoch, keys).argsort(dim=1)
+        return envs.gather(1, order[:, part : part + 1]).flatten()
 
     # ---- trading ----
 
@@ -132,7 +152,7 @@ class Rollouts:
         gained = advantages(scaled, values, days, settings.discount, settings.trace)
         returns = gained + values[:, :-1]
         if settings.normalise:
-            self.values = self._merged(list(returns.split(self.size)), self.values)
+            self.values = self._merged(list(returns.split(self.sizes)), self.values)
         days["advantages"] = gained.float()
         days["targets"] = ((returns - self.values.mean) / self.values.deviation).float()
         self.days = {name: days[name] for name in KEPT}
@@ -143,26 +163,32 @@ class Rollouts:
         epochs, parts = range(self.settings.epochs), range(self.settings.minibatches)
         per_block = [
             torch.stack([moments_of(block[self._chosen(place, epoch, part)]) for epoch in epochs for part in parts])
-            for place, block in enumerate(gained.split(self.size))
+            for place, block in enumerate(gained.split(self.sizes))
         ]
-        everybody = self._from_all(torch.stack(per_block)).transpose(0, 1)  # (minibatches, blocks, 3)
+        everybody = self._from_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
         merged = [merge_all(blocks) for blocks in everybody.tolist()]
         return [[found.mean, found.deviation] for found in merged]
 
     def _merged(self, per_block: list[Tensor], before: Moments) -> Moments:
-        return merge_all(self._from_all(torch.stack([moments_of(part) for part in per_block])).tolist(), before)
+        return merge_all(self._from_blocks([moments_of(part) for part in per_block]).tolist(), before)
 
-    def _from_all(self, mine: Tensor) -> Tensor:
-        """(my blocks, ...) or (my environments, ...) of every rank, in order. Bytes are added, and all but one are 0:
-        exact for any kind of number."""
-        each = len(mine) // len(self.blocks)
-        whole = torch.zeros(self.count * each, *mine.shape[1:], dtype=mine.dtype, device=mine.device)
-        first = self.around.mine[0] * each
+    def _from_blocks(self, mine: list[Tensor]) -> Tensor:
+        return self._from_all(torch.stack(mine), self.around.mine[0], self.count)
+
+    def _from_all(self, mine: Tensor, first: int, total: int) -> Tensor:
+        """The rows of every rank, in order; this rank's begin at `first`. Bytes are added, and all but one are 0: exact
+        for any kind of number."""
+        whole = torch.zeros(total, *mine.shape[1:], dtype=mine.dtype, device=mine.device)
         whole[first : first + len(mine)] = mine
         self.around.add(whole.flatten().view(torch.uint8))
         return whole
 
     # ---- state ----
+
+    @property
+    def shape(self) -> list[int]:
+        """What must stay as it is while the run lasts."""
+        return [self.around.global_batch, self.settings.minibatches, self.settings.epochs]
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks must call this together."""
@@ -173,62 +199,52 @@ class Rollouts:
             "hidden": [b.state[0] for b in self.blocks],
             "cell": [b.state[1] for b in self.blocks],
             "discounted": [b.discounted for b in self.blocks],
-            "kl": [self.kl[index : index + 1] for index in self.around.mine],
         }
-        days = None if self.days is None else {name: self._from_all(part) for name, part in self.days.items()}
         return {
             "update": self.update,
             "cursor": self.cursor,
-            "blocks": [self.count, self.size],
+            "shape": self.shape,
             "rewards": self.rewards.as_list(),
             "values": self.values.as_list(),
-            "environments": {name: self._from_all(torch.cat(part)) for name, part in parts.items()},
-            "days": days,
-            "norms": self.norms if days else [],
+            "environments": {name: self._of_environments(torch.cat(part)) for name, part in parts.items()},
+            "kl": self._kl_of_all(),
+            "days": self.days and {name: self._of_environments(part) for name, part in self.days.items()},
+            "norms": self.norms if self.days else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["blocks"] != [self.count, self.size]:
-            count, size = state["blocks"]
-            minibatches = self.settings.minibatches
-            raise UserError(
-                "to go on with the same environments",
-                f"{self.count} blocks of {self.size}, {count} of {size} when the run was saved",
-                f"type global_batch={count * size // minibatches} micro_batch={size // minibatches} "
-                f"task.minibatches={minibatches}",
+        if state["shape"] != self.shape:
+            keys = ("global_batch", "task.minibatches", "task.epochs")
+            now, then = (
+                " ".join(f"{key}={value}" for key, value in zip(keys, shape, strict=True))
+                for shape in (self.shape, state["shape"])
             )
+            raise UserError("to go on with the same environments", f"{now}, and not {then}", f"type {then}")
         self.update, self.cursor = state["update"], state["cursor"]
         self.rewards, self.values = Moments(*state["rewards"]), Moments(*state["values"])
-        parts = state["environments"]
-        for index, block in zip(self.around.mine, self.blocks, strict=True):
-            rows = slice(index * self.size, (index + 1) * self.size)
+        parts, first = state["environments"], self.first
+        for block in self.blocks:
+            rows = slice(first, first := first + len(block.market.envs))
             for name in ("episode", "day", "position"):
                 setattr(block.market, name, parts[name][rows].clone())
             block.market.draw()
             block.state = parts["hidden"][rows].clone(), parts["cell"][rows].clone()
             block.discounted = parts["discounted"][rows].clone()
-        self.kl = parts["kl"].clone()
-        mine = slice(self.around.mine[0] * self.size, (self.around.mine[-1] + 1) * self.size)
-        self.days = state["days"] and {name: part[mine] for name, part in state["days"].items()}
+        self.days = state["days"] and {name: part[self.first : first] for name, part in state["days"].items()}
         self.norms = state["norms"]
+        self.kl.zero_()
+        if len(state["kl"]) == self.count:
+            self.kl += state["kl"]
+        else:  # cut into other micro-batches since
+            self.kl[0] += state["kl"].sum(dim=0)
+
+    def _of_environments(self, mine: Tensor) -> Tensor:
+        return self._from_all(mine, self.first, self.environments)
 
     def _block(self, index: int) -> Block:
-        device = self.around.device
-        envs = torch.arange(index * self.size, (index + 1) * self.size, device=device)
+        device, each = self.around.device, self.settings.minibatches
+        first, beyond = index * self.around.micro_batch, (index + 1) * self.around.micro_batch
+        envs = torch.arange(first * each, min(beyond, self.around.global_batch) * each, device=device)
         market = VectorMarket(self.series, self.rules, envs, stagger=True)
-        state = self.agent.blank(self.size, device)
-        return Block(market, state, torch.zeros(self.size, dtype=torch.float64, device=device))
-
-    def _check(self, around: Surroundings, count: int) -> None:
-        if around.global_batch % around.micro_batch:
-            raise UserError(
-                f"global_batch={around.global_batch} in micro-batches of {around.micro_batch}",
-                "a last one that is smaller; environments are dealt to equal blocks, one for each micro-batch",
-                f"type micro_batch={max(d for d in range(1, around.micro_batch) if around.global_batch % d == 0)}",
-            )
-        if around.in_step and count != len(around.mine) * around.ranks:
-            raise UserError(
-                f"{count} micro-batches on {around.ranks} ranks, in a strategy whose forwards wait for each other",
-                "ranks with different numbers of environments",
-                f"type micro_batch={max(1, around.global_batch // around.ranks)}, or strategy=ddp",
-            )
+        blank = self.agent.blank(len(envs), device)
+        return Block(market, blank, torch.zeros(len(envs), dtype=torch.float64, device=device))
