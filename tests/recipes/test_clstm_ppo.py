@@ -302,13 +302,15 @@ def test_another_number_of_environments_is_not_the_same_run():
         attached(other, other.model()).load_state_dict(state)
 
 
-def test_a_verdict_compares_with_the_target():
-    task = tiny(target=0.01, target_share=0.5, test_episodes=8)
-    bayes = task.verdict({"score": 9.0})["yardsticks"]["bayes"]
-    assert task.verdict({"score": 0.6 * bayes})["pass"] is True
-    assert task.verdict({"score": 0.4 * bayes}) | {"yardsticks": {}} == {
-        "target": 0.5 * bayes, "value": 0.4 * bayes, "pass": False, "yardsticks": {},
-    }  # fmt: skip
+def test_a_verdict_compares_with_the_target_and_a_control_must_stay_below_its_own():
+    aims = {"target": 0.01, "target_share": 0.5, "control_target": 0.02, "test_episodes": 8}
+    judge = tiny(**aims).verdict
+    bayes = judge({"score": 9.0})["yardsticks"]["bayes"]
+    assert judge({"score": 0.6 * bayes})["pass"] is True
+    found = judge({"score": 0.4 * bayes})
+    assert (found["target"], found["pass"]) == ({"at_least": {"score": 0.5 * bayes}}, False)
+    control = tiny(variant="mlp", **aims).verdict({"score": 0.03})
+    assert (control["target"], control["pass"]) == ({"at_most": {"score": 0.02}}, False)
 
 
 def test_the_script_and_its_trainer(tmp_path, monkeypatch):
