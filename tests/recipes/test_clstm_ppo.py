@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 from safetensors.torch import load_file
+from torch import nn
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo, noise
@@ -27,8 +28,8 @@ from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
 from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer, processes
 from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
-from lockstep.task import Surroundings
-from ranks.support import Trace, fit, flat
+from lockstep.task import Surroundings, Task
+from ranks.support import Trace, assert_user_errors, fit, flat
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ClstmPpo.presets["tiny"]
@@ -121,6 +122,30 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, two):
     assert summary["yardsticks"]["oracle"] > summary["yardsticks"]["hold"]
 
 
+class Queue(Task):
+    """A model in two stages, and a source that would call it by itself."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def data(self) -> Any:
+        return tiny().source
+
+
+def test_where_no_rank_holds_the_model_nobody_can_trade(pool):
+    values = {"strategy": "pp", "global_batch": 8, "micro_batch": 2, "steps": 1}
+    assert_user_errors(
+        pool.errors(fit, Queue(), values, world=2), "Rollouts, which calls the model itself, in a pipeline"
+    )
+
+
+def test_ranks_that_wait_for_each_other_must_trade_alike():
+    task = tiny()
+    around = Surroundings(task.model(), torch.device("cpu"), 0, 8, 2, range(1), 3, True, lambda values: values)
+    with pytest.raises(UserError, match="type global_batch=6 or a multiple"):
+        task.source.attach(around)
+
+
 # ---- rollouts -------------------------------------------------------------------------------------------
 
 
@@ -202,6 +227,15 @@ def test_after_the_last_day_a_new_episode_begins():
     assert market.episode.tolist() == [1] * 3
     assert market.day.tolist() == [1] * 3
     assert not (market.returns == before).any()
+
+
+def test_assets_move_together_by_their_correlation():
+    envs = torch.arange(200)
+    for wanted in (0.0, 0.5):
+        series = RegimeSeries(0, assets=2, drift=0.0, correlation=wanted)
+        drawn = series.draw(envs, torch.zeros_like(envs), 50).flatten(0, 1)
+        assert abs(torch.corrcoef(drawn.T)[0, 1] - wanted) < 0.05
+        assert abs(drawn.std() / series.volatility - 1) < 0.05
 
 
 def test_policies_rank_as_they_should():

@@ -63,9 +63,10 @@ class RegimeSeries:
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
         envs, episodes = envs[:, None], episodes[:, None]
         days = torch.arange(length, device=envs.device)
-        own = noise.normal(self.seed, noise.RETURN, *self._keys(envs, episodes, days))
-        together = noise.normal(self.seed, noise.RETURN, envs, episodes, days, -1)[..., None]
-        shock = (1 - self.correlation) ** 0.5 * own + self.correlation**0.5 * together
+        shock = noise.normal(self.seed, noise.RETURN, *self._keys(envs, episodes, days))
+        if self.correlation:
+            together = noise.normal(self.seed, noise.RETURN, envs, episodes, days, -1)[..., None]
+            shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * together
         return self.drift * self.regimes(envs[:, 0], episodes[:, 0], length) + self.volatility * shock
 
     def regimes(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
