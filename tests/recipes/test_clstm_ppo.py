@@ -104,9 +104,9 @@ def test_it_goes_on_with_another_number_of_ranks_in_the_middle_of_a_rollout(pool
 
 def test_the_ranks_stop_early_together_when_the_policy_has_moved(pool, one):
     """Every update is far enough for so small a limit: one epoch of 2 steps in place of 2."""
-    alone, several = (trained(pool, world, {"target_kl": 1e-9}) for world in (1, 2))
+    alone, several = (trained(pool, world, {"target_kl": 1e-9}, steps=6) for world in (1, 2))
     updates = [[step.pieces[0].epoch for step in traces[0].steps] for traces in (alone, several)]
-    assert updates[0] == updates[1] == [step // 2 for step in range(24)]
+    assert updates[0] == updates[1] == [0, 0, 1, 1, 2, 2]
     assert [step.pieces[0].epoch for step in one.steps] == [step // 4 for step in range(24)]
 
 
