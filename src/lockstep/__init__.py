@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.task import MicroBatch as MicroBatch
     from lockstep.task import Share as Share
     from lockstep.task import StepResult as StepResult
+    from lockstep.task import Surroundings as Surroundings
     from lockstep.task import Task as Task
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "MicroBatch": "task",
     "Share": "task",
     "StepResult": "task",
+    "Surroundings": "task",
     "Task": "task",
 }
 __all__ = ["__version__", *_HOMES]

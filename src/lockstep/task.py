@@ -5,7 +5,7 @@ A loss is a **sum with a weight**. Nothing here knows about ranks, devices or pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,6 +86,22 @@ class BatchSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a BatchSource with a method `attach(surroundings)` is told before the first step, and before it gets its
+    state back. `attach` places what this rank works on, and returns a line about the data."""
+
+    model: nn.Module  # as this rank holds it, not wrapped: for forwards without gradients
+    device: torch.device
+    seed: int
+    global_batch: int
+    micro_batch: int
+    mine: range  # of the micro-batches of a whole step, those of this rank
+    ranks: int
+    in_step: bool  # a forward waits for the other ranks: all must run equally many
+    add: Callable[[Tensor], Tensor]  # sums a tensor over all ranks, in place; every rank must call it
 
 
 class Task:

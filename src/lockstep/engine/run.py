@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.config import Resolved
 from lockstep.data.loader import Reader
+from lockstep.data.shard import deal
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.engine.announce import facts, resumed_text, start_record, summary_of, tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
@@ -57,7 +58,7 @@ from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
+from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult, Surroundings
 
 LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
 
@@ -132,6 +133,7 @@ class Run:
         )
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
         check_logged(config, self.source)
+        about_data = self._attach(share)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
@@ -150,6 +152,7 @@ class Run:
         )
         self.keeper = Keeper(self.folder, state, config, plan, runtime, self.recorder.event)
         told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
+        told |= {"data": about_data} if about_data else {}
         self.keeper.check_space()
         self.resumed = self.keeper.resume()
         if self.resumed:
@@ -164,6 +167,31 @@ class Run:
             write_head(self.run_dir, self.resolved, plan.as_dict())
         self.recorder.open(config.log.progress, plan.steps, self.unit, start_record(self) | {"facts": told})
         self.keeper.begin()
+
+    def _attach(self, share: World) -> str | None:
+        """A source that makes its own batches (a rollout) learns where it is. What it says about them."""
+        attach: Callable[[Surroundings], str] | None = getattr(self.source, "attach", None)
+        if attach is None:
+            return None
+        driver, plan, collectives = self.driver, self.plan, self.runtime.collectives
+        if driver.pipeline is not None:
+            raise UserError(
+                f"{type(self.source).__name__}, which calls the model itself, in a pipeline (mesh.pp)",
+                "ranks that hold a part of the model each",
+                "type strategy=ddp or strategy=fsdp",
+            )
+        around = Surroundings(
+            model=driver.model,
+            device=self.runtime.device,
+            seed=self.config.seed,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            mine=deal(plan.micro_batches, share.rank, share.size),
+            ranks=share.size,
+            in_step=driver.in_step,
+            add=lambda values: collectives.sum_(values if driver.speaks else values.zero_()),
+        )
+        return attach(around)
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""

@@ -1,0 +1,35 @@
+"""The market as a Gymnasium environment, for other agents and tools. Needs the extra `rl`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, RegimeSeries, Rules, Series, VectorMarket
+
+
+class RegimeMarket(gymnasium.Env):
+    """One episode at a time of what the recipe trains on. The seed is the number of the environment."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, series: Series | None = None, rules: Rules = Rules()):
+        self.series: Series = series or RegimeSeries(seed=0)
+        self.rules = rules
+        shape = (rules.window, rules.features(self.series.assets))
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.action_space = gymnasium.spaces.MultiDiscrete([rules.choices] * self.series.assets)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        number = int(self.np_random.integers(2**31)) if seed is None else seed
+        self.market = VectorMarket(self.series, self.rules, torch.tensor([number]))
+        return self.market.windows()[0].numpy(), {"env": number}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        earned, ended = self.market.step(torch.as_tensor(np.asarray(action))[None])
+        reward = float(earned[0]) * REWARD_SCALE
+        return self.market.windows()[0].numpy(), reward, bool(ended[0]), False, {"earned": float(earned[0])}

@@ -1,0 +1,86 @@
+"""Trading with the current policy, and what PPO learns from it.
+
+Tensors hold the environment first: (n, T, ...), for T days of n environments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.recipes.clstm_ppo import noise
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, VectorMarket
+from lockstep.recipes.clstm_ppo.model import Agent, State
+
+Days = dict[str, Tensor]
+
+
+@dataclass
+class Block:
+    """Environments that go through every forward together: those of a micro-batch's places. A block is the same on
+    whichever rank holds it, so with a fixed `micro_batch` it trades the same to the last bit on any number of ranks."""
+
+    market: VectorMarket
+    state: State  # what the agent remembers of each environment
+    discounted: Tensor  # (n,) what each has earned lately, for the scale of rewards
+
+    @torch.no_grad()
+    def trade(self, agent: Agent, days: int, seed: int, update: int, cost: float) -> Days:
+        """`days` steps in every environment; episodes that end are followed by new ones."""
+        market, assets = self.market, self.market.series.assets
+        device, (hidden, cell) = market.envs.device, self.state
+        clock, kinds = torch.arange(days, device=device)[:, None], torch.arange(assets, device=device)
+        drawn = noise.uniform(seed, noise.EXPLORE, update, market.envs[:, None, None], clock, kinds)  # (n, T, K)
+        found: dict[str, list[Tensor]] = {name: [] for name in ("windows", "starts", "actions", "logp", "values")}
+        rewards = []
+        for day in range(days):
+            windows, starts = market.windows(), market.day == 0
+            logits, value, self.state = agent(windows[None], self.state, starts[None])
+            actions = sampled(logits[0], drawn[:, day])
+            earned, _ = market.step(actions, cost)
+            rewards.append(earned * REWARD_SCALE)
+            taken = log_chance(logits[0], actions)
+            for name, part in zip(found, (windows, starts, actions, taken, value[0]), strict=True):
+                found[name].append(part)
+        _, after, _ = agent(market.windows()[None], self.state, (market.day == 0)[None])
+        done = {name: torch.stack(parts, dim=1) for name, parts in found.items()}
+        return done | {
+            "rewards": torch.stack(rewards, dim=1),
+            "hidden": hidden,
+            "cell": cell,
+            "after": after[0],  # the value of what comes next
+            "over": market.day == 0,  # or nothing comes: the episode has ended
+        }
+
+    def running_sums(self, days: Days, discount: float) -> Tensor:
+        """(n, T): what was earned up to each day, discounted, in this episode."""
+        found = []
+        for day in range(days["rewards"].shape[1]):
+            self.discounted = self.discounted * discount * ~days["starts"][:, day] + days["rewards"][:, day]
+            found.append(self.discounted)
+        return torch.stack(found, dim=1)
+
+
+def sampled(logits: Tensor, drawn: Tensor) -> Tensor:
+    """Actions (n, K) from logits (n, K, A) and one uniform number for each."""
+    reached = logits.double().softmax(-1).cumsum(-1)
+    return (drawn[..., None] >= reached).sum(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def log_chance(logits: Tensor, actions: Tensor) -> Tensor:
+    """Of the actions of all assets together: (..., K, A) and (..., K) -> (...)."""
+    return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1).sum(-1)
+
+
+def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, trace: float) -> Tensor:
+    """Generalised advantage estimation, (n, T). `values` (n, T + 1) reach one day beyond the rewards."""
+    ends = torch.cat([days["starts"][:, 1:], days["over"][:, None]], dim=1)  # a start ends the day before it
+    found, later = [], torch.zeros_like(values[:, 0])
+    for day in reversed(range(rewards.shape[1])):
+        goes_on = ~ends[:, day]
+        surprise = rewards[:, day] + discount * values[:, day + 1] * goes_on - values[:, day]
+        later = surprise + discount * trace * later * goes_on
+        found.append(later)
+    return torch.stack(found[::-1], dim=1)

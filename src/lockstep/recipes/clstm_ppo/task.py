@@ -1,0 +1,229 @@
+"""The task: PPO's loss over days of trading, and test episodes to score the policy by."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.clstm_ppo.market import RegimeSeries, Rules, Series
+from lockstep.recipes.clstm_ppo.model import Agent, Variant
+from lockstep.recipes.clstm_ppo.prices import PriceSeries
+from lockstep.recipes.clstm_ppo.rollout import log_chance
+from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
+from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, test_market, yardsticks
+from lockstep.task import Loss, Task
+
+TEST_SEED = 0  # the test episodes are the same ones in every run
+
+
+class ClstmPpo(Task):
+    """A trader with memory. `global_batch` counts environments: `task.minibatches` times as many trade at once.
+
+    Set `micro_batch`: its size decides which environments act together, so that any number of ranks trades alike.
+    """
+
+    unit = "day"
+    defaults = {
+        "preset": "cpu",
+        "clip": {"norm": 0.5},
+        "lr": {"schedule": "linear"},
+    }
+    presets = {
+        # Seconds, for tests: learns next to nothing.
+        "tiny": {
+            "steps": 24,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "lr": {"peak": 3e-3},
+            "evaluate": {"every": 12, "batch": 8},
+            "checks": {"every": 4},
+            "task": {
+                "hidden": 8, "width": 16, "memory": 16, "window": 6, "days": 30, "rollout": 12, "minibatches": 2,
+                "epochs": 2, "test_episodes": 16,
+            },
+        },
+        # 120 updates: minutes on two CPU cores.
+        "cpu": {
+            "steps": 1920,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "lr": {"peak": 1e-3},
+            "evaluate": {"every": 320, "batch": 128},
+            "log": {"every": 16},
+            "checks": {"every": 16},
+            # So short a window that memory is needed: with 20 days of it an MLP does as well.
+            "task": {"window": 2},
+            "goals": ["score >= 0.50"],
+        },
+        # The control: without memory the same windows are worth less.
+        "cpu-control": {
+            "steps": 1920,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "lr": {"peak": 1e-3},
+            "evaluate": {"every": 320, "batch": 128},
+            "log": {"every": 16},
+            "checks": {"every": 16},
+            "task": {"window": 2, "variant": "mlp"},
+            "goals": ["score <= 0.56"],
+        },
+        # Sized for one large GPU: 300 updates of 4096 environments, 157 million days. Not measured yet.
+        "gpu": {
+            "steps": 4800,
+            "global_batch": 1024,
+            "micro_batch": 256,
+            "lr": {"peak": 3e-4},
+            "precision": "tf32",
+            "compile": False,
+            "evaluate": {"every": 480, "batch": 256},
+            "log": {"every": 16},
+            "checks": {"every": 160},
+            "checkpoint": {"every": 160},  # whole updates: the days of a rollout need not be saved
+            "task": {
+                "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 128,
+                "entropy": 0.01,
+            },
+            "goals": ["of_bayes >= 0.85"],
+        },
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        variant: Variant = "clstm",
+        hidden: int = 32,
+        width: int = 64,
+        linears: int = 1,
+        cascade: int = 1,
+        memory: int = 64,
+        assets: int = 1,
+        correlation: float = 0.0,
+        lots: int = 1,
+        prices: str | None = None,
+        window: int = 20,
+        days: int = 252,
+        cost: float = 0.0005,
+        cost_warmup: int = 0,
+        indicators: bool = False,
+        rollout: int = 64,
+        minibatches: int = 4,
+        epochs: int = 4,
+        discount: float = 0.99,
+        trace: float = 0.95,
+        clip: float = 0.2,
+        value_weight: float = 0.5,
+        entropy: float = 0.02,
+        target_kl: float | None = None,
+        normalise: bool = True,
+        test_episodes: int = 256,
+    ):
+        """`prices` is a CSV file to trade in, in place of the generated market."""
+        self.variant: Variant = variant
+        self.hidden, self.width, self.linears = hidden, width, linears
+        self.cascade, self.memory = cascade, memory
+        self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
+        self.test_episodes = test_episodes
+        self.rules = Rules(window, days, cost, lots, indicators)
+        self.series: Series = (
+            PriceSeries(prices, TEST_SEED) if prices else RegimeSeries(TEST_SEED, assets, correlation=correlation)
+        )
+        settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise)
+        self._check(settings)
+        self.source = Rollouts(self.series, self.rules, settings)
+
+    def model(self) -> Agent:
+        assets = self.series.assets
+        return Agent(
+            self.rules.features(assets),
+            self.rules.window,
+            assets,
+            self.rules.choices,
+            self.variant,
+            self.hidden,
+            self.width,
+            self.linears,
+            self.cascade,
+            self.memory,
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
+
+    def data(self) -> Rollouts:
+        return self.source
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
+        """`batch` holds n environments, T days each: (n, T, ...). The model wants the days first."""
+        days = {name: part.transpose(0, 1) for name, part in batch.items() if name not in ("hidden", "cell", "block")}
+        logits, values, _ = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
+        change = log_chance(logits, days["actions"]) - days["logp"]  # (T, n)
+        ratio, gained = change.exp(), days["advantages"]
+        gain = torch.minimum(ratio * gained, ratio.clamp(1 - self.clip, 1 + self.clip) * gained)
+        off = (values.float() - days["targets"]).square()
+        spread = entropy_of(logits)
+        total = (self.value_weight * off - gain - self.entropy * spread).sum()
+        kl = ((ratio - 1) - change).detach().sum()
+        self.source.note_kl(batch["block"], kl, ratio.numel())
+        metrics = {
+            "kl": kl,
+            "clipped": ((ratio - 1).abs() > self.clip).sum(),
+            "entropy": spread.detach().sum(),
+            "value_loss": off.detach().sum(),
+            "reward": days["rewards"].sum(),
+        }
+        return Loss(total, ratio.numel(), metrics)
+
+    def eval_data(self) -> TensorDataset:
+        return TensorDataset(torch.arange(self.test_episodes))
+
+    def eval_loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
+        """The loss is what an episode lost. Every episode is played by the greedy policy, from its first day."""
+        assert isinstance(model, Agent)
+        market = test_market(self.series, self.rules, batch[0])
+        played = play(Greedy(model, market), market)
+        report = {name: values.sum() for name, values in played.report().items()}
+        score = played.scores.sum()
+        if best := self._yardsticks.get("bayes"):
+            report["of_bayes"] = score / best
+        return Loss(-score, len(batch[0]), {"score": score, "trades": played.trades.sum(), **report})
+
+    def show(self, model: nn.Module) -> str:
+        """What other policies earn in the test episodes."""
+        return "per test episode: " + ", ".join(f"{name} {score:.3f}" for name, score in self._yardsticks.items())
+
+    @cached_property
+    def _yardsticks(self) -> dict[str, float]:
+        return yardsticks(self.series, self.rules, self.test_episodes)
+
+    def _check(self, settings: Settings) -> None:
+        """Every wrong option at once."""
+        counts = {name: getattr(self, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
+        counts |= {"window": self.rules.window, "days": self.rules.days, "lots": self.rules.lots}
+        counts |= {"rollout": settings.days, "minibatches": settings.minibatches, "epochs": settings.epochs}
+        counts |= {"test_episodes": self.test_episodes}
+        problems = [
+            UserError(f"task.{name}={value}", "less than 1", f"type task.{name}=1 or more")
+            for name, value in counts.items()
+            if value < 1
+        ]
+        if self.cascade > 1 and self.hidden % 4:
+            problems.append(
+                UserError(
+                    f"task.hidden={self.hidden} with task.cascade={self.cascade}",
+                    "attention in 4 heads between the LSTMs, so the size must divide by 4",
+                    f"type task.hidden={-(-self.hidden // 4) * 4}",
+                )
+            )
+        if problems:
+            raise ConfigError(problems)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """Of the choice for all assets together, (..., K, A) -> (...)."""
+    chances = logits.float().log_softmax(-1)
+    return -(chances.exp() * chances).sum((-1, -2))

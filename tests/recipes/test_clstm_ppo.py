@@ -1,0 +1,362 @@
+"""The trading recipe: its market, its agent, its rollouts on several ranks, and its smallest runs through commands."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from safetensors.torch import load_file
+from torch import nn
+
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.clstm_ppo import ClstmPpo, noise
+from lockstep.recipes.clstm_ppo.gym_env import RegimeMarket
+from lockstep.recipes.clstm_ppo.indicators import indicators
+from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, VectorMarket
+from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
+from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
+from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
+from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer, processes
+from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
+from lockstep.task import Surroundings, Task
+from ranks.support import Trace, assert_user_errors, fit, flat
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ClstmPpo.presets["tiny"]
+SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if key != "task"}}
+
+
+def tiny(**options: Any) -> ClstmPpo:
+    return ClstmPpo(**TINY["task"] | options)
+
+
+def attached(task: ClstmPpo, agent: Any, seed: int = 0) -> Any:
+    """The rollouts of a single process, without an engine."""
+    device = torch.device("cpu")
+    task.source.attach(Surroundings(agent, device, seed, 8, 2, range(4), 1, False, lambda values: values))
+    return task.source
+
+
+def command(*words: str, folder: Path, **variables: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **variables}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------
+
+
+def trained(pool: Any, world: int, options: dict[str, Any] | None = None, **values: Any) -> list[Trace]:
+    return pool.run(fit, tiny(**options or {}), SETTINGS | {"lr.schedule": "constant"} | values, world=world)
+
+
+@pytest.fixture(scope="module")
+def one(pool) -> Trace:
+    return trained(pool, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def two(pool) -> list[Trace]:
+    return trained(pool, 2)
+
+
+def ids(traces: list[Trace]) -> list[list[int]]:
+    """Of every step, the environments that all ranks together learnt from."""
+    return [[env for trace in traces for env in trace.steps[step].ids] for step in range(len(traces[0].steps))]
+
+
+def test_environments_on_two_ranks_are_those_of_one(one, two):
+    assert ids(two) == ids([one])
+    assert all(len(set(step)) == 8 for step in ids(two))
+    for mine, whole in zip(two[0].steps, one.steps, strict=True):
+        torch.testing.assert_close(flat(mine.weights), flat(whole.weights), rtol=0, atol=1e-6)
+
+
+def test_parameters_are_the_same_bits_on_both_ranks_after_every_update(two):
+    for left, right in zip(two[0].steps, two[1].steps, strict=True):
+        assert torch.equal(flat(left.weights), flat(right.weights))
+    assert not torch.equal(flat(two[0].initial), flat(two[0].steps[-1].weights))
+
+
+def test_an_epoch_visits_every_environment_once(one):
+    assert sorted(env for step in ids([one])[:2] for env in step) == list(range(16))
+    assert ids([one])[:2] != ids([one])[2:4]  # another deal
+
+
+def test_it_goes_on_with_another_number_of_ranks_in_the_middle_of_a_rollout(pool, one):
+    """4 steps to a rollout, and none of the changes is at its end: days, hidden states and environments move house."""
+    place = {"run_dir": f"run-{uuid.uuid4().hex}", "resume": "auto"}
+    parts = [trained(pool, world, steps=steps, **place) for world, steps in ((2, 10), (3, 17), (1, 24))]
+    assert [step for part in parts for step in ids(part)] == ids([one])
+    torch.testing.assert_close(flat(parts[-1][0].steps[-1].weights), flat(one.steps[-1].weights), rtol=0, atol=1e-5)
+
+
+def test_the_ranks_stop_early_together_when_the_policy_has_moved(pool, one):
+    """Every update is far enough for so small a limit: one epoch of 2 steps in place of 2."""
+    alone, several = (trained(pool, world, {"target_kl": 1e-9}, steps=6) for world in (1, 2))
+    updates = [[step.pieces[0].epoch for step in traces[0].steps] for traces in (alone, several)]
+    assert updates[0] == updates[1] == [0, 0, 1, 1, 2, 2]
+    assert [step.pieces[0].epoch for step in one.steps] == [step // 4 for step in range(24)]
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, two):
+    faults = json.dumps([{"how": "kill", "rank": 1, "step": 14, "marks": str(tmp_path / "once")}])
+    (tmp_path / "once").mkdir()
+    words = ("-m", "lockstep.cli", "train", "clstm_ppo", "preset=tiny", "lr.schedule=constant", "checkpoint.every=3")
+    said = command(*words, "run_dir=run", "--nproc", "2", folder=tmp_path, LOCKSTEP_FAULTS=faults)
+    assert "resumed at step 12" in " ".join(said.split()) or "resumed at step 9" in " ".join(said.split())
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(flat(weights), flat(two[0].steps[-1].weights))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"score", "of_bayes"} <= summary["eval_metrics"].keys()
+    assert "oracle" in said
+
+
+class Queue(Task):
+    """A model in two stages, and a source that would call it by itself."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def data(self) -> Any:
+        return tiny().source
+
+
+def test_where_no_rank_holds_the_model_nobody_can_trade(pool):
+    values = {"strategy": "pp", "global_batch": 8, "micro_batch": 2, "steps": 1}
+    assert_user_errors(
+        pool.errors(fit, Queue(), values, world=2), "Rollouts, which calls the model itself, in a pipeline"
+    )
+
+
+def test_ranks_that_wait_for_each_other_must_trade_alike():
+    task = tiny()
+    around = Surroundings(task.model(), torch.device("cpu"), 0, 8, 2, range(1), 3, True, lambda values: values)
+    with pytest.raises(UserError, match="type global_batch=6 or a multiple"):
+        task.source.attach(around)
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["clstm", "lstm_only", "mlp"])
+def test_the_ratio_is_one_before_the_first_step(variant):
+    """In the second rollout too, when there is something to remember; and not if it is forgotten."""
+    task = tiny(variant=variant, cascade=2 if variant == "clstm" else 1)
+    agent = task.model()
+    torch.nn.init.normal_(agent.policy.weight)  # with opinions
+    source = attached(task, agent)
+    for _ in range(4):  # one rollout
+        source.commit(source.take(), None)
+    assert source.update == 1
+    off, forgetful = [], []
+    for micro in source.take():
+        batch = micro.data
+        days = {name: batch[name].transpose(0, 1) for name in ("windows", "starts", "actions", "logp")}
+        for state, found in (((batch["hidden"], batch["cell"]), off), (agent.blank(2, torch.device("cpu")), forgetful)):
+            logits, _, _ = agent(days["windows"], state, days["starts"])
+            found.append(((log_chance(logits, days["actions"]) - days["logp"]).exp() - 1).abs().max().item())
+    assert max(off) < 1e-5
+    assert (max(forgetful) > 1e-3) == (variant != "mlp")
+
+
+def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
+    task = tiny()
+    source = attached(task, task.model())
+    gained = torch.cat([micro.data["advantages"].flatten() for micro in source.take()])
+    assert gained.mean().abs() < 1e-5
+    assert abs(gained.std(correction=0) - 1) < 1e-5
+
+
+def test_advantages_stop_at_the_end_of_an_episode():
+    starts = torch.tensor([[False, False, True, False]])
+    days = {"starts": starts, "over": torch.tensor([True])}
+    rewards, values = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0.5, 0.5, 0.5, 0.5, 99.0]])
+    found = advantages(rewards, values, days, discount=0.5, trace=1.0)
+    assert found.tolist() == [[1 + 0.5 * 2 - 0.5, 2 - 0.5, 4 + 0.5 * 8 - 0.5, 8 - 0.5]]
+
+
+def test_exploration_follows_the_environment_and_the_update_only():
+    keys = torch.arange(6)
+    drawn = noise.uniform(0, noise.EXPLORE, 3, keys)
+    assert torch.equal(drawn[2:4], noise.uniform(0, noise.EXPLORE, 3, keys[2:4]))
+    assert not torch.equal(drawn, noise.uniform(0, noise.EXPLORE, 4, keys))
+    many = noise.normal(0, noise.RETURN, torch.arange(100_000))
+    assert abs(many.mean()) < 0.02
+    assert abs(many.std() - 1) < 0.02
+
+
+def test_moments_in_parts_are_those_of_the_whole():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * 3 + 100
+    merged = merge_all([moments_of(part).tolist() for part in values.split([1, 300, 699])])
+    assert math.isclose(merged.mean, values.mean().item(), rel_tol=1e-12)
+    assert math.isclose(merged.deviation, values.std(correction=0).item(), rel_tol=1e-12)
+    assert Moments().deviation == 1.0
+
+
+# ---- the market -----------------------------------------------------------------------------------------
+
+
+def test_a_day_earns_its_return_less_the_cost_of_turning():
+    market = VectorMarket(RegimeSeries(0, assets=2), Rules(window=3, days=5, cost=0.01), torch.arange(4))
+    before = market.returns.clone()
+    first, _ = market.step(torch.tensor([[2, 0]] * 4))
+    torch.testing.assert_close(first, (before[:, 3, 0] - before[:, 3, 1] - 2 * 0.01) / 2)
+    second, _ = market.step(torch.tensor([[0, 0]] * 4))
+    torch.testing.assert_close(second, (-before[:, 4, 0] - before[:, 4, 1] - 2 * 0.01) / 2)
+    seen = market.windows()
+    torch.testing.assert_close(seen[:, :, :2].double(), before[:, 2:5] / 0.01, rtol=1e-5, atol=1e-5)
+    assert (seen[:, :, 2:] == -1).all()
+
+
+def test_after_the_last_day_a_new_episode_begins():
+    market = VectorMarket(RegimeSeries(0), Rules(window=3, days=2), torch.arange(3))
+    before = market.returns.clone()
+    ended = [market.step(torch.full((3, 1), 2))[1].tolist() for _ in range(3)]
+    assert ended == [[False] * 3, [True] * 3, [False] * 3]
+    assert market.episode.tolist() == [1] * 3
+    assert market.day.tolist() == [1] * 3
+    assert not (market.returns == before).any()
+
+
+def test_assets_move_together_by_their_correlation():
+    envs = torch.arange(200)
+    for wanted in (0.0, 0.5):
+        series = RegimeSeries(0, assets=2, drift=0.0, correlation=wanted)
+        drawn = series.draw(envs, torch.zeros_like(envs), 50).flatten(0, 1)
+        assert abs(torch.corrcoef(drawn.T)[0, 1] - wanted) < 0.05
+        assert abs(drawn.std() / series.volatility - 1) < 0.05
+
+
+def test_policies_rank_as_they_should():
+    found = yardsticks(RegimeSeries(0), Rules(), 32)
+    assert found["oracle"] > found["bayes"] + 0.2 > 0.6
+    assert found["bayes"] > max(found["hold"], found["random"]) + 0.3
+
+
+def test_it_is_a_gymnasium_environment_that_pays_what_the_market_pays():
+    rules = Rules(window=4, days=6)
+    env = RegimeMarket(RegimeSeries(0, assets=2), rules)
+    with pytest.warns(UserWarning, match="infinity"):  # returns have no bounds; nothing else is remarked upon
+        check_env(env, skip_render_check=True)
+    seen, _ = env.reset(seed=5)
+    market = VectorMarket(RegimeSeries(0, assets=2), rules, torch.tensor([5]))
+    assert (torch.as_tensor(seen) == market.windows()[0]).all()
+    _, reward, ended, _, _ = env.step([2, 1])
+    assert reward == float(market.step(torch.tensor([[2, 1]]))[0][0]) * REWARD_SCALE
+    for _ in range(5):
+        *_, ended, _, _ = env.step([0, 0])
+    assert ended
+
+
+def test_indicators_tell_a_rise_from_a_fall():
+    rise = torch.full((1, 60, 1), 0.01) + 0.001 * torch.randn(1, 60, 1, generator=torch.Generator().manual_seed(0))
+    for up, down in zip(indicators(rise)[:3], indicators(-rise)[:3], strict=True):
+        assert up[0, -1, 0] > 0.1 > -0.1 > down[0, -1, 0]
+    assert Rules(indicators=True).features(2) == 2 * 6
+    task = tiny(indicators=True)
+    assert attached(task, task.model()).take().count == 4
+
+
+# ---- prices from a file ---------------------------------------------------------------------------------
+
+
+def write_prices(path: Path, days: int) -> torch.Tensor:
+    """Two symbols in the usual form, from the generated market; the second lacks a day. The closes."""
+    series = RegimeSeries(3, assets=2).draw(torch.tensor([0]), torch.tensor([0]), days)[0]
+    closes = 50 * series.cumsum(dim=0).exp()
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["date", "symbol", "open", "high", "low", "close", "volume"])
+        for day, prices in enumerate(closes.tolist()):
+            for symbol, close in zip(("AAA", "BBB"), prices, strict=True):
+                if (symbol, day) != ("BBB", 7):
+                    writer.writerow(
+                        [f"2020-{day // 28 + 1:02}-{day % 28 + 1:02}", symbol, close, close, close, close, 9]
+                    )
+    return closes
+
+
+def test_prices_from_a_file(tmp_path):
+    path = tmp_path / "prices.csv"
+    closes = write_prices(path, 300)
+    complete = torch.cat([closes[:7], closes[8:]])
+    torch.testing.assert_close(read_prices(path), complete)
+    task = tiny(prices=str(path))
+    assert attached(task, task.model()).take().count == 4
+    envs = torch.tensor([0, 1, 2, HELD_OUT, HELD_OUT + 1])
+    returns = complete.log().diff(dim=0)
+    for env, drawn in zip(envs.tolist(), PriceSeries(str(path)).draw(envs, torch.zeros_like(envs), 36), strict=True):
+        first = next(day for day in range(len(returns)) if torch.allclose(returns[day : day + 1], drawn[:1]))
+        torch.testing.assert_close(returns[first : first + 36], drawn)
+        split = round(len(returns) * 0.8)
+        assert first >= split if env >= HELD_OUT else first + 36 <= split
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("date,price\n2020-01-01,3\n", "no column 'close'"),
+        ("date,symbol,close\n2020-01-01,A,-3\n", "'-3' in line 2"),
+        ("date,symbol,close\n2020-01-01,A,3\n", "1 days"),
+    ],
+)
+def test_a_file_that_is_no_price_list_is_refused(tmp_path, text, word):
+    (tmp_path / "prices.csv").write_text(text)
+    with pytest.raises(UserError, match=word):
+        read_prices(tmp_path / "prices.csv")
+
+
+# ---- options, and the script ----------------------------------------------------------------------------
+
+
+def test_wrong_options_are_named_together():
+    with pytest.raises(ConfigError) as error:
+        ClstmPpo(epochs=0, hidden=30, cascade=3)
+    assert {problem.asked for problem in error.value.problems} == {
+        "task.epochs=0",
+        "task.hidden=30 with task.cascade=3",
+    }
+
+
+def test_another_number_of_environments_is_not_the_same_run():
+    task, other = tiny(), tiny(minibatches=4)
+    state = attached(task, task.model()).state_dict()
+    with pytest.raises(UserError, match=r"task.minibatches=4 .* and not .* task.minibatches=2"):
+        attached(other, other.model()).load_state_dict(state)
+
+
+def test_the_script_and_its_trainer(tmp_path, monkeypatch):
+    script = str(ROOT / "train_distributed_clstm_ppo.py")
+    words = ("--num_gpus", "2", "--num_episodes", "26", "--batch_size", "8", "--preset", "tiny", "--run_dir", "run")
+    assert "score per test episode: " in command(script, *words, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    trainer = DistributedCLSTMPPOTrainer(1, 13, 8, preset="tiny", run_dir="alone", log={"progress": "off"})
+    trainer.initialize()
+    before = trainer._run_episode()
+    found = trainer.train()
+    # 13 episodes of 30 days; an update is 12 days of 16 environments: 3 updates of 4 steps. On two ranks twice of all.
+    assert found["step"] == 12
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 12
+    assert found["last_interval"]["step"] == 12
+    assert set(before) == {*trainer._run_episode()} == {*found["eval_metrics"]}
+    saved = load_file(trainer._save_checkpoint(tmp_path / "agent.safetensors"))
+    assert torch.equal(flat(saved), flat(load_file(tmp_path / "alone" / "model.safetensors")))
+
+
+def test_processes_are_never_made_up():
+    with pytest.raises(UserError, match="--num_gpus 0"):
+        processes(0)
+    with pytest.raises(UserError, match="--batch_size 12"):
+        DistributedCLSTMPPOTrainer(1, 10, 9)
