@@ -66,7 +66,8 @@ KINDS = {
     "one": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
     "pair": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"any": (3.0, 5.0)}, says_size=False, fewest=2, most=2),
     "many": Kind(
-        COLOUR_NAMES, SHAPES, {"small": (2.4, 3.0), "large": (4.2, 5.2)}, textures=("solid", "striped", "outlined"), most=4
+        COLOUR_NAMES, SHAPES, {"small": (2.4, 3.0), "large": (4.2, 5.2)},
+        textures=("solid", "striped", "outlined"), most=4,
     ),
 }  # fmt: skip
 
@@ -193,9 +194,7 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
     while True:
         spots: list[Spot] = []
         for radius in radii:
-            spot = next(
-                (s for s in _candidates(radius, size, rng) if _fits(s, radius, spots, radii, size)), None
-            )
+            spot = next((s for s in _candidates(radius, size, rng) if _fits(s, radius, spots, radii, size)), None)
             if spot is None:
                 break
             spots.append(spot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.pixel_llm.folder import ImageFolder, read_folder
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
-from lockstep.recipes.pixel_llm.words import PAD
+from lockstep.recipes.pixel_llm.words import PAD, Words
 from lockstep.task import Loss, Metric, Task
-
-DEFAULT_TARGETS: dict[str, float] = {}
 
 
 class PixelLLM(Task):
@@ -50,19 +50,23 @@ class PixelLLM(Task):
         eval_size: int = 500,
         data_seed: int = 0,
         unrelated_captions: bool = False,
-        targets: dict[str, float] = DEFAULT_TARGETS,
+        folder: Path | None = None,
+        targets: dict[str, float] | None = None,
     ):
         """`vocabulary` makes the embedding larger than the words need; `eval_size` counts pictures of each kind, seen
-        and held-out combinations; `unrelated_captions` is the control, which must learn nothing from pictures."""
+        and held-out combinations; `unrelated_captions` is the control, which must learn nothing from pictures;
+        `folder` has pictures and captions of your own instead of scenes; `targets`: the least that an evaluation at the
+        end is to reach, by metric."""
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
         self.vocabulary, self.spatial_pool = vocabulary, spatial_pool
         self.train_size, self.eval_size, self.data_seed = train_size, eval_size, data_seed
-        self.unrelated_captions, self.targets = unrelated_captions, targets
+        self.unrelated_captions, self.targets = unrelated_captions, targets or {}
         self._check()
+        self.entries = read_folder(folder) if folder is not None else None
         self.kind = KINDS[scenes]
-        self.words = self.kind.words
+        self.words = Words.of([entry.caption for entry in self.entries]) if self.entries else self.kind.words
 
     def model(self) -> Captioner:
         return Captioner(
@@ -81,9 +85,13 @@ class PixelLLM(Task):
         return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def data(self) -> Any:
+        if self.entries is not None:
+            return self._pictures(held_out=False)
         return self._scenes(TRAIN, self.train_size, self.unrelated_captions)
 
     def eval_data(self) -> Any:
+        if self.entries is not None:
+            return self._pictures(held_out=True)
         return ConcatDataset([self._scenes(split, self.eval_size) for split in (IID, COMP)])
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -97,21 +105,34 @@ class PixelLLM(Task):
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 
+    def verdict(self, metrics: dict[str, float]) -> dict[str, Any] | None:
+        if not self.targets:
+            return None
+        value = {name: metrics.get(name, math.nan) for name in self.targets}
+        passed = all(value[name] >= least for name, least in self.targets.items())
+        return {"target": self.targets, "value": value, "pass": passed}
+
     def _score(self, written: Tensor, sample: Sample) -> dict[str, Metric]:
         """Whole captions and single slots, for seen and held-out combinations apart."""
         right = written == sample.ids[:, 1:]
+        exact = right.all(1)
+        if self.entries is not None:
+            return {"exact": (exact.sum(), len(exact))}
         found: dict[str, Metric] = {}
         for split, rows in ((IID, ~sample.held_out), (COMP, sample.held_out)):
-            found[f"{split}_exact"] = ((right.all(1) & rows).sum(), rows.sum())
+            found[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
             for slot in self.kind.slots:
                 places = (sample.slots == 1 + SLOTS.index(slot)) & rows[:, None]
                 found[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
+            for count in range(self.kind.fewest, self.kind.most + 1) if self.kind.most > 1 else ():
+                these = rows & (sample.things == count)
+                found[f"{split}_exact_{count}"] = ((exact & these).sum(), these.sum())
         return found
 
     def show(self, model: nn.Module) -> str:
-        """What it says about the first pictures with held-out combinations."""
-        data = self._scenes(COMP, 4)
-        samples = [data[index] for index in range(len(data))]
+        """What it says about the first pictures that it has not been trained on."""
+        data = self._pictures(held_out=True) if self.entries is not None else self._scenes(COMP, 4)
+        samples = [data[index] for index in range(min(4, len(data)))]
         device = next(model.parameters()).device
         written = generate(model, torch.stack([sample.image for sample in samples]).to(device), self.words.length)
         lines = [
@@ -130,5 +151,41 @@ class PixelLLM(Task):
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
         return total, (targets != PAD).sum()
 
+    def _pictures(self, held_out: bool) -> ImageFolder:
+        assert self.entries is not None
+        chosen = [entry for entry in self.entries if entry.held_out == held_out]
+        if not chosen:
+            side = "evaluation" if held_out else "training"
+            raise UserError(
+                f"task.folder with pictures for {side}",
+                f"{len(self.entries)} pictures, and by their names none of them is for {side}",
+                "add pictures: about one in ten is for evaluation",
+            )
+        return ImageFolder(chosen, self.words, self.image)
+
     def _check(self) -> None:
-        pass
+        """Every wrong option at once."""
+        counts = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
+        problems = [
+            UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"type task.{name}=1 or more")
+            for name in counts
+            if getattr(self, name) < 1
+        ]
+        for name, value, known in (("scenes", self.scenes, tuple(KINDS)), ("stem", self.stem, ("conv", "patch"))):
+            if value not in known:
+                problems.append(UserError(f"task.{name}={value}", "no such word", f"type one of {', '.join(known)}"))
+        step = 8 if self.stem == "conv" else self.patch
+        if step >= 1 and (self.image < step or self.image % step):
+            fix = f"type task.image={max(1, round(self.image / step)) * step}"
+            problems.append(UserError(f"task.image={self.image}", f"no multiple of {step}, the pixels of a token", fix))
+        if self.heads >= 1 and (self.width % self.heads or (self.stem == "conv" and self.width % 8)):
+            parts = math.lcm(self.heads, 8 if self.stem == "conv" else 1)
+            problems.append(
+                UserError(
+                    f"task.width={self.width} with task.heads={self.heads}",
+                    "heads of equal width, and groups of 8 channels in the stem, do not fit",
+                    f"type task.width={-(-max(1, self.width) // parts) * parts}",
+                )
+            )
+        if problems:
+            raise ConfigError(problems)
