@@ -148,11 +148,6 @@ class Task:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called on resume with what `state_dict` gave."""
 
-    def verdict(self, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """From the metrics of the last evaluation, more lines for summary.json, from rank 0: `target`, `value`, `pass`
-        of a run that was to reach something, and what it compares with."""
-        return None
-
     def show(self, model: nn.Module) -> str | None:
         """Text for the end of a run, from rank 0: a generated sample, a table, ..."""
         return None

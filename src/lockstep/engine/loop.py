@@ -44,7 +44,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     already = every and run.stepper.counters.step % every == 0
     if held_out is not None and run.config.evaluate.at_end and not already:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
-    return run.close(_show(task, run), _verdict(task, run))
+    return run.close(_show(task, run))
 
 
 def _show(task: Task, run: Run) -> str | None:
@@ -63,15 +63,3 @@ def _show(task: Task, run: Run) -> str | None:
     except Exception:
         run.recorder.event("warning", reason=f"show() failed:\n{traceback.format_exc()}")
         return None
-
-
-def _verdict(task: Task, run: Run) -> dict[str, Any]:
-    """As with a sample: the training is over, and an error here does not spoil it."""
-    judge = getattr(task, "verdict", None)
-    if judge is None or run.evaluation is None or not run.runtime.is_main:
-        return {}
-    try:
-        return judge(run.evaluation.metrics) or {}
-    except Exception:
-        run.recorder.event("warning", reason=f"verdict() failed:\n{traceback.format_exc()}")
-        return {}

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -248,12 +248,12 @@ class Run:
         weights, aliases = whole_state(self.driver.model, self.runtime.is_main, self.driver.pipeline)
         on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
 
-    def close(self, text: str | None = None, verdict: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write the summary, with the task's verdict on the run in it, and the report."""
+    def close(self, text: str | None = None) -> dict[str, Any]:
+        """Write the summary and the report."""
         self.runtime.pulse.beat("end")
         self.optimizers.release()
         self.keeper.close()
-        summary = summary_of(self) | dict(verdict or {})
+        summary = summary_of(self)
         if text:
             self.recorder.event("sample", text=text)
         self.recorder.event("end", **summary)

@@ -52,7 +52,8 @@ class ImageFolder(Dataset[Sample]):
         if image.shape[1:] != (self.size, self.size):
             image = _resized(image, self.size)
         ids = self.words.encode(entry.caption.split())
-        return Sample(image, ids, torch.zeros(self.words.length, dtype=torch.int64), False, 0)
+        nothing = torch.zeros(self.words.length, dtype=torch.int64)  # nobody has said which words are slots
+        return Sample(image, ids, nothing, torch.tensor(False), torch.tensor(0))
 
 
 def _resized(image: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,19 +13,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "task": {
             "scenes": "few", "image": 16, "width": 32, "heads": 2, "vision_layers": 1, "text_layers": 1,
             "train_size": 301,  # no multiple of the batch: the last step of an epoch is short
-            "eval_size": 32, "targets": {"iid_place": 0.9, "iid_colour": 0.5},
+            "eval_size": 32,
         },
+        "goals": ["iid_place >= 0.9", "iid_colour >= 0.5"],
     },
     "cpu": {
         "steps": 900,
         "global_batch": 64,
         "lr": {"peak": 1e-3, "warmup": 50},
         "evaluate": {"every": 150, "batch": 100},
-        "task": {
-            "targets": {
-                "iid_exact": 0.9, "comp_exact": 0.55, "comp_size": 0.97, "comp_colour": 0.97, "comp_place": 0.97,
-            },
-        },
+        "goals": [
+            "iid_exact >= 0.9", "comp_exact >= 0.55",
+            "comp_size >= 0.97", "comp_colour >= 0.97", "comp_place >= 0.97",
+        ],
     },
     "gpu": {
         "steps": 6000,
@@ -39,8 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "task": {
             "scenes": "many", "image": 64, "stem": "patch", "patch": 8, "width": 384, "heads": 6, "vision_layers": 6,
             "text_layers": 6, "vocabulary": 64, "train_size": 6_144_000, "eval_size": 2000,
-            "targets": {"comp_exact_2": 0.95, "comp_exact_3": 0.8, "comp_exact_4": 0.8},
         },
+        "goals": ["comp_exact_2 >= 0.95", "comp_exact_3 >= 0.8", "comp_exact_4 >= 0.8"],
     },
     "bench": {
         "steps": 40,

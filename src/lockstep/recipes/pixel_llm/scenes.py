@@ -93,8 +93,8 @@ class Sample(NamedTuple):
     image: Tensor  # (3, size, size) uint8
     ids: Tensor  # (length + 1,) int32
     slots: Tensor  # (length,) int64: of the words to write, 1 + the number in SLOTS, 0 elsewhere
-    held_out: bool  # a combination that training never shows
-    things: int
+    held_out: Tensor  # (): a combination that training never shows
+    things: Tensor  # (): how many
 
 
 class ShapeScenes(Dataset[Sample]):
@@ -116,7 +116,13 @@ class ShapeScenes(Dataset[Sample]):
         slots = [1 + SLOTS.index(part.slot) if part.slot else 0 for part in told.parts]
         slots += [0] * (self.words.length - len(slots))
         ids = self.words.encode(told.caption)
-        return Sample(torch.from_numpy(image), ids, torch.tensor(slots), self.split == COMP, len(scene.things))
+        return Sample(
+            torch.from_numpy(image),
+            ids,
+            torch.tensor(slots),
+            torch.tensor(self.split == COMP),
+            torch.tensor(len(scene.things)),
+        )
 
     def scene(self, index: int) -> Scene:
         return self._draw(index, self.split)[0]

@@ -51,18 +51,16 @@ class PixelLLM(Task):
         data_seed: int = 0,
         unrelated_captions: bool = False,
         folder: Path | None = None,
-        targets: dict[str, float] | None = None,
     ):
         """`vocabulary` makes the embedding larger than the words need; `eval_size` counts pictures of each kind, seen
         and held-out combinations; `unrelated_captions` is the control, which must learn nothing from pictures;
-        `folder` has pictures and captions of your own instead of scenes; `targets`: the least that an evaluation at the
-        end is to reach, by metric."""
+        `folder` has pictures and captions of your own instead of scenes."""
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
         self.vocabulary, self.spatial_pool = vocabulary, spatial_pool
         self.train_size, self.eval_size, self.data_seed = train_size, eval_size, data_seed
-        self.unrelated_captions, self.targets = unrelated_captions, targets or {}
+        self.unrelated_captions = unrelated_captions
         self._check()
         self.entries = read_folder(folder) if folder is not None else None
         self.kind = KINDS[scenes]
@@ -104,13 +102,6 @@ class PixelLLM(Task):
         total, weight = self._cost(model, sample)
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
-
-    def verdict(self, metrics: dict[str, float]) -> dict[str, Any] | None:
-        if not self.targets:
-            return None
-        value = {name: metrics.get(name, math.nan) for name in self.targets}
-        passed = all(value[name] >= least for name, least in self.targets.items())
-        return {"target": self.targets, "value": value, "pass": passed}
 
     def _score(self, written: Tensor, sample: Sample) -> dict[str, Metric]:
         """Whole captions and single slots, for seen and held-out combinations apart."""
