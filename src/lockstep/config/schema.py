@@ -32,11 +32,18 @@ def _remat(value: Any) -> str:
     return value
 
 
+def _goal(value: Any) -> str:
+    if not re.fullmatch(r"\S+ (>=|<=) [-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", str(value)):
+        raise PydanticCustomError("goal", "Input should be a metric, >= or <=, and a number: 'accuracy >= 0.9'")
+    return value
+
+
 # `none` and `off` reach us as null and false, because that is how YAML reads these words.
 Scaling = Annotated[Literal["none", "sqrt", "linear"], BeforeValidator(lambda v: "none" if v is None else v)]
 SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], BeforeValidator(lambda v: "off" if v is False else v)]
 Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
 Remat = Annotated[str, BeforeValidator(_remat)]
+Goal = Annotated[str, BeforeValidator(_goal)]
 GradientHook = Annotated[
     Literal["none", "fp16", "bf16", "powersgd"], BeforeValidator(lambda v: "none" if v is None else v)
 ]
@@ -192,6 +199,9 @@ class RunConfig(Section):
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
     resume: PathText = _key("never", "go on from a checkpoint: auto, never, or the folder of a run or a checkpoint")
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
+    goals: list[Goal] = _key(
+        [], "what the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
+    )
     threads: int | None = _key(None, "CPU threads per rank; null: cores / ranks of a host", example=1, ge=1)
     lr: LrConfig = LrConfig()
     clip: ClipConfig = ClipConfig()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
+from lockstep.engine.goals import judge
 from lockstep.engine.optim import LearningRate
 from lockstep.parallel.hooks import about
 from lockstep.parallel.mesh import plan_mesh
@@ -129,14 +130,19 @@ def start_record(run: Run) -> dict[str, Any]:
 
 def summary_of(run: Run) -> dict[str, Any]:
     counters = run.stepper.counters
-    return {
+    found: dict[str, Any] = {"loss": run.recorder.last.get("loss")}
+    if run.evaluation:
+        found |= {"eval_loss": run.evaluation.loss, **run.evaluation.metrics}
+    goals = judge(run.config.goals, found)
+    summary = {
         "task": run.name,
         "step": counters.step,
         "applied": counters.applied,
         "skipped": run.stepper.skips.skipped,
         "seconds": time.time() - run.started,
-        "loss": run.recorder.last.get("loss"),
-        "eval_loss": run.evaluation.loss if run.evaluation else None,
+        "loss": found["loss"],
+        "eval_loss": found.get("eval_loss"),
         "eval_metrics": run.evaluation.metrics if run.evaluation else {},
         "world": run.runtime.world.size,
     }
+    return summary | ({"goals": goals, "pass": all(goal["pass"] for goal in goals)} if goals else {})

@@ -256,6 +256,8 @@ class Run:
         summary = summary_of(self)
         if text:
             self.recorder.event("sample", text=text)
+        for goal in summary.get("goals", ()):
+            self.recorder.event("goal", **goal)
         self.recorder.event("end", **summary)
         self.recorder.close()
         if self.runtime.is_main:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,23 +36,79 @@ def grid_of(tensor: Tensor) -> DeviceMesh | None:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of it. Every rank of its mesh must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if dist.get_backend(tensor.device_mesh.get_group(0)) != "gloo":
+        return tensor.full_tensor()
+    # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11): through the host it is sound.
+    part = tensor.to_local().detach().cpu()
+    for cut in reversed(_cuts(tensor)):
+        part = _gathered(part, cut, tensor.device_mesh.get_group(cut.axis))
+    return part.to(tensor.device)
 
 
 def block_of(tensor: DTensor) -> Block:
-    part, mesh = tensor.to_local(), tensor.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None, "this rank has no part of the tensor"
+    part, place = tensor.to_local(), _place(tensor)
     shape, offset = list(tensor.shape), [0] * tensor.dim()
-    for axis in _in_order_of_cutting(tensor.placements):
-        dim = tensor.placements[axis].dim  # pyrefly: ignore[missing-attribute]
-        step = -(-shape[dim] // mesh.size(axis))  # as torch.chunk: the last parts may be short, or empty
-        start = min(place[axis] * step, shape[dim])
-        offset[dim] += start
-        shape[dim] = min(step, shape[dim] - start)
+    for cut in _cuts(tensor):
+        start = cut.start(place[cut.axis])
+        offset[cut.dim] += start
+        shape[cut.dim] = cut.length(place[cut.axis])
     assert list(part.shape) == shape, "a part of another size than its layout says"
     copies = [where for where, placement in zip(place, tensor.placements, strict=True) if placement == Replicate()]
     return Block(part, tuple(tensor.shape), tuple(offset), first_copy=not any([*copies, *_places_outside(tensor)]))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One axis of a mesh cuts one dimension: as torch.chunk does, so the last parts may be short, or empty."""
+
+    axis: int
+    dim: int
+    size: int  # of the dimension, before this cut
+    parts: int
+
+    @property
+    def step(self) -> int:
+        return -(-self.size // self.parts)
+
+    def start(self, place: int) -> int:
+        return min(place * self.step, self.size)
+
+    def length(self, place: int) -> int:
+        return min(self.step, self.size - self.start(place))
+
+
+def _cuts(tensor: DTensor) -> list[_Cut]:
+    """In the order in which this rank's part came about."""
+    shape, place, found = list(tensor.shape), _place(tensor), []
+    for axis in _in_order_of_cutting(tensor.placements):
+        dim = tensor.placements[axis].dim  # pyrefly: ignore[missing-attribute]
+        found.append(cut := _Cut(axis, dim, shape[dim], tensor.device_mesh.size(axis)))
+        shape[dim] = cut.length(place[axis])
+    return found
+
+
+def _place(tensor: DTensor) -> list[int]:
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "this rank has no part of the tensor"
+    return list(place)
+
+
+def _gathered(part: Tensor, cut: _Cut, group: dist.ProcessGroup) -> Tensor:
+    """Undo one cut: parts travel at one length, as bytes, since gloo knows not every format."""
+    shape = list(part.shape)
+    shape[cut.dim] = cut.step
+    sent = part.new_zeros(shape)
+    sent.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
+    received = [torch.empty_like(sent) for _ in range(cut.parts)]
+    dist.all_gather([_as_bytes(one) for one in received], _as_bytes(sent), group=group)
+    lengths = [cut.length(place) for place in range(cut.parts)]
+    return torch.cat([one.narrow(cut.dim, 0, n) for one, n in zip(received, lengths, strict=True)], cut.dim)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _in_order_of_cutting(placements: Sequence[Placement]) -> list[int]:
@@ -82,7 +139,7 @@ def squared_lengths(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     if ranks is None:
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
     copies = torch.tensor([ranks / _parts(tensor) for tensor in tensors], dtype=torch.float64)
     return here / copies.to(here.device)
