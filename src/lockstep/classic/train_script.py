@@ -29,7 +29,9 @@ def _parser(target: str) -> argparse.ArgumentParser:
         prog="train.py", description=f"Train the recipe {target}.", epilog="More settings are written key=value."
     )
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
-    parser.add_argument("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
+    parser.add_argument(
+        "--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set"
+    )
     parser.add_argument("--elastic_gpu", action="store_true", help="one process for each GPU of this machine")
     return parser
 

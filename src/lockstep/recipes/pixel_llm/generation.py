@@ -37,13 +37,20 @@ def generate(
         return _one_by_one(model, images, max_len, choose)
 
 
+def next_word(logits: Tensor) -> Tensor:
+    """(B, T, V) to those of the last position (B, V). <pad> and <bos> are no words: nobody has trained theirs."""
+    last = logits[:, -1].float()
+    last[:, [PAD, BOS]] = float("-inf")
+    return last
+
+
 def _one_by_one(model: nn.Module, images: Tensor, max_len: int, choose: Choose) -> Tensor:
     cache = Cache()
     word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
     ended = torch.zeros_like(word, dtype=torch.bool)
     written = []
     for _ in range(max_len):
-        word = choose(model(images, word, cache)[:, -1].float())[:, None]
+        word = choose(next_word(model(images, word, cache)))[:, None]
         word = word.masked_fill(ended, PAD)
         ended = ended | (word == EOS)
         written.append(word)
@@ -68,13 +75,13 @@ def _beam(model: nn.Module, images: Tensor, max_len: int, beam: int) -> Tensor:
     """The likeliest of the captions that were among the best `beam` after every word. No prize for length."""
     batch, device = len(images), images.device
     cache = Cache()
-    first = model(images, images.new_full((batch, 1), BOS, dtype=torch.int64), cache)[:, -1].float().log_softmax(-1)
-    score, word = first.topk(beam)  # (B, beam)
+    first = next_word(model(images, images.new_full((batch, 1), BOS, dtype=torch.int64), cache))
+    score, word = first.log_softmax(-1).topk(beam)  # (B, beam)
     rows = torch.arange(batch, device=device)[:, None]
     cache.pick(rows.expand(batch, beam).flatten())
     written = word[:, :, None]  # (B, beam, words so far)
     for _ in range(max_len - 1):
-        logits = model(images, word.reshape(-1, 1), cache)[:, -1].float().log_softmax(-1)
+        logits = next_word(model(images, word.reshape(-1, 1), cache)).log_softmax(-1)
         vocabulary = logits.shape[-1]
         ended = (word == EOS) | (word == PAD)
         after = logits.view(batch, beam, vocabulary).masked_fill(ended[:, :, None], float("-inf"))
