@@ -20,7 +20,7 @@ ROWS = [
     {"engine"},
     {"targets"},
     {"doors"},
-    {"cli", "worker"},
+    {"cli", "worker", "classic"},
 ]
 LEVEL = {area: level for level, row in enumerate(ROWS) for area in row}
 # Recipes are users: they see the public names, the task contract and the errors, nothing of the engine.

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 # The log holds what was measured once, on machines that are not here: it is a record, not a page to follow.
 PAGES = [
     path.relative_to(ROOT).as_posix()
-    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "LOG.md"
 ]
 TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
