@@ -259,6 +259,61 @@ def test_an_overflow_on_one_rank_is_everybodys(pool: Pool) -> None:
     assert one[:2] == ([True, False, True], 512.0)
 
 
+class Halting(nn.Module):
+    """One parameter takes part in no loss; a buffer follows the data of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.register_buffer("moved", torch.zeros(()))
+        self.found: list[float] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.found.append(self.moved.item())
+        self.moved += x.sum()
+        return F.mse_loss(self.used(x).squeeze(-1), y)
+
+
+def joined_by_arguments(world: World, store: Any, port: int) -> dict[str, Any]:
+    """No launcher: rank and world size are arguments, and the trainer joins and leaves by itself."""
+    os.environ["MASTER_PORT"] = str(port)
+    first = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo")
+    found: dict[str, Any] = {"ranks": (first.rank, first.world_size, first.runtime.backend)}
+    for unused, buffers in ((True, True), (True, False), (False, False)):
+        how = DistributedConfig(
+            world.size, world.rank, "gloo", num_gpus_per_node=2, find_unused_parameters=unused,
+            broadcast_buffers=buffers, gradient_as_bucket_view=unused,
+        )  # fmt: skip
+        model = Halting()
+        trainer = DistributedAMPTrainer(model, FP32, distributed=how)
+        try:
+            for _ in range(2):
+                trainer.training_step(numbers(4, seed=world.rank))
+            found[f"{unused} {buffers}"] = model.found
+        except UserError as error:
+            found["refused"] = error.found
+        trainer.cleanup()  # it has not joined, so it does not leave
+    assert torch.distributed.is_initialized()
+    first.cleanup()
+    found["left"] = not torch.distributed.is_initialized()
+    return found
+
+
+def test_a_configuration_reaches_the_wrapped_model(pool: Pool) -> None:
+    one, two = pool.run(joined_by_arguments, free_port(), world=2)
+    assert one["True True"] == two["True True"]  # rank 0's buffers, before every step
+    assert one["True False"][1] != two["True False"][1]
+    assert "unused" in one["refused"]
+    assert [found["left"] for found in (one, two)] == [True, True]
+    assert [found["ranks"] for found in (one, two)] == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="WORLD_SIZE not set"):
@@ -450,10 +505,7 @@ def test_the_scaler_in_a_plain_loop():
 
 def test_ranks_started_by_hand_train_together(tmp_path):
     (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nrun_dir: run\nevaluate: {at_end: false}\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(port)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(ROOT / "train.py"), "--config", "config.yaml", "--distributed", "log.every=1"]
     ranks = [
         subprocess.Popen(
