@@ -191,6 +191,7 @@ def train_unevenly(world: World, store: Any, folder: Path) -> dict[str, Any]:
         "step": step,
         "steps": again.steps,
         "mean": mean,
+        "end": weights(again.model),
         "digest": digest(again.model),
         "ddp": issubclass(wrapped, DistributedDataParallel),
         "distributed": DistributedAMPTrainer.is_distributed(),
@@ -210,8 +211,12 @@ def train_resumed(world: World, store: Any, folder: Path) -> Tensor:
 def test_uneven_ranks_give_what_one_process_gives(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(train_unevenly, tmp_path, world=2)
     x, y = numbers(24)
-    expected = plain_loop([(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])])
+    batches = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+    expected = plain_loop(batches)
+    ids = [[0, 1, 6, 7], [2, 3], [4, 5]]  # of the steps of `train_epoch`: rank 1 brings something to the first only
+    end = plain_loop([*batches, *((x[some], y[some]) for some in ids)])
     for rank, one in enumerate(found):
+        assert torch.allclose(one["end"], end, atol=1e-6)
         assert torch.allclose(one["after"], expected, atol=1e-6)
         assert one["ranks"] == (rank, 2)
         assert one["ddp"]
@@ -487,6 +492,9 @@ def test_the_scaler_in_a_plain_loop():
         loss = model(torch.ones(3, 2)).mean()
         scaler.scale(loss * factor).backward()
         before = weights(model)
+        scaler.unscale(optimizer)  # before clipping, say
+        with pytest.raises(UserError, match="out already"):
+            scaler.unscale(optimizer)
         went = scaler.step(optimizer)
         assert went == (factor == 1.0)
         if went:

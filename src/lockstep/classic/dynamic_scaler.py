@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep import precision
 from lockstep.config import ScalerConfig
+from lockstep.errors import UserError
 
 
 class DynamicScaler(precision.DynamicScaler):
@@ -36,6 +37,8 @@ class DynamicScaler(precision.DynamicScaler):
 
     def unscale(self, grads: torch.optim.Optimizer | Iterable[Tensor]) -> None:
         """Take the scale out of gradients, once a step: before clipping, or `step` does it."""
+        if self._unscaled:
+            raise UserError("unscale", "gradients whose scale is out already", "call it once between backward and step")
         found = _gradients(grads) if isinstance(grads, torch.optim.Optimizer) else list(grads)
         super().unscale(found)
         self._unscaled, self._overflowed = True, _agreed(any(not bool(g.isfinite().all()) for g in found), found)
