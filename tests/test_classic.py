@@ -233,6 +233,24 @@ def test_uneven_ranks_give_what_one_process_gives(pool: Pool, tmp_path: Path) ->
     assert torch.allclose(resumed, expected, atol=1e-6)
 
 
+def one_step_of_four(world: World, store: Any) -> tuple[Tensor, float]:
+    """One step: 1, 6, 2 and 7 samples."""
+    among(world, store)
+    trainer = DistributedAMPTrainer(net(), FP32)
+    ends = [0, 1, 7, 9, 16]
+    mine = slice(ends[world.rank], ends[world.rank + 1])
+    x, y = numbers(16)
+    result = trainer.training_step((x[mine], y[mine])).result
+    assert result is not None
+    return weights(trainer.model), result.weight
+
+
+def test_four_ranks_are_one_process_too(pool: Pool) -> None:
+    for found, weight in pool.run(one_step_of_four, world=4):
+        assert torch.allclose(found, plain_loop([numbers(16)]), atol=1e-6)
+        assert weight == 16
+
+
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     trainer = AMPTrainer(net(), FP32)
     trainer.training_step(numbers(8))
