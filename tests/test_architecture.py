@@ -20,7 +20,9 @@ ROWS = [
     {"engine"},
     {"targets"},
     {"doors"},
-    {"cli", "worker", "classic"},
+    {"worker", "classic"},
+    {"verify"},
+    {"cli"},
 ]
 LEVEL = {area: level for level, row in enumerate(ROWS) for area in row}
 # Recipes are users: they see the public names, the task contract and the errors, nothing of the engine.

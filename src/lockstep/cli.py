@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="auto|PATH|never", help="go on from a checkpoint (default never)")
     train.set_defaults(run=_train)
 
+    _add_verify(verbs.add_parser("verify", help="train a few steps in several layouts, and compare them"))
+
     resize = verbs.add_parser("resize", help="let a running job go on with another number of processes")
     resize.add_argument("run_dir", type=Path, metavar="RUN")
     resize.add_argument("count", type=int, metavar="N")
@@ -76,6 +78,17 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument("--worlds", metavar="1,2,3,4", help="numbers of processes (default 1,2,3,4)")
+    parser.add_argument("--strategies", metavar="ddp,fsdp", help="ways to share the model (default: the task's own)")
+    parser.add_argument("--splits", metavar="8,5", help="other micro-batches to try (default: the whole, a ragged one)")
+    parser.add_argument("--steps", type=int, default=4, metavar="K", help="steps to train in each layout (default 4)")
+    parser.add_argument("--exact", action="store_true", help="ask for identical bits (exact=true)")
+    parser.add_argument("--json", metavar="F", help="write the result to a file, too")
+    parser.set_defaults(run=_verify)
 
 
 def _add_ckpt(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +119,16 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         layers.append(("--resume", {"resume": options.resume}))
     asked = doors.Processes(options.nproc, options.nnodes, options.join)
     return doors.train(options.target, layers, asked, options.arguments)
+
+
+def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.config import read_layers
+    from lockstep.verify import command
+    from lockstep.verify.layouts import Wishes
+
+    layers = read_layers(options.config, overrides)
+    wishes = Wishes.typed(options.worlds, options.strategies, options.splits, options.steps, options.exact)
+    return command.main(options.target, layers, wishes, options.json)
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,14 +15,28 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
 
+# Formats whose parameters and gradients are stored in bfloat16, and how updates too small for it are not lost.
+WAYS = {"bf16-master": "kept", "bf16-pure-stochastic": "stochastic", "bf16-pure-compensated": "compensated"}
+_OPTIMIZER = {
+    "kept": "float32 on float32 master weights",
+    "stochastic": "float32, new weights rounded up or down at random",
+    "compensated": "float32, what rounding a weight cuts off kept in bfloat16",
+}
+
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype contract of a run. Parameters, gradients and optimizer state stay in the model's own fp32."""
+    """The dtype contract of a run. Parameters, gradients and optimizer state stay in the model's own fp32, unless
+    another way to store them was asked for by name."""
 
     name: str
     compute: torch.dtype
     device_type: str
+
+    @property
+    def way(self) -> str | None:
+        """How bfloat16 parameters are updated; None: parameters are stored as they come."""
+        return WAYS.get(self.name)
 
     @property
     def needs_scaler(self) -> bool:
@@ -41,7 +56,10 @@ class Precision:
         own = str(stored).removeprefix("torch.")
         if stored == torch.float64 and not self.casts:
             return "everything float64"
-        compute = "tf32" if self.name == "tf32" else str(self.compute).removeprefix("torch.")
+        compute = str(self.compute).removeprefix("torch.")
+        compute = {"tf32": "tf32", "fp8": "float8 in blocks, else bfloat16"}.get(self.name, compute)
+        if self.way:
+            return f"stored {own}, computed {compute}, reduced float32, optimizer {_OPTIMIZER[self.way]}"
         return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
 
 
@@ -53,20 +71,86 @@ def choose(config: RunConfig, device: torch.device) -> Precision:
         name = "fp32" if not on_cuda else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     elif name == "tf32" and not on_cuda:
         raise UserError("precision=tf32", f"a run on {device.type}, which has no TF32", "type precision=fp32")
-    elif name == "bf16" and on_cuda and not torch.cuda.is_bf16_supported():
-        raise UserError("precision=bf16", f"{torch.cuda.get_device_name(device)} has no bf16", "type precision=fp16")
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    elif name.startswith("bf16") and on_cuda and not torch.cuda.is_bf16_supported():
+        raise UserError(f"precision={name}", f"{torch.cuda.get_device_name(device)} has no bf16", "type precision=fp16")
+    elif name == "fp8":
+        check_fp8(config, device)
+    if name in WAYS:
+        _check_way(config)
+    compute = torch.float16 if name == "fp16" else torch.float32 if name in ("fp32", "tf32") else torch.bfloat16
     return Precision(name, compute, device.type)
 
 
+def check_fp8(config: RunConfig, device: torch.device) -> None:
+    """Matrix units for float8 came with compute capability 8.9 (Ada, Hopper)."""
+    if device.type != "cuda":
+        raise UserError("precision=fp8", f"a run on {device.type}, which has no float8", "type precision=bf16")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = (
+            f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
+        )
+        raise UserError("precision=fp8", found, "type precision=bf16")
+    _check_whole_layers(config)
+    if find_spec("torchao") is None:
+        raise UserError("precision=fp8", "torchao is not installed", "pip install 'lockstep-train[fp8]'")
+    if config.compile is False:
+        raise UserError(
+            "precision=fp8 with compile=false",
+            "conversions to float8 that cost more than they save unless they are compiled",
+            "leave compile out, or type precision=bf16",
+        )
+
+
+def _check_whole_layers(config: RunConfig) -> None:
+    cutting = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
+    cutting += [f"mesh.{axis}={size}" for axis in ("tp", "pp") if (size := getattr(config.mesh, axis)) and size > 1]
+    if cutting:
+        raise UserError(
+            f"precision={config.precision} with {cutting[0]}",
+            "layers or stages on several ranks, for which this format is not made",
+            "type precision=bf16, or strategy=fsdp without a mesh",
+        )
+
+
+def _check_way(config: RunConfig) -> None:
+    asked = f"precision={config.precision}"
+    _check_whole_layers(config)
+    if config.fsdp.offload:
+        raise UserError(
+            f"{asked} with fsdp.offload=true",
+            "parameters in host memory, for which this way of storing them is not made",
+            "leave fsdp.offload out, or type precision=bf16",
+        )
+    if config.ddp.hook not in ("none", "bf16"):
+        raise UserError(
+            f"{asked} with ddp.hook={config.ddp.hook}",
+            "gradients that are stored in bfloat16 already",
+            "type ddp.hook=bf16 (they are added in bfloat16), or ddp.hook=none (they are added in float32)",
+        )
+
+
+def store(module: nn.Module, precision: str) -> None:
+    """Parameters as `precision` wants them stored: for most, as they are. They stay the same objects."""
+    if precision not in WAYS:
+        return
+    for name, p in module.named_parameters():
+        if p.dtype == torch.float32:
+            p.data = p.data.to(torch.bfloat16)
+        elif p.requires_grad and p.dtype != torch.bfloat16:
+            own = str(p.dtype).removeprefix("torch.")
+            raise UserError(f"precision={precision}", f"{name!r} in {own}", "build the model in float32")
+
+
 def check_storage(model: nn.Module) -> None:
-    """Trainable weights below fp32 swallow small updates without a word: refuse them."""
+    """Trainable weights below fp32 swallow small updates without a word: refuse them, unless asked for by name."""
     low = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
     if low:
         raise UserError(
             "trainable parameters are the master weights and must be stored in float32",
             f"{len(low)} stored in half precision, first {low[0]!r}: updates below 1/256 of a weight would round away",
-            "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights",
+            "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
+            "precision=bf16-master stores bf16 ones beside them",
         )
 
 

@@ -7,6 +7,14 @@ zero1        4P + 4P + 8P/N         the moments are cut
 fsdp-grads   16P/N                  but 4P + 12P/N from forward to backward: parameters are whole for so long
 fsdp         16P/N
 hsdp         16P/M                  M ranks in a group that holds one copy
+
+With precision=bf16-master parameters and gradients take 2 bytes, and master weights and moments 12:
+
+ddp          16P
+zero1        4P + 12P/N
+fsdp-grads   2P + 14P/N             parameters as the model has them from forward to backward, after that 16P/N. Beside
+                                    them torch keeps this rank's part of the parameters, 2P/N, which is counted apart
+fsdp         16P/N
 """
 
 from __future__ import annotations
@@ -53,13 +61,15 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = Run(resolved, runtime, "test")
         run.adopt(Chain(), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
         run.open(TensorDataset(torch.randn(16, WIDTH)), torch.utils.data.default_collate)
-        before_backward = []
+        before_backward, beside = [], [0]
 
         def loss(model: nn.Module, batch: Any) -> Loss:
             total = model(batch[0]).square().sum()
             before_backward.append(bytes_of(run.driver.model.parameters()))
+            beside.append(bytes_of(run.driver.parameters) if before_backward[-1] > before[0] else 0)
             return Loss(total, len(batch[0]))
 
+        before = [bytes_of(run.driver.parameters)]
         for share in run.shares():
             run.finish(share, run.stepper.step(share, loss))
         parameters = run.driver.parameters
@@ -71,6 +81,8 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
             for value in state.values()
             if isinstance(value, Tensor)
         ]
+        if run.optimizers.masters:
+            states += run.optimizers.masters.held()
         run.keeper.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.
@@ -78,7 +90,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
             for tensor in map(local, tensors):
                 assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 4) + SLACK
         sizes = {name: bytes_of(tensors) for name, tensors in found.items()}
-        return sizes | {"parameters before backward": max(before_backward)}
+        return sizes | {"parameters before backward": max(before_backward), "parts beside": max(beside)}
 
 
 def expected(name: str, ranks: int) -> dict[str, float]:
@@ -106,3 +118,48 @@ def test_bytes_follow_the_formula(pool: Pool, name: str, ranks: int) -> None:
         # zero1 deals whole parameters, so its ranks hold about equally many.
         uneven = 2 * WIDTH * ROW if name == "zero1" else 0
         assert max(found) <= size + SLACK + uneven, part
+
+
+# What the whole of a rank's parameters, gradients and optimizer state takes, in bytes per parameter.
+MASTER = {
+    "ddp": lambda n: 16,
+    "zero1": lambda n: 4 + 12 / n,
+    "fsdp-grads": lambda n: 2 + 14 / n,
+    "fsdp": lambda n: 16 / n,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MASTER)
+def test_bytes_in_mixed_precision(pool: Pool, name: str, ranks: int) -> None:
+    every_rank = pool.run(counted, STRATEGIES[name] | {"precision": "bf16-master"}, world=ranks)
+    in_use = "parameters before backward" if name == "fsdp-grads" else "parameters"
+    totals = [rank[in_use] + rank["gradients"] + rank["moments"] for rank in every_rank]
+    size = MASTER[name](ranks) * PARAMETERS
+    assert sum(totals) / ranks == pytest.approx(size, abs=2 * SLACK)
+    assert max(totals) <= size + 2 * SLACK + (3 * WIDTH * ROW if name == "zero1" else 0)
+    cut = ranks if name.startswith("fsdp") else 1
+    for rank in every_rank:
+        assert rank["parameters"] == pytest.approx(2 * PARAMETERS / cut, abs=SLACK)
+        assert rank["gradients"] == pytest.approx(2 * PARAMETERS / cut, abs=SLACK)
+    beside = 2 * PARAMETERS / ranks if name == "fsdp-grads" and ranks > 1 else 0
+    assert max(rank["parts beside"] for rank in every_rank) == pytest.approx(beside, abs=SLACK)
+
+
+VECTORS = BLOCKS * WIDTH + CLASSES
+SMALL = WIDTH * CLASSES  # the head: too small for bytes
+SQUARES = BLOCKS * WIDTH * WIDTH
+LEAN = {  # bytes of the optimizer's state, without its step counters
+    "adamw8bit": 2 * SQUARES + BLOCKS * 2 * 4 * WIDTH + 8 * (VECTORS + SMALL),
+    "adafactor": 4 * (BLOCKS * 2 * WIDTH + WIDTH + CLASSES + VECTORS),
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize("optimizer", LEAN)
+def test_bytes_of_lean_optimizers(pool: Pool, optimizer: str, name: str, ranks: int) -> None:
+    for rank in pool.run(counted, STRATEGIES[name] | {"optimizer": optimizer}, world=ranks):
+        whole = BLOCKS * 4 * WIDTH + 4 * WIDTH if optimizer == "adafactor" else 0  # column means: on every rank
+        expected = (LEAN[optimizer] - whole) / ranks + whole
+        assert rank["moments"] == pytest.approx(expected, abs=64)
+        assert rank["moments"] < 0.3 * 8 * PARAMETERS / ranks

@@ -43,7 +43,7 @@ def test_the_curve_is_the_same_at_any_world_size(pool: Pool, schedule: str) -> N
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5)])
 def test_scaling_follows_the_global_batch_alone(pool: Pool, rule: str, factor: float) -> None:
-    scaling = {"lr.scaling": rule, "lr.reference_batch": 4}
+    scaling = {"lr.scaling": rule, "lr.reference_batch": 4, "lr.schedule": "constant"}
     one = curves(pool, scaling, world=1)[0]
     assert one[WARMUP] == pytest.approx(PEAK * factor)
     for world in (2, 4):

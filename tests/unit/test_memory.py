@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.engine.exhausted import explained
+from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
 from lockstep.launch.restarts import Restarts, Settings, Situation
@@ -91,7 +92,7 @@ def a_run(folder: Path, phase: str = "compute", **values: Any) -> Any:
             world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"), pulse=SimpleNamespace(phase=phase)
         ),
         driver=SimpleNamespace(model=model),
-        optimizers=SimpleNamespace(all=[optimizer]),
+        optimizers=Optimizers(optimizer, model),
         stepper=SimpleNamespace(counters=SimpleNamespace(step=3)),
         run_dir=folder,
         opened=True,

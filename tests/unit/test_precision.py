@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import precision
 from lockstep.config import ScalerConfig, resolve
 from lockstep.errors import UserError
-from lockstep.precision import DynamicScaler, check_storage, choose
+from lockstep.precision import WAYS, DynamicScaler, check_storage, choose, store
 
 CPU = torch.device("cpu")
 
@@ -84,3 +85,61 @@ def test_half_precision_master_weights_are_refused():
         check_storage(model)
     model[1].requires_grad_(False)  # frozen parts may be stored as they like
     check_storage(model)
+
+
+def test_the_contract_of_every_format():
+    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in WAYS}
+    start = "stored bfloat16, computed bfloat16, reduced float32, optimizer float32"
+    assert all(contract.startswith(start) for contract in contracts.values())
+    assert len(set(contracts.values())) == 3
+    assert choose(config(precision="bf16"), CPU).way is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "tp"}, "with strategy=tp"),
+        ({"strategy": "pp"}, "with strategy=pp"),
+        ({"mesh.tp": 2}, r"with mesh\.tp=2"),
+        ({"strategy": "fsdp", "fsdp.offload": True}, r"with fsdp\.offload=true"),
+        ({"ddp.hook": "powersgd"}, r"with ddp\.hook=powersgd"),
+        ({"ddp.hook": "fp16"}, r"with ddp\.hook=fp16"),
+    ],
+)
+def test_what_bf16_storage_cannot_do_is_refused(values, words):
+    with pytest.raises(UserError, match=f"bf16-master {words}"):
+        choose(config(precision="bf16-master", **values), CPU)
+
+
+def test_storing_keeps_the_objects_and_refuses_doubles():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = list(model.parameters())
+    store(model, "bf16")
+    assert {p.dtype for p in before} == {torch.float32}
+    store(model, "bf16-master")
+    assert {p.dtype for p in before} == {torch.bfloat16}
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert model[1].running_mean.dtype == torch.float32
+    with pytest.raises(UserError, match="'weight' in float64"):
+        store(nn.Linear(2, 2).double(), "bf16-master")
+
+
+def test_fp8_is_refused_where_it_cannot_work(monkeypatch):
+    cuda = torch.device("cuda")
+    with pytest.raises(UserError, match="cpu, which has no float8"):
+        choose(config(precision="fp8"), CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UserError, match=r"A100, compute capability 8\.0; 8\.9 is needed"):
+        choose(config(precision="fp8"), cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precision, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="torchao is not installed"):
+        choose(config(precision="fp8"), cuda)
+    monkeypatch.setattr(precision, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="compile=false"):
+        choose(config(precision="fp8", compile=False), cuda)
+    with pytest.raises(UserError, match="fp8 with strategy=tp"):
+        choose(config(precision="fp8", strategy="tp"), cuda)
+    found = choose(config(precision="fp8"), cuda)
+    assert found.contract(torch.float32).startswith("stored float32, computed float8 in blocks, else bfloat16")

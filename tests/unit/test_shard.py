@@ -1,7 +1,10 @@
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.shard import deal, micro_slice, next_window
+from lockstep.data.shard import apportion, deal, micro_slice, next_window
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.sampled_from(["short", "drop"]))
@@ -29,3 +32,38 @@ def test_micro_batches_tile_a_window(size, micro):
     window = next_window(0, size, size, "short")
     slices = [micro_slice(window, micro, i) for i in range(-(-size // micro))]
     assert [p for start, stop in slices for p in range(start, stop)] == list(range(size))
+
+
+SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 100), SPEEDS)
+def test_every_item_is_dealt_once_by_weight(count, weights):
+    parts = [deal(count, rank, len(weights), weights) for rank in range(len(weights))]
+    assert [i for part in parts for i in part] == list(range(count))
+    assert tuple(map(len, parts)) == apportion(count, tuple(weights))
+    if count >= len(weights):
+        assert all(parts), "a rank was left without work"
+
+
+@given(st.integers(1, 60), SPEEDS)
+def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, weights):
+    counts = apportion(count, tuple(weights))
+    last = max(n / w for n, w in zip(counts, weights, strict=True))
+    for giver, taker in itertools.permutations(range(len(weights)), 2):
+        if counts[giver] > 1 and counts[giver] / weights[giver] == last:
+            assert (counts[taker] + 1) / weights[taker] >= last
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "counts"),
+    [
+        (9, (2.0, 1.0), (6, 3)),
+        (8, (1.0, 1.0), (4, 4)),
+        (8, (4.0, 1.0), (7, 1)),  # 6 and 2 would take the second rank 2, this takes the first one 1.75
+        (4, (1.0, 100.0), (1, 3)),  # who has nothing to do runs padding, which takes as long
+        (2, (1.0, 3.0, 2.0), (0, 1, 1)),
+    ],
+)
+def test_micro_batches_by_speed(count, weights, counts):
+    assert apportion(count, weights) == counts

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config.dialect import word
+from lockstep.config.rules import idle, impossible
 from lockstep.config.schema import (
     KEYS,
     RIVALS,
@@ -123,7 +124,8 @@ def _strongest(layers: Sequence[Layer], defaults: Mapping[str, Leaf], earlier: S
     given = _merge(layers, problems)
     refused = _refused(given)
     problems += [_bad_value(given[key], expected) for key, expected in refused.items()]
-    problems += clashes({key: leaf for key, leaf in {**defaults, **given}.items() if key not in refused})
+    sound = {key: leaf for key, leaf in {**defaults, **given}.items() if key not in refused}
+    problems += clashes(sound) + impossible(sound) + idle(sound, layers)
     if problems:
         raise ConfigError(problems)
     return given
@@ -183,6 +185,14 @@ _ALIASES = {
 }
 
 
+# Values that other tools have for the same thing -> what to type here.
+_WORDS = {
+    **{"dp": "ddp", "zero2": "fsdp-grads", "zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
+    **{"hybrid_shard": "hsdp", "float32": "fp32", "float16": "fp16", "half": "fp16", "16-mixed": "fp16"},
+    **{"bfloat16": "bf16", "bf16-mixed": "bf16"},
+}
+
+
 def nearest(key: str, names: Collection[str]) -> list[str]:
     """The names most like `key`, as a whole or in the last part: `warmpu` is like lr.warmup. Maybe none."""
 
@@ -220,7 +230,8 @@ def _bad_value(leaf: Leaf, expected: str) -> UserError:
 def _meant(leaf: Leaf, expected: str) -> Any:
     """A value to type: what the user meant where that is clear ("8", 1e5, fp61), else a usual one."""
     value = word(leaf.value) if isinstance(leaf.value, str) else leaf.value
-    guesses = get_close_matches(str(leaf.value).casefold(), re.findall(r"'(\w+)'", expected), 1)
+    text = str(leaf.value).casefold()
+    guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1)]
     guesses += [value, int(value) if isinstance(value, float) and value.is_integer() else None]
     sound = (v for v in guesses if v is not None and not _refused({leaf.key: leaf._replace(value=v)}))
     return next(sound, usual(leaf.key))

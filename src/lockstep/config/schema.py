@@ -44,6 +44,9 @@ SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], BeforeValidato
 Progress = Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(lambda v: "off" if v is False else v)]
 Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
+SpeedWeights = Annotated[
+    Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], BeforeValidator(lambda v: "none" if v is None else v)
+]
 GradientHook = Annotated[
     Literal["none", "fp16", "bf16", "powersgd"], BeforeValidator(lambda v: "none" if v is None else v)
 ]
@@ -184,8 +187,16 @@ class RunConfig(Section):
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
         None, "samples per forward and backward; null: derived; auto: halved when memory runs out", example=8
     )
+    speed_weights: SpeedWeights = _key(
+        "none", "micro-batches by the speed of a rank: auto measures it; or one number per rank", example=[1, 2]
+    )
     tail: Literal["short", "drop"] = _key("short", "what happens to an incomplete last step of an epoch")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _key("auto", "number format of the compute")
+    precision: Literal[
+        "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
+    ] = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
+    optimizer: Literal["task", "adamw8bit", "adafactor"] = _key(
+        "task", "which optimizer: the task's own, or one whose state is small, with its groups"
+    )
     strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"] = _key(
         "ddp", "how the ranks share the model"
     )
@@ -272,7 +283,8 @@ def walk(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[s
     """(dotted key, value) of every leaf. A mapping whose names a dotted key cannot spell is one value."""
     for name, value in items:
         key = f"{prefix}{name}"
-        inner = value if isinstance(value, Mapping) and key not in KEYS else {}
+        # `optimizer` is no section, but many take it for one: what they put into it is then named.
+        inner = value if isinstance(value, Mapping) and (key not in KEYS or key == "optimizer") else {}
         spelled = inner and all(isinstance(n, str) and n and "." not in n for n in inner)
         if spelled or (key in SECTIONS and isinstance(value, Mapping)):
             yield from walk(inner.items(), f"{key}.")

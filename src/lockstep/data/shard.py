@@ -5,7 +5,10 @@ Windows and micro-batches do not depend on the number of ranks; ranks own contig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,27 @@ def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
     return start, min(start + micro, window.stop)
 
 
-def deal(count: int, rank: int, size: int) -> range:
-    """The contiguous part of `count` items that belongs to `rank`; parts differ by at most one."""
-    return range(count * rank // size, count * (rank + 1) // size)
+def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = None) -> range:
+    """The contiguous part of `count` items that belongs to `rank`. Without `weights` parts differ by at most one."""
+    if weights is None:
+        return range(count * rank // size, count * (rank + 1) // size)
+    counts = apportion(count, tuple(weights))
+    start = sum(counts[:rank])
+    return range(start, start + counts[rank])
+
+
+@lru_cache(maxsize=64)
+def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """How many of `count` equal items each rank gets, so that ranks of these speeds are done as early as possible.
+
+    One after another goes to whoever would be done with it first; of equals, to the first. Nobody is left without if
+    there are enough: an idle rank runs an item all the same, as padding.
+    """
+    counts = [int(count >= len(weights))] * len(weights)
+    waiting = [((n + 1) / weight, rank) for rank, (n, weight) in enumerate(zip(counts, weights, strict=True))]
+    heapify(waiting)
+    for _ in range(count - sum(counts)):
+        rank = waiting[0][1]
+        counts[rank] += 1
+        heapreplace(waiting, ((counts[rank] + 1) / weights[rank], rank))
+    return tuple(counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,26 @@ def open_source(
             "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
         )
     pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+    streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    _check_readable(data, streams, config)
+    if streams:
         return StreamSource(data, collate, shape, config, seed, world, device, pin)
     return MapSource(Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
+
+
+def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
+    if not (hasattr(data, "__iter__") if streams else hasattr(data, "__len__")):
+        raise UserError(
+            "training data: a dataset with __getitem__ and __len__, or one to iterate over",
+            f"a {type(data).__name__} " + ("that can do neither" if streams else "without __len__"),
+            "return a torch Dataset, a list, or an IterableDataset",
+        )
+    if config.sharding == "own" and not streams:
+        raise UserError(
+            "data.sharding=own, for a dataset that deals its samples to the ranks by itself",
+            f"a {type(data).__name__} with __getitem__, whose samples we deal",
+            "return all samples on every rank, and leave data.sharding out",
+        )
 
 
 class MapSource:
@@ -73,6 +90,8 @@ class MapSource:
         self.order = SampleOrder(self.length, seed, config.shuffle)
         self.position = 0
         self.passed_over: list[tuple[int, int]] = []
+        self.dealt_until = 0  # the position up to which this rank's share is settled: workers may be reading it
+        self._deals: list[tuple[int, tuple[float, ...]]] = []  # (position, from which on these weights count)
         self._ahead: Iterator[Any] | None = None  # what the worker processes deliver
         self._ahead_at = 0  # the position they deliver next
 
@@ -105,6 +124,11 @@ class MapSource:
         """Never train on these positions again: they have spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
+    def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
+        """From `position` on the ranks' shares follow `weights`. All ranks must say so, before any has read so far."""
+        assert position >= self.dealt_until
+        self._deals.append((position, tuple(weights)))
+
     def state_dict(self) -> dict[str, Any]:
         passed_over = [list(span) for span in self.passed_over]
         return {"position": self.position, "length": self.length, "passed_over": passed_over}
@@ -118,7 +142,7 @@ class MapSource:
             )
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
-        self._ahead = None
+        self._ahead, self.dealt_until = None, self.position
 
     def _window(self, position: int) -> Window:
         for start, stop in self.passed_over:
@@ -137,7 +161,10 @@ class MapSource:
     def _pieces(self, window: Window) -> list[MicroBatch]:
         """This rank's micro-batches, still without data. With nothing to do it repeats the first, as padding."""
         count = -(-window.size // self.shape.micro_batch)
-        mine = deal(count, self.world.rank, self.world.size)
+        begin = window.epoch * self.length + window.start
+        weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
+        mine = deal(count, self.world.rank, self.world.size, weights)
+        self.dealt_until = max(self.dealt_until, self._after(window))
         most = -(-count // self.world.size) if self.shape.even else 1
         padding = [self._piece(window, mine[0] if mine else 0, padding=True) for _ in range(most - len(mine))]
         return [*(self._piece(window, index, padding=False) for index in mine), *padding]

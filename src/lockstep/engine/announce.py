@@ -13,7 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.engine.goals import judge
+from lockstep.engine.lean import KEEPS
 from lockstep.engine.optim import LearningRate
+from lockstep.engine.speeds import about_speeds
 from lockstep.parallel.hooks import about
 from lockstep.parallel.mesh import plan_mesh
 from lockstep.plan.plan import Plan
@@ -62,6 +64,10 @@ def facts(
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
+    if config.speed_weights != "none" and not runtime.world.alone:
+        told["speeds"] = about_speeds(config.speed_weights, plan)
+    if config.optimizer != "task":
+        told["optimizer"] = f"{config.optimizer} in place of the task's: {KEEPS[config.optimizer]}"
     if config.ddp.hook != "none" and not runtime.world.alone:
         told["exchange"] = about(config.ddp)
     return told

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from lockstep.data.loader import Reader, read_all, to_device
 from lockstep.data.shard import deal
@@ -45,10 +46,21 @@ class Evaluator:
     may_leave: bool = False  # it may be broken off when somebody is asked to leave
 
 
+def check_data(data: Any) -> None:
+    """Before the first step, not when the first evaluation is due."""
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise UserError(
+            "a dataset to evaluate on, with __getitem__ and __len__: every sample counts once, on any number of ranks",
+            f"a {type(data).__name__}, " + ("a stream" if hasattr(data, "__iter__") else "without them"),
+            "return a list of its samples, list(stream), or None for no evaluation at all",
+        )
+    if len(data) == 0:
+        raise UserError("a dataset to evaluate on", "one with no samples", "return None for no evaluation at all")
+
+
 def evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> Evaluation | None:
     """None: some rank was asked to leave while it ran, so it was broken off on all of them."""
-    if len(evaluator.reader.dataset) == 0:
-        raise UserError("a dataset to evaluate on", "one with no samples", "return None for no evaluation at all")
+    check_data(evaluator.reader.dataset)
     driver.sync_buffers()
     modes = [(module, module.training) for module in driver.model.modules()]
     driver.model.eval()

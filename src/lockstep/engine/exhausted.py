@@ -42,6 +42,12 @@ def explained(run: Run) -> Iterator[None]:
 
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
     """What an earlier attempt of this run found to be the most."""
+    if FOLDER not in os.environ:
+        raise UserError(
+            "micro_batch=auto, which starts again with a smaller one when memory runs out",
+            "nobody who could start again: these ranks have no launcher of ours",
+            "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
+        )
     path = _note(run_dir)
     return on_main(lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None, runtime)
 
@@ -92,10 +98,11 @@ def _footprint(run: Run) -> Footprint:
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
     states = [state for optimizer in (made.all if made else []) for state in optimizer.state.values()]
+    masters = made.masters.held() if made and made.masters else []
     held = Footprint(
         parameters=count([*model.parameters(), *model.buffers()]),
         gradients=count(p.grad for p in model.parameters()),
-        optimizer=count(value for state in states for value in state.values()),
+        optimizer=count([*masters, *(value for state in states for value in state.values())]),
     )
     if device.type != "cuda":
         return held

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
+from lockstep.engine.selfcheck import check_best
 from lockstep.parallel.meta import make_model
 from lockstep.task import Task
 
@@ -23,6 +25,9 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
+    if held_out is not None:
+        check_data(held_out)
+    check_best(run.config, held_out is not None)
     after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.masters import Masters
 from lockstep.errors import UserError
 from lockstep.parallel.layout import grid_of
 
@@ -33,20 +34,30 @@ class Optimizers:
         self._mixed = len({grid_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
+        self.masters: Masters | None = None  # what the optimizers hold instead of parameters stored in bfloat16
+        self.now: Callable[[], int] = lambda: 0  # which step it is
 
     def parameters(self) -> list[nn.Parameter]:
         return _parameters(self.all)
+
+    def stand_in(self, masters: Masters) -> None:
+        """The optimizers have float32 parameters now, and these divide gradients as they make them float32."""
+        self.masters, self.folds = masters, True
+        self.skips_by_itself = all(type(o) in SKIPPING and _fused(o) for o in self.all)
 
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them."""
         self._updating = True
         for optimizer in self.all:
-            optimizer.grad_scale, optimizer.found_inf = divisor, skip  # pyrefly: ignore[missing-attribute]
-            if not self._mixed:
+            scale = None if self.masters else divisor
+            optimizer.grad_scale, optimizer.found_inf = scale, skip  # pyrefly: ignore[missing-attribute]
+            if self.masters:
+                self.masters.step(optimizer, divisor, self.now())
+            elif not self._mixed:
                 optimizer.step()
-                continue
-            with _one_grid_per_group(optimizer):
-                optimizer.step()
+            else:
+                with _one_grid_per_group(optimizer):
+                    optimizer.step()
         self._updating = False
 
     def refuse_direct_steps(self) -> None:

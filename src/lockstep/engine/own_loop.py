@@ -73,7 +73,7 @@ class OwnRun:
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
         self._run.optimizers.refuse_direct_steps()
-        return driver.call, *optimizers
+        return driver.call, *self._run.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint, and give it its state back on resume: anything with `state_dict` and

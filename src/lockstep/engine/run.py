@@ -24,6 +24,8 @@ from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.exhausted import noted_micro_batch
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.keeper import Keeper, Resumed
+from lockstep.engine.lean import chosen
+from lockstep.engine.masters import Masters
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.optimizers import Optimizers, rebind
 from lockstep.engine.samples import SampleLog, blame
@@ -31,12 +33,15 @@ from lockstep.engine.selfcheck import (
     TrainableGuard,
     check_enough_work,
     check_even_work,
+    check_logged,
+    check_plain,
     check_replicas,
     check_same_config,
     check_supported,
     first_share,
 )
 from lockstep.engine.skips import is_spike
+from lockstep.engine.speeds import by_speed, open_dealer
 from lockstep.engine.state import RunState, Stateful, whole_state
 from lockstep.engine.step import Stepper
 from lockstep.engine.zero import ShardedOptimizers
@@ -90,7 +95,9 @@ class Run:
                 "one that was set up before; a run trains one module",
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
-        check_storage(model)
+        check_plain(model)
+        if not self.precision.way:
+            check_storage(model)
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
@@ -98,8 +105,11 @@ class Run:
         self.others.update(self.driver.kept)
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
+        made = chosen(self.config, made)
         cut = self.config.strategy == "zero1" and not self.runtime.world.alone
         self.optimizers = ShardedOptimizers(made, model, self.runtime) if cut else Optimizers(made, model)
+        if self.precision.way:
+            self.optimizers.stand_in(Masters(self.optimizers.all, model, self.precision.way, self.config.seed))
         self.guard = TrainableGuard(model)
         return self.driver
 
@@ -109,15 +119,19 @@ class Run:
         share = World(self.driver.data_rank, self.driver.data_size)  # ranks that share a layer share the samples too
         samples = len(data) if hasattr(data, "__len__") else None
         most = noted_micro_batch(self.run_dir, runtime) if config.micro_batch == "auto" else None
-        self.plan = plan = make_plan(config, share.size, samples, most)
+        self.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
         check_even_work(self.driver.model, plan, config.tail)
         if self.driver.pipeline is not None:
             check_enough_work(plan)
         shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, even=self.driver.in_step)
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
+        check_logged(config, self.source)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
+        self.dealer = open_dealer(config.speed_weights, plan, self.source, self.driver, runtime, self.recorder.event)
+        if self.dealer:
+            self.stepper.before_exchange = self.dealer.mark
         state = RunState(
             self.driver.model,
             self.optimizers,
@@ -164,6 +178,8 @@ class Run:
         self._interval_samples += share.samples
         self._interval_steps += 1
         step = self.stepper.counters.step
+        if self.dealer:
+            self.dealer.end_step(step)
         if step == self.plan.steps:
             settled = self.stepper.settle()
             self._heed(settled)
@@ -304,6 +320,8 @@ class Run:
         iterator = iter(batches)
         for _ in range(count):
             self.runtime.pulse.beat("data", self.stepper.counters.step)
+            if self.dealer:
+                self.dealer.mark()
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began

@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig, flatten
-from lockstep.data.sources import MapSource
+from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, Share
+
+WRAPPERS: dict[type, str] = {  # and what to type instead
+    DistributedDataParallel: "strategy=ddp",
+    nn.DataParallel: "strategy=ddp",
+    FullyShardedDataParallel: "strategy=fsdp",
+    FSDPModule: "strategy=fsdp",
+}
 
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
@@ -133,6 +142,21 @@ def check_loss(loss: Loss) -> None:
         )
 
 
+def check_plain(model: Any) -> None:
+    """Lockstep wraps and compiles by itself: a model that is wrapped already would be exchanged twice, or renamed."""
+    if not isinstance(model, nn.Module):
+        raise UserError("a model: an nn.Module", f"a {type(model).__name__}", "return the module itself from model()")
+    for name, module in model.named_modules():
+        typed = [word for kind, word in WRAPPERS.items() if isinstance(module, kind)]
+        typed += ["compile=true"] * hasattr(module, "_orig_mod")
+        if typed:
+            raise UserError(
+                "a plain model, which Lockstep wraps by itself",
+                f"a {type(module).__name__}" + f" as {name!r}" * bool(name),
+                f"return the model inside it, and type {typed[0]}",
+            )
+
+
 def check_supported(model: nn.Module) -> None:
     """What the step cannot carry yet is refused by name."""
     for name, module in model.named_modules():
@@ -159,6 +183,25 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
             + (", and a short last step" if short else "")
             + ")",
             f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
+        )
+
+
+def check_best(config: RunConfig, evaluates: bool) -> None:
+    """The best checkpoint is one whose weights were evaluated: without evaluations none would ever be kept."""
+    if config.checkpoint.best and not (evaluates and config.evaluate.every):
+        raise UserError(
+            f"checkpoint.best={config.checkpoint.best}",
+            "no evaluation during the run to compare checkpoints by" + "; eval_data() gives none" * (not evaluates),
+            "type evaluate.every=100" + ", and return a dataset from eval_data()" * (not evaluates),
+        )
+
+
+def check_logged(config: RunConfig, source: BatchSource) -> None:
+    if config.log.samples and isinstance(source, StreamSource):
+        raise UserError(
+            "log.samples=true",
+            "a stream, whose samples have no numbers to write down",
+            "return a dataset with __getitem__ and __len__ from data(), or leave log.samples out",
         )
 
 

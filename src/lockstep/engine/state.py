@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.save import Slice
+from lockstep.engine.masters import CUT_OFF
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.reading import fill, read_beside
 from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
-from lockstep.parallel.layout import block_of, like, local, whole
+from lockstep.parallel.layout import block_of, local, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -50,6 +52,8 @@ class RunState:
         self.others = others  # the task, and what a loop of the user's own has registered
         self._device = next(model.parameters()).device
         self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._trained = {name: p for name, p in parameters if p.requires_grad}
         self._initial_groups = [_settings(optimizer) for optimizer in optimizers.all]
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
@@ -71,8 +75,8 @@ class RunState:
                 extra[name] = pack(value, f"extra.{name}", tensors)
             elif (first := seen.setdefault(_identity(value), full)) != full:
                 aliases[full] = first
-            elif name not in self.elsewhere:
-                tensors[full] = value.detach()
+            elif name not in self.elsewhere and (best := self._in_full(name, value)) is not None:
+                tensors[full] = best.detach()
         parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
         values: Values = {
             "model": {
@@ -100,9 +104,11 @@ class RunState:
         """(of the model, of what its optimizers will keep: a guess, since they allocate later)."""
         named = self.model.state_dict().items()
         certain = sum(t.nbytes for name, t in named if not is_extra(name) and name not in self._left_out)
-        copies = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+        if self.optimizers.masters:  # float32, where the model has bfloat16
+            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
+        copies = {"AdamW8bit": 0.5, "Adafactor": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
         guess = sum(
-            copies.get(type(optimizer).__name__, int(bool(group.get("momentum")))) * p.nbytes
+            int(copies.get(type(optimizer).__name__, bool(group.get("momentum"))) * p.nbytes)
             for optimizer in self.optimizers.all
             for group in optimizer.param_groups
             for p in group["params"]
@@ -152,6 +158,13 @@ class RunState:
     def _named(self, name: str) -> Tensor:
         return self.model.get_parameter(name)
 
+    def _in_full(self, name: str, value: Tensor) -> Tensor | None:
+        """What is saved of a parameter is its master, where it has one; None: another rank has that."""
+        masters, parameter = self.optimizers.masters, self._trained.get(name)
+        if masters is None or masters.way != "kept" or parameter is None:
+            return value
+        return masters.kept(parameter)
+
     def _restore_model(self, reader: Reader, values: Values) -> None:
         here = self.model.state_dict()
         saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
@@ -180,7 +193,9 @@ class RunState:
             if places.setdefault(original, place) != place:
                 raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
             if name not in self.elsewhere:
-                _fill(target, source, reader)
+                fill(target, source, reader)
+                if (kept := self._in_full(name, target)) is not None and kept is not target:
+                    fill(kept, source, reader)
         for name, value in values["extra"].items():
             owner = name.removesuffix("_extra_state").rstrip(".")
             self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
@@ -188,7 +203,9 @@ class RunState:
     # ---- the optimizers ----
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.model.named_parameters()}
+        """Of what the optimizers hold: the parameters, or their stand-ins."""
+        stand_ins = self.optimizers.masters.named() if self.optimizers.masters else {}
+        return {id(p): name for name, p in self.model.named_parameters()} | stand_ins
 
     def _optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer, names = self.optimizers.all[number], self._names()
@@ -210,7 +227,7 @@ class RunState:
         }
 
     def _restore_optimizer(self, number: int, saved: Values, reader: Reader) -> list[str]:
-        optimizer, names = self.optimizers.all[number], self._names()
+        optimizer, names, masters = self.optimizers.all[number], self._names(), self.optimizers.masters
         if saved["kind"] != type(optimizer).__name__:
             raise UserError(
                 f"to go on with {type(optimizer).__name__}",
@@ -224,7 +241,12 @@ class RunState:
             name = sorted(here ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        mine = {name: kept for name, kept in saved["state"].items() if name in {*order} - self.elsewhere}
+        unused = set() if masters and masters.way == "compensated" else {CUT_OFF}
+        mine = {
+            name: {key: value for key, value in kept.items() if key not in unused}
+            for name, kept in saved["state"].items()
+            if name in {*order} - self.elsewhere
+        }
         state = unpack(mine, lambda name: self._read_for(name, number, reader), self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))
@@ -244,13 +266,8 @@ class RunState:
         return changed
 
     def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
-        """A tensor of an optimizer's state: of one that is laid out like its parameter, this rank's part."""
-        rest = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-        parameter = dict(self.model.named_parameters()).get(rest)
-        if isinstance(parameter, DTensor) and reader.shape(name) == tuple(parameter.shape):
-            block = block_of(parameter)
-            return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
-        return reader.read(name)
+        owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
+        return read_beside(name, dict(self.model.named_parameters()).get(owner), reader)
 
     def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
@@ -363,16 +380,6 @@ def whole_state(
         if keep:
             found[name] = (full if full is value else full.cpu()).contiguous()
     return found, aliases
-
-
-def _fill(target: Tensor, name: str, reader: Reader) -> None:
-    """This rank's part of `target`, and nothing else, is read."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            block = block_of(target)
-            block.local.copy_(reader.read_block(name, block.offset, tuple(block.local.shape)))
-        else:
-            target.copy_(reader.read(name))
 
 
 def _identity(tensor: Tensor) -> Any:

@@ -83,11 +83,14 @@ class Stepper:
         self.clipping = Clipping(config.clip)
         self.skips = SkipPolicy(config.nonfinite, config.spike)
         self.spikes = SpikeWatch(config.spike)
-        self.folds = optimizers.folds and driver.replicated and not self.clipping.changes_elements
+        whole = driver.replicated or optimizers.masters is not None  # those divide parts of gradients, too
+        self.folds = optimizers.folds and whole and not self.clipping.changes_elements
+        optimizers.now = lambda: self.counters.step
         self.counters = Counters()
         self.sums = Sums()
         self.lr = learning_rate.at(0)
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
+        self.before_exchange: Callable[[], None] = lambda: None  # somebody may be measuring this rank's own work
         self.stop_requested = self.save_requested = self.save_failed = False
         self.taken: list[Piece] = []  # of the step that runs
         self.settled: tuple[list[Piece], Sums] = [], self.sums  # of the one whose outcome came last
@@ -96,7 +99,8 @@ class Stepper:
         self.new_metrics = False  # some rank has seen one that is not known yet
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and self.scaler is None and self.folds and optimizers.skips_by_itself
+        on_cuda = runtime.device.type == "cuda" and driver.replicated
+        self.late = on_cuda and self.scaler is None and self.folds and optimizers.skips_by_itself
         self._pending: _Pending | None = None
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 
@@ -123,7 +127,8 @@ class Stepper:
             seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index, *place), self.runtime.device)
 
         def finish(micro: MicroBatch, loss: Loss) -> Tensor:
-            return loss.total * self._note(loss)
+            start = self._note(loss)  # which may put another total in its place: a fault on purpose
+            return loss.total * start
 
         micros = list(share)
         if self.scaler and self.scaler.unit_weight is None:  # the first stages must know the scale before the loss
@@ -158,6 +163,7 @@ class Stepper:
         last = self.backwards_done == self._share.count
         if last:
             self.runtime.pulse.beat("exchange")
+            self.before_exchange()
         self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
     def _note(self, loss: Loss) -> float:

@@ -12,11 +12,13 @@ from lockstep.parallel.batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.flat import FlatDriver
-from lockstep.parallel.fsdp import FSDPDriver
+from lockstep.parallel.float8 import compute_in_float8
+from lockstep.parallel.fsdp import FSDPDriver, check_offload
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor import TensorDriver, cut_layers
+from lockstep.precision import store
 from lockstep.runtime.context import Runtime
 
 
@@ -26,15 +28,20 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = Non
     axes = None if mesh.plain else Axes(mesh, runtime)
     staged = mesh.sizes["pp"] > 1
     check_made_as_asked(model, config)
+    check_offload(config.fsdp, runtime)
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
     empty = any(p.is_meta for p in model.parameters())
+    if not empty:
+        store(model, config.precision)
     if not staged and not empty:  # a stage moves only what it keeps, and what is empty is filled when it is cut
         model.to(runtime.device)
     if axes and not staged and mesh.sizes["tp"] > 1:
         cut_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
+    if config.precision == "fp8":
+        compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
     if wants_compile(config, runtime) and not staged:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
@@ -47,7 +54,9 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
     if config.strategy in ("fsdp", "fsdp-grads", "hsdp"):
-        return FSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed)
+        return FSDPDriver(
+            model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed, config.precision
+        )
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:

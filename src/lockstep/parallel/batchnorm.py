@@ -21,6 +21,6 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
         raise UserError(
             ASKED,
             f"{runtime.device.type} as the device; torch has SyncBatchNorm for GPUs only",
-            "type device=cuda; or use GroupNorm or LayerNorm, which need no other rank",
+            "use GroupNorm or LayerNorm, which need no other rank; or type device=cuda",
         )
     nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Whole, trainable
-from lockstep.parallel.hooks import HalfHook, Hook
+from lockstep.parallel.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.powersgd import KEPT_AS, PowerSGDHook
 from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
@@ -101,7 +101,8 @@ class DDPDriver(Whole):
         self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = float(runtime.world.size)  # DDP leaves the mean over ranks; we want the sum
-        dtype = self.parameters[-1].dtype
+        self._low = self.parameters[-1].dtype == torch.bfloat16
+        dtype = torch.float32 if self._low else self.parameters[-1].dtype
         self.codec = WordCodec(runtime.device, dtype)
         carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._frozen = _frozen_names(model)
@@ -162,6 +163,8 @@ class DDPDriver(Whole):
         if config.hook == "powersgd":
             named = dict(zip(self.names, self.parameters, strict=True))
             return PowerSGDHook(word, group, named, config, seed)
+        if config.hook == "none" and self._low:
+            return WideHook(word, group)
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return HalfHook(word, group, dtypes[config.hook]) if config.hook in dtypes else None
 

@@ -93,7 +93,8 @@ class Whole:
         return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_norm(tensors))
+        low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
+        return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
 
 
 class SingleDriver(Whole):

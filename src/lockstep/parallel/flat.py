@@ -39,6 +39,10 @@ class FlatDriver(SingleDriver):
         for dtype in dict.fromkeys(p.dtype for p in live):  # in one order on all ranks, which a set would not keep
             group = [p for p in live if p.dtype == dtype]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-            flat = self.runtime.collectives.sum_(torch.cat([grad.flatten() for grad in grads]))
+            flat = torch.cat([grad.flatten() for grad in grads])
+            wide = torch.promote_types(
+                dtype, torch.float32
+            )  # what is stored in less is added in that, and rounded once
+            flat = self.runtime.collectives.sum_(flat.to(wide)).to(dtype)
             for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 p.grad = part.view_as(p)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lockstep.config import FSDPConfig
 from lockstep.errors import UserError
@@ -20,6 +21,7 @@ from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta import fill
 from lockstep.parallel.tensor import agree_on_plain
+from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime
 
 
@@ -35,14 +37,22 @@ class FSDPDriver(CutDriver):
         runtime: Runtime,
         axes: Axes | None = None,
         seed: int = 0,
+        precision: str = "fp32",
     ):
         """`axes`: the layers have been cut along tp before, and are now cut once more, along dp. `seed`: of the
-        weights, if the model has none yet."""
+        weights, if the model has none yet. `precision`: how these are stored."""
         self._parts = axes.along("tp") if axes else None
         offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
         mesh = axes.devices["dp"] if axes else make_mesh(strategy, config, runtime)
         keep = strategy == "fsdp-grads"
-        cut = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
+        if precision in WAYS:  # gradients of bfloat16 parameters are added in float32, and rounded once
+            shard = partial(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+        def cut(module: nn.Module) -> None:
+            store(module, precision)
+            shard(module)
+
         parts = find_blocks(model, blocks)
         if any(p.is_meta for p in model.parameters()):
             fill(model, parts, cut, seed, runtime)
@@ -61,6 +71,16 @@ class FSDPDriver(CutDriver):
     def add_gradients(self) -> None:
         if self._parts:
             agree_on_plain(self.parameters, self._parts)
+
+
+def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
+    if config.offload and (runtime.device.type == "cpu" or runtime.world.alone):
+        alone = runtime.device.type != "cpu"
+        raise UserError(
+            "fsdp.offload=true",
+            "one rank: nothing is cut" if alone else "a CPU, where everything lies in the host's memory already",
+            "start two ranks: --nproc 2" if alone else "leave fsdp.offload out",
+        )
 
 
 def make_mesh(strategy: str, config: FSDPConfig, runtime: Runtime) -> DeviceMesh:

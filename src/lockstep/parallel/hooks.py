@@ -118,6 +118,17 @@ class HalfHook(Hook):
             word.copy_(summed)
 
 
+class WideHook(Hook):
+    """Gradients that are stored in bf16 are added in float32, and rounded once."""
+
+    def exchange(self, bucket: Bucket) -> Iterator[None]:
+        wide = bucket.buffer.float() / self.ranks  # the word's bucket is float32 already
+        work = self.start_sum(wide)
+        yield
+        work.wait()
+        bucket.buffer.copy_(wide)
+
+
 def _advance(exchanges: list[_Exchange]) -> list[_Exchange]:
     """Each goes on to its next collective. Those that have not ended."""
     going = []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
@@ -132,6 +132,21 @@ def like(part: Tensor, model: DTensor) -> DTensor:
     return DTensor.from_local(
         here, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
     )
+
+
+def laid_out(part: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
+    """`part` of a tensor of `shape` whose rows lie where those of `model` lie; or `whole`, the same on every rank."""
+    placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
+    full = torch.empty(tuple(shape), device="meta")
+    here = part.to(model.device)
+    return DTensor.from_local(
+        here, model.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def only_rows(tensor: DTensor) -> bool:
+    """Whether it is cut along its first dimension only."""
+    return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 
 def squared_lengths(tensors: list[Tensor], ranks: int | None = None) -> Tensor:

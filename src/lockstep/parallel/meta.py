@@ -26,19 +26,27 @@ def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
     """`make()`, or with init=meta its empty shape."""
     if config.init != "meta":
         return make()
+    _check_strategy(config)
+    with torch.device("meta"):
+        return make()
+
+
+def _check_strategy(config: RunConfig) -> None:
     if config.strategy not in CUTTING or config.mesh.tp or config.mesh.pp:
         raise UserError(
             f"init=meta with strategy={config.strategy}" + " and a mesh" * bool(config.mesh.tp or config.mesh.pp),
             "ranks that hold layers whole, or cut them in another way, and would need the weights first",
-            "type strategy=fsdp, without mesh.tp and mesh.pp; or init=host",
+            "leave the mesh out, or type init=host"
+            if config.strategy in CUTTING
+            else "type strategy=fsdp, or init=host",
         )
-    with torch.device("meta"):
-        return make()
 
 
 def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
     """In a loop of the user's own, the user makes the model."""
     empty = [p.is_meta for p in model.parameters()]
+    if config.init == "meta":
+        _check_strategy(config)
     if config.init == "meta" and not all(empty):
         raise UserError(
             "init=meta", "a model with weights in it", "make it in `with torch.device('meta'):`, or type init=host"

@@ -143,9 +143,11 @@ def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
 def _check(config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool) -> None:
     pp = f"mesh.pp={axes.mesh.sizes['pp']}"
     if config.strategy not in ("ddp", "pp") or axes.mesh.sizes["tp"] > 1:
-        other = f"mesh.tp={axes.mesh.sizes['tp']}" if axes.mesh.sizes["tp"] > 1 else f"strategy={config.strategy}"
+        tp = axes.mesh.sizes["tp"] > 1
+        other = f"mesh.tp={axes.mesh.sizes['tp']}" if tp else f"strategy={config.strategy}"
+        fix = "leave mesh.tp out" if tp else "type strategy=pp"
         raise UserError(
-            f"{pp} with {other}", "stages that are cut once more", "type strategy=pp, with mesh.dp for copies of it"
+            f"{pp} with {other}", "stages that are cut once more", f"{fix}; mesh.dp makes copies of the stages"
         )
     if runtime.device.type == "cuda" and runtime.backend == "gloo":
         raise UserError(
@@ -153,9 +155,9 @@ def _check(config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool) -> N
             "gloo, which cannot send a GPU's tensors from one rank to another",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
-    if compiled and config.compile is True and config.pp.schedule == "zero-bubble":
+    if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
-            "pp.schedule=zero-bubble with compile=true",
+            f"pp.schedule=zero-bubble with compile={str(config.compile).lower()}",
             "a backward in two halves, which torch cannot take from a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )

@@ -90,6 +90,12 @@ def _within(children: set[str]) -> Iterator[tuple[str, Cut]]:
 
 
 def _spell_out(asked: Mapping[str, Cut], model: nn.Module) -> dict[str, Cut]:
+    if not isinstance(asked, Mapping):
+        raise UserError(
+            "tensor_plan(model): layers by name, and how each is cut",
+            f"a {type(asked).__name__}",
+            'return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+        )
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, Cut] = {}
     for pattern, cut in asked.items():
@@ -138,7 +144,7 @@ def _check_linear(name: str, layer: nn.Module, cut: str, ways: int) -> None:
         )
     size = layer.in_features if cut == "rowwise" else layer.out_features
     if size % ways:
-        fits = max(divisor for divisor in range(1, ways) if size % divisor == 0)
+        fits = max(divisor for divisor in range(1, ways) if size % divisor == ways % divisor == 0)  # of the ranks, too
         raise UserError(
             f"{name!r} cut over {ways} ranks (mesh.tp)",
             f"{size} {'input' if cut == 'rowwise' else 'output'} features, which {ways} does not divide",

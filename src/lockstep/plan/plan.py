@@ -120,5 +120,9 @@ def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) ->
         )
     if config.epochs is not None and per_epoch is not None:
         reasons["steps"] = f"{config.epochs:g} epochs of {per_epoch} steps"
-        return max(1, round(config.epochs * per_epoch))
+        if steps := round(config.epochs * per_epoch):
+            return steps
+        raise UserError(
+            f"epochs={config.epochs:g}", f"{per_epoch} steps an epoch: less than half a step to train", "type steps=1"
+        )
     raise UserError("how long to train", "neither steps nor epochs", "type steps=1000, or epochs=3")

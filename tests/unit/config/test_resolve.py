@@ -22,7 +22,8 @@ def test_every_key_is_described_and_has_a_value_to_type(key):
     assert config.KEYS[key].description
     (problem,) = problems_of({key: object()})  # which no key takes
     values = parse_overrides([problem.fix.removeprefix("type ")])
-    assert resolve([("command line", values)]).sources[key] == "command line"
+    # As a task's: typed alone, an option of something that is off would be refused.
+    assert resolve([("task default", values)]).sources[key] == "task default"
 
 
 def test_later_layers_win_leaf_by_leaf():

@@ -1,0 +1,117 @@
+"""Settings that would have no effect, or only a late failure, beside the others: refused, not ignored.
+
+Judged with their sources: a command line that switches something off may leave the options of it in a file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.config.schema import KEYS, Leaf, flatten, typed
+from lockstep.errors import UserError
+
+CUTTING = ("fsdp", "fsdp-grads", "hsdp")
+REPLICAS = ("ddp", "zero1")
+PREPARED = ("task default", "preset ")
+
+
+class Need(NamedTuple):
+    """Options, and what they are options of."""
+
+    options: tuple[str, ...]
+    of: str  # the key that switches them on
+    by: tuple[Any, ...]  # its values that do; empty: any but none
+    why: str  # nothing comes of them otherwise
+    fix: str
+    also: str | None = None  # a key that switches them on as well, by any value but its default
+
+
+POWERSGD = ("ddp.powersgd_rank", "ddp.powersgd_start", "ddp.error_feedback")
+SPIKES = ("spike.factor", "spike.window")
+SCALER = tuple(key for key in KEYS if key.startswith("scaler."))
+IDLE = (
+    Need(("fsdp.offload",), "strategy", CUTTING, "only a model that is cut is kept in host memory", "strategy=fsdp"),
+    Need(("fsdp.replicas",), "strategy", ("hsdp",), "only hsdp has groups with a whole copy each", "strategy=hsdp"),
+    Need(("pp.schedule", "pp.stages_per_rank"), "strategy", ("pp",), "no pipeline", "strategy=pp", "mesh.pp"),
+    Need(("blocks",), "strategy", CUTTING, "nothing that is done block by block", "remat=full", "remat"),
+    Need(POWERSGD, "ddp.hook", ("powersgd",), "gradients that are not compressed by it", "ddp.hook=powersgd"),
+    Need(("lr.min_ratio",), "lr.schedule", ("linear", "cosine", "wsd"), "a rate that stays", "lr.schedule=cosine"),
+    Need(("lr.decay",), "lr.schedule", ("wsd",), "a schedule without that phase", "lr.schedule=wsd"),
+    Need(("lr.reference_batch",), "lr.scaling", (), "a peak that does not follow the batch", "lr.scaling=linear"),
+    Need(SPIKES, "spike.policy", ("skip", "rewind", "stop"), "nobody who looks for spikes", "spike.policy=skip"),
+    Need(("checkpoint.best_mode",), "checkpoint.best", (), "no best one is kept", "checkpoint.best=eval_loss"),
+    Need(SCALER, "precision", ("auto", "fp16"), "a number format without a loss scale", "precision=fp16"),
+)
+
+
+def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[UserError]:
+    """Options of something that is not switched on. Not judged: a rule without all its keys; what a task has set for
+    the day that somebody switches it on; and a configuration that a run has written, which has every key."""
+    strength = {source: place for place, (source, _) in enumerate(layers)} | {"default": -1}
+    written = {source for source, values in layers if KEYS.keys() <= flatten(values).keys()}
+    problems = []
+    for need in IDLE:
+        switch = leaves.get(need.of)
+        if switch is None or _is_on(need, switch, leaves):
+            continue
+        for option in [leaves[name] for name in need.options if name in leaves and _changed(leaves[name])]:
+            weaker = strength[switch.source] < strength[option.source]
+            together = switch.source == option.source and _set(switch.value)  # `none` beside it is meant so
+            if (weaker or together) and not option.source.startswith(PREPARED) and option.source not in written:
+                fix = f"type {need.fix}, or {option.key}={typed(KEYS[option.key].default)}"
+                problems.append(UserError(f"{option} with {need.of}={typed(switch.value)}", need.why, fix))
+    return problems
+
+
+def _is_on(need: Need, switch: Leaf, leaves: Mapping[str, Leaf]) -> bool:
+    on = switch.value in need.by if need.by else _set(switch.value)
+    return on or (need.also in leaves and _changed(leaves[need.also]))
+
+
+def _changed(leaf: Leaf) -> bool:
+    return leaf.value != KEYS[leaf.key].default
+
+
+def _set(value: Any) -> bool:
+    return value not in (None, "none", "off", "constant", False)
+
+
+def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
+    """What no other setting can make work."""
+    found = [_uneven(leaves, leaf) for leaf in _set_leaves(leaves, "speed_weights")]
+    found += [_schedules(leaves, leaf) for leaf in _set_leaves(leaves, "pp.stages_per_rank")]
+    return [problem for problem in found if problem]
+
+
+def _set_leaves(leaves: Mapping[str, Leaf], key: str) -> list[Leaf]:
+    return [leaves[key]] if key in leaves and _set(leaves[key].value) else []
+
+
+def _uneven(leaves: Mapping[str, Leaf], speeds: Leaf) -> UserError | None:
+    """Ranks that run different numbers of micro-batches, where a forward waits for the others."""
+    strategy = [leaf for leaf in _set_leaves(leaves, "strategy") if leaf.value not in REPLICAS]
+    axes = [leaf for key in ("mesh.tp", "mesh.pp") for leaf in _set_leaves(leaves, key) if leaf.value > 1]
+    static = [leaf for key in ("ddp.static_graph", "ddp.sync_batchnorm") for leaf in _set_leaves(leaves, key)]
+    if strategy or axes:
+        why = "forwards in which the ranks wait for each other, so that all must run equally many"
+        fix = "type strategy=ddp, or strategy=zero1" if strategy else f"leave {axes[0].key} out"
+        return UserError(f"{speeds} with {(strategy + axes)[0]}", why, f"{fix}; or leave speed_weights out")
+    if static:
+        why = "a promise that every rank runs one micro-batch in a step, or equally many"
+        return UserError(f"{speeds} with {static[0]}", why, f"leave {static[0].key} out, or speed_weights")
+    return None
+
+
+def _schedules(leaves: Mapping[str, Leaf], stages: Leaf) -> UserError | None:
+    schedule, strategy, axis = (leaves.get(key) for key in ("pp.schedule", "strategy", "mesh.pp"))
+    staged = (strategy and strategy.value == "pp") or (axis and (axis.value or 1) > 1)
+    if schedule is None or not staged or (stages.value > 1) == (schedule.value in ("interleaved", "zero-bubble")):
+        return None
+    if stages.value > 1:
+        why, fix = "a schedule with one stage on each rank", "type pp.schedule=interleaved, or pp.stages_per_rank=1"
+        return UserError(f"{stages} with pp.schedule={schedule.value}", why, fix)
+    if schedule.value == "zero-bubble":
+        return None  # takes one as well
+    why, fix = "a schedule that goes to and fro between several stages of a rank", "type pp.stages_per_rank=2"
+    return UserError(f"{stages} with {schedule}", why, f"{fix}, or pp.schedule=1f1b")

@@ -1,0 +1,139 @@
+"""Optimizers of parameters that are stored in bfloat16: they see float32 stand-ins, and never bfloat16 itself.
+
+kept         a stand-in is the parameter in full precision (its master); the model has a rounded copy of it
+stochastic   a stand-in lives for one update: made from the parameter, and rounded back up or down at random
+compensated  the same, and what rounding cut off is kept in a second bfloat16, and added back the next time
+
+Updates go through the parameters in pieces, so that what lives for one update stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.engine.rounding import places_in_whole, round_stochastically, rounding_key
+from lockstep.parallel.layout import grid_of, like, local
+
+PIECE = 2**24  # elements that are updated at once
+CUT_OFF = "compensation"  # its name in the optimizer's state, which a checkpoint holds
+Part = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its stand-ins
+
+
+class Masters:
+    def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, way: str, seed: int):
+        """Puts stand-ins into the optimizers' groups, in place of the parameters."""
+        self.way, self.seed = way, seed
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
+        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [self._stand_in_for(p) for p in group["params"]]
+
+    def named(self) -> dict[int, str]:
+        return {key: self.names[id(p)] for key, p in self._parameters.items()}
+
+    def kept(self, parameter: Tensor) -> Tensor | None:
+        """The parameter in full precision, where it lives on, and on this rank."""
+        return self._stand_ins.get(id(parameter)) if self.way == "kept" else None
+
+    def held(self) -> list[Tensor]:
+        return list(self._stand_ins.values()) if self.way == "kept" else []
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, now: int) -> None:
+        """`now` numbers the steps: no two draw the same random bits."""
+        groups = optimizer.param_groups
+        try:
+            for parts in self._pieces(optimizer):
+                for _, some in parts:
+                    self._make(optimizer, some, divisor)
+                optimizer.param_groups = [{**group, "params": some} for group, some in parts]
+                optimizer.step()
+                for (group, some), used in zip(parts, optimizer.param_groups, strict=True):
+                    group.update({key: value for key, value in used.items() if key != "params"})
+                    self._take_over(optimizer, some, now)
+        finally:
+            optimizer.param_groups = groups
+
+    def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.requires_grad:
+            return parameter
+        wide = local(parameter).detach().float()
+        if self.way != "kept":
+            _empty(wide)
+        made = nn.Parameter(_alike(wide, parameter))
+        self._stand_ins[id(parameter)], self._parameters[id(made)] = made, parameter
+        return made
+
+    def _pieces(self, optimizer: torch.optim.Optimizer) -> Iterator[list[Part]]:
+        """What is updated at once. An optimizer that we do not know may count its calls: it gets everything."""
+        parts = [part for group in optimizer.param_groups for part in self._parts(group)]
+        if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
+            yield from ([part] for part in parts)
+        elif parts:
+            yield parts
+
+    def _parts(self, group: dict[str, Any]) -> Iterator[Part]:
+        """Those with a gradient, by the mesh they are laid out over, about PIECE elements at a time."""
+        by_grid: dict[Any, list[Tensor]] = {}
+        for stand_in in group["params"]:
+            if id(stand_in) in self._parameters and self._parameters[id(stand_in)].grad is not None:
+                by_grid.setdefault(grid_of(stand_in), []).append(stand_in)
+        for some in by_grid.values():
+            piece, size = [], 0
+            for stand_in in some:
+                if piece and size + stand_in.numel() > PIECE:  # of the whole: the same pieces on every rank
+                    yield group, piece
+                    piece, size = [], 0
+                piece.append(stand_in)
+                size += stand_in.numel()
+            yield group, piece
+
+    def _make(self, optimizer: torch.optim.Optimizer, some: list[Tensor], divisor: Tensor | None) -> None:
+        """Values and gradients in float32; the gradient is divided here, where that costs no precision."""
+        for stand_in in some:
+            parameter = self._parameters[id(stand_in)]
+            if self.way != "kept":
+                wide = local(stand_in)
+                wide.untyped_storage().resize_(wide.numel() * wide.element_size())
+                wide.copy_(local(parameter))
+                cut_off = optimizer.state[stand_in].get(CUT_OFF) if stand_in in optimizer.state else None
+                if cut_off is not None:
+                    wide.add_(local(cut_off))
+            gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
+            wide = local(gradient).float()
+            if divisor is not None:
+                wide.div_(divisor)
+            stand_in.grad = _alike(wide, gradient)
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, some: list[Tensor], now: int) -> None:
+        for stand_in in some:
+            parameter, wide = self._parameters[id(stand_in)], local(stand_in)
+            here = local(parameter)
+            if self.way == "stochastic":
+                key = rounding_key(self.seed, now, self.names[id(parameter)])
+                here.copy_(round_stochastically(wide, places_in_whole(parameter, wide.device), key))
+            else:
+                here.copy_(wide)
+            if self.way == "compensated":
+                left = (wide - here).to(here.dtype)
+                # Only now: optimizers set up a state that they find empty.
+                optimizer.state[stand_in][CUT_OFF] = _alike(left, parameter)
+            stand_in.grad = None
+            if self.way != "kept":
+                _empty(wide)
+
+
+def _alike(part: Tensor, model: Tensor) -> Tensor:
+    return like(part, model) if isinstance(model, DTensor) else part
+
+
+def _empty(tensor: Tensor) -> None:
+    """Keeps its shape and gives its memory back."""
+    tensor.untyped_storage().resize_(0)

@@ -1,0 +1,1 @@
+"""N ranks against one, on the user's own task: the same training in several layouts, compared."""

@@ -1,0 +1,154 @@
+"""What each cause is called, what it means and how it is mended. Which one it is, `diagnose.py` finds out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A named mistake: `key` for programs, `title` and `fix` for people, `evidence` from the runs."""
+
+    key: str
+    title: str
+    fix: str
+    evidence: str = ""
+
+
+_TABLE = {
+    "mean-of-means": (
+        "a mean of means: every micro-batch counts the same, however many terms it has",
+        "return Loss(sum over the terms, weight=number of terms), with reduction='sum' and no division of your own",
+    ),
+    "mean-for-sum": (
+        "a mean where a sum is due: the loss does not grow with the micro-batch, its weight does",
+        "use reduction='sum' (or .sum()); Lockstep divides once, by the weight of all ranks",
+    ),
+    "loss-weight": (
+        "a loss weight that counts something else than the terms of the sum",
+        "sum over what you count: Loss(token_losses.sum(), weight=number of tokens), not a mean times the batch size",
+    ),
+    "batch-coupled": (
+        "a loss of one sample that depends on the others in its micro-batch",
+        "a contrastive loss, or statistics over the batch, is another loss in every cut: fix micro_batch in the "
+        "configuration, and see it as part of the model",
+    ),
+    "batchnorm": (
+        "BatchNorm: its statistics are those of a micro-batch, and every rank keeps its own running ones",
+        "use GroupNorm or LayerNorm; or freeze it (module.eval()); on GPUs ddp.sync_batchnorm=true, with a fixed cut",
+    ),
+    "randomness": (
+        "random numbers of its own: dropout, noise or masks that follow the rank or what the process drew before",
+        "draw from torch's default generator in model code (it is seeded per step and micro-batch), never from numpy, "
+        "random or a generator seeded by the rank",
+    ),
+    "augmentation": (
+        "augmentation that follows the rank, the process or the clock: the same sample looks different elsewhere",
+        "draw in __getitem__ from torch, random or numpy (all are seeded per sample), with data.seed_samples=true and "
+        "no seeding of your own by rank, pid or time",
+    ),
+    "nondeterminism": (
+        "no two runs are alike: the very same layout differs from itself",
+        "look for os.urandom, torch.seed(), the time, the pid or global state; on a GPU type deterministic=true",
+    ),
+    "bypass": (
+        "a forward around the wrapper: gradients of such a forward are never exchanged",
+        "in loss(model, batch) call model(...), not self.net(...), model.module(...) or a part of it",
+    ),
+    "not-synchronised": (
+        "a parameter that is not the same on all ranks",
+        "change parameters on all ranks alike, and only through the optimizer; in after_step no rank may be special",
+    ),
+    "changed-structure": (
+        "a parameter added, replaced, frozen or unfrozen after the model was wrapped: nobody exchanges it",
+        "build the model whole in model(): create, tie, freeze and replace parameters there",
+    ),
+    "unused": (
+        "a trainable parameter that takes no part in the loss",
+        "freeze it (requires_grad=False) in model(), or type ddp.find_unused_parameters=true",
+    ),
+    "schedule": (
+        "a schedule that moves per micro-batch or per rank",
+        "use lr.schedule for the rate; what else follows the step belongs in after_step(model, step), as a function of "
+        "step",
+    ),
+    "average": (
+        "a moving average, or another state of the task, that is updated per micro-batch or per rank",
+        "update it once per step, in after_step(model, step), and save it with state_dict()",
+    ),
+    "carried-state": (
+        "state that is carried from one micro-batch to the next: the next one may run on another rank",
+        "start every micro-batch afresh, or key what you keep by sample and let data() deliver it",
+    ),
+    "rank-in-loss": (
+        "a loss that depends on the rank or on the number of ranks",
+        "leave RANK, WORLD_SIZE and dist.get_rank() out of loss() and model(); never divide by the number of ranks",
+    ),
+    "data": (
+        "samples that are repeated or skipped when there are several ranks",
+        "return the plain, whole dataset from data(): Lockstep deals it to the ranks; with data.sharding=own split a "
+        "stream by RANK and WORLD_SIZE",
+    ),
+    "untied": (
+        "weights that were meant to be tied, and are not: they start as the same numbers and part",
+        "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
+    ),
+    "metric": (
+        "a metric that is a mean: the mean of the ranks' means is not the mean",
+        "return sums in Loss(metrics=...): the number of hits, or (sum, weight)",
+    ),
+    "buffer": (
+        "a buffer that every rank updates by itself",
+        "keep running statistics out of the forward: compute them in after_step from what all ranks share, or make "
+        "them a function of the step",
+    ),
+    "half-precision": (
+        "trainable weights stored in half precision: small updates round away",
+        "model.float(); precision=bf16 computes in bf16 from float32 weights",
+    ),
+    "gradient": (
+        "a gradient that is changed on its way: losses agree, and the gradient does not",
+        "take hooks on parameters and calls of torch.distributed out of the model; Lockstep exchanges gradients",
+    ),
+    "update": (
+        "an update that depends on the layout: the gradients agree, and the weights after the step do not",
+        "look at after_step, optimizer hooks and settings that depend on the number of ranks",
+    ),
+    "bits": (
+        "equal up to rounding, and not to the last bit",
+        "look for kernels whose result depends on the shape of the batch or differs from run to run",
+    ),
+    "hang": (
+        "ranks that wait for each other for ever",
+        "let every rank do the same: no collective, evaluation or break behind `if rank == 0`; run.stop() ends all",
+    ),
+    "refused": ("a layout that Lockstep refuses", "do what the message says"),
+    "failed": ("a layout that fails", "mend the error; `lockstep train` with the same settings shows all of it"),
+    "unknown": (
+        "nothing that verify can name",
+        "compare the first thing that differs, by hand, at the step and in the layout named above",
+    ),
+}
+CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
+
+# What the engine refuses by itself -> the cause. It says these words to the user, and tests hold both together.
+_REFUSALS = {
+    "a loss made without it": "bypass",
+    "after the model was wrapped": "changed-structure",
+    "no gradient for": "unused",
+    "read the same first batch": "data",
+    "differs between rank 0 and rank": "not-synchronised",
+    "stored in half precision": "half-precision",
+    "still running after": "hang",
+}
+
+
+def named(key: str, evidence: str = "") -> Cause:
+    found = CAUSES[key]
+    return Cause(key, found.title, found.fix, evidence)
+
+
+def refusal(message: str, for_user: bool) -> Cause:
+    """The cause that a failure's own words give."""
+    key = next((key for words, key in _REFUSALS.items() if words in message), "refused" if for_user else "failed")
+    return named(key, message)

@@ -1,0 +1,191 @@
+"""Starts the layouts: ranks are forked from one process that has imported torch, and leave a record behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from lockstep.config import Layer
+from lockstep.launch.failure import HANG, Failure
+from lockstep.launch.job import PRELOAD
+from lockstep.launch.zygote import Zygote
+from lockstep.machine import available_cores, visible_gpus
+from lockstep.pulse import FOLDER
+from lockstep.verify.layouts import Layout
+from lockstep.verify.record import Record, read_record
+
+LIMIT = timedelta(minutes=5)  # for one layout, or TIMES as long as the longest so far, if that is more
+TIMES = 30
+AFTER_FAILURE = timedelta(seconds=3)  # that the other ranks of a layout get to notice that one has failed
+PAUSE_S = 0.2
+BEFORE_ANYTHING = {  # of a run that is over after a few steps, and whose only reader is a comparison
+    "resume": "never",
+    "compile": False,
+    "threads": 1,  # the same additions in the same order, whatever the number of ranks
+    "log.progress": "off",
+    "log.samples": False,
+    "evaluate.every": None,
+    "evaluate.at_end": False,
+    "checkpoint.every": None,
+    "checkpoint.minutes": None,
+    "checkpoint.at_end": False,
+    "checks.every": 10**9,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is trained: a TARGET as for `lockstep train`, its settings, and how many steps of it."""
+
+    name: str
+    layers: Sequence[Layer]
+    steps: int
+
+
+@dataclass
+class Trial:
+    """A layout that runs."""
+
+    layout: Layout
+    folder: Path
+    alive: tuple[int, int]  # a pipe: its ranks end when it does
+    ranks: list[int]  # the numbers under which the zygote knows them
+    pids: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    failed: float | None = None
+    hung: bool = False
+
+    @property
+    def over(self) -> bool:
+        return len(self.codes) == len(self.ranks)
+
+    def late(self, limit_s: float) -> bool:
+        """Whether its ranks wait for something that will not come."""
+        now = time.monotonic()
+        if self.failed is not None:
+            return now - self.failed > AFTER_FAILURE.total_seconds()
+        self.hung = self.hung or now - self.began > limit_s
+        return self.hung
+
+
+class Runner:
+    """`with Runner() as runner: records = runner.run(target, layouts)`"""
+
+    def __init__(self, preload: Sequence[str] = (), limit: timedelta = LIMIT) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+        env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            env.pop(name, None)
+        self._zygote = Zygote("lockstep.verify.trial", [*PRELOAD, "lockstep.verify.trial", *preload], env)
+        self._limit_s = limit.total_seconds()
+        self._started = 0
+        self.runs = 0  # layouts so far
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zygote.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, target: Target, layouts: Sequence[Layout]) -> dict[Layout, Record]:
+        """Side by side, as far as there are cores (or GPUs) for them."""
+        places = max(available_cores(), visible_gpus())
+        waiting, running, found = list(layouts), list[Trial](), dict[Layout, Record]()
+        while waiting or running:
+            busy = sum(len(trial.ranks) for trial in running)
+            while waiting and (not running or busy + waiting[0].world <= places):
+                running.append(self._start(target, waiting.pop(0)))
+                busy += running[-1].layout.world
+            self._watch(running)
+            for trial in [trial for trial in running if trial.over]:
+                running.remove(trial)
+                found[trial.layout] = self._end(trial)
+        return found
+
+    def _start(self, target: Target, layout: Layout) -> Trial:
+        self.runs += 1
+        folder = self._folder / f"{self.runs:03}"
+        (folder / "round").mkdir(parents=True)
+        orders = asdict(layout) | {"steps": target.steps, "folder": str(folder)}
+        settings = BEFORE_ANYTHING | {"run_dir": str(folder / "run")}
+        settings |= {"micro_batch": layout.micro_batch} if layout.micro_batch else {}
+        settings |= {"strategy": layout.strategy} if layout.strategy else {}
+        spec = {
+            "target": target.name,
+            "layers": json.loads(json.dumps([*target.layers, ("verify", settings)], default=str)),
+            "path": sys.path,
+            "orders": orders,
+        }
+        alive, ours = os.pipe()
+        first, self._started = self._started, self._started + layout.world
+        trial = Trial(layout, folder, (alive, ours), list(range(first, first + layout.world)))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            shared = self._zygote.env | {
+                "WORLD_SIZE": str(layout.world),
+                "LOCAL_WORLD_SIZE": str(layout.world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                FOLDER: str(folder / "round"),
+            }
+            for rank, number in enumerate(trial.ranks):
+                fds = [alive] + ([listener.fileno()] if rank == 0 else [])
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", fds)
+        return trial
+
+    def _watch(self, running: list[Trial]) -> None:
+        select.select([self._zygote.fileno()], [], [], PAUSE_S)
+        for report in self._zygote.poll():
+            trial = next(trial for trial in running if report["rank"] in trial.ranks)
+            if "code" not in report:
+                trial.pids[report["rank"]] = report["pid"]
+                continue
+            trial.codes[report["rank"]] = report["code"]
+            if report["code"] and trial.failed is None:
+                trial.failed = time.monotonic()
+        assert self._zygote.alive, "the process that forks the ranks is gone"
+        for trial in running:
+            if not trial.over and trial.late(self._limit_s):
+                self._cut(trial)
+
+    def _cut(self, trial: Trial) -> None:
+        """Its ranks end when the pipe does."""
+        if trial.alive[1] >= 0:
+            os.close(trial.alive[1])
+            trial.alive = (trial.alive[0], -1)
+
+    def _end(self, trial: Trial) -> Record:
+        self._cut(trial)
+        os.close(trial.alive[0])
+        if not trial.failed:
+            self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - trial.began))
+        return read_record(trial.folder, trial.layout, _failure(trial))
+
+
+def _failure(trial: Trial) -> Failure | None:
+    """The first that a rank has recorded; one that only lost a peer says so later."""
+    if not any(trial.codes.values()):
+        return None
+    if trial.hung:
+        waited = f"still running after {time.monotonic() - trial.began:.0f} s"
+        return Failure(0, "localhost", time.time(), HANG, waited)
+    paths = (trial.folder / "round").glob("rank-*.json")
+    found = [Failure.from_json(json.loads(path.read_text())) for path in paths]
+    if found:
+        return min(found, key=lambda failure: (not failure.for_user, failure.time))
+    rank = next(rank for rank, number in enumerate(trial.ranks) if trial.codes[number])
+    log = (trial.folder / f"rank-{rank}.log").read_text(errors="replace")
+    code = trial.codes[trial.ranks[rank]]
+    return Failure(rank, "localhost", time.time(), "Died", f"rank {rank} ended with code {code}", log=log[-2000:])

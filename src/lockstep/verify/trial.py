@@ -1,0 +1,268 @@
+"""What one rank of one layout does: the user's training, for a few steps, with everything noted on the way.
+
+The run is a real one, through the same doors as `lockstep train`. Only `Run` is another class here, in this process: it
+writes down what every step found and made. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from lockstep import doors, worker
+from lockstep.data.sources import MapSource
+from lockstep.engine import run as engine
+from lockstep.engine.run import Run
+from lockstep.engine.selfcheck import digest
+from lockstep.engine.tree import pack
+from lockstep.errors import UserError
+from lockstep.observe.metrics import metric_terms
+from lockstep.parallel.drivers import Driver
+from lockstep.parallel.layout import whole
+from lockstep.runtime.world import World
+from lockstep.task import Loss, MicroBatch, Share, StepResult
+
+SHORT = 16  # characters of a digest that are kept
+
+
+def main(spec: dict[str, Any]) -> NoReturn:
+    """What a process forked for a trial runs."""
+    worker.main(spec, work)
+
+
+def work(spec: dict[str, Any]) -> None:
+    engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
+    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
+    sys.argv = [spec["target"]]
+    doors.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
+
+
+class RecordedRun(Run):
+    orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
+
+    def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
+        self._task, self._steps, self._snapshots = task, [], []
+        tied = _tied(model)
+        driver = super().adopt(model, optimizers, task)
+        after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
+        self._facts: dict[str, Any] = {"tied": tied} | after
+        return driver
+
+    def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        super().open(data, collate)
+        source, stepper = self.source, self.stepper
+        self._facts |= {
+            "global_batch": self.plan.global_batch,
+            "micro_batch": self.plan.micro_batch,
+            "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
+            "samples": self.plan.samples,
+            "stream": not isinstance(source, MapSource),
+            "strategy": self.config.strategy,
+            "precision": self.precision.name,
+            "device": self.runtime.device.type,
+            "backend": self.runtime.backend,
+            "replicated": self.driver.replicated,
+            "trainable": self.driver.names,
+        }
+        if isinstance(source, MapSource) and self.orders["part"]:
+            source.world = World(*self.orders["part"])
+        if isinstance(source, MapSource) and self.orders["twice"]:
+            reader: Any = source.reader
+            source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
+        self._prepare, self._backward = stepper.prepare, stepper.backward
+        stepper.prepare, stepper.backward = self._note_micro, self._note_loss
+        self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
+
+    def shares(self) -> Iterator[Share]:
+        """As many as asked for; the schedule stays that of the whole run."""
+        for number, share in enumerate(super().shares()):
+            self._look(number)
+            if self.orders["quiet"]:
+                self.driver.model.eval()
+                self.driver.call.eval()
+            if self.orders["nudge"]:
+                self._nudge()
+            self._micros: list[dict[str, Any]] = []
+            share.batches = self._note_data(share.batches)
+            yield share
+            if number + 1 == self.orders["steps"]:
+                break
+        self._look(len(self._steps))
+        self.runtime.collectives.farewell()
+        raise SystemExit(0)  # all there is to compare: no evaluation, no saving, no sample at the end
+
+    def finish(self, share: Share, result: StepResult | None) -> None:
+        result = result or self.stepper.settle()  # on a GPU it may still be on its way
+        assert result is not None
+        named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
+        self._put(f"gradients-{len(self._steps)}", {name: whole(grad) for name, grad in named})
+        self._steps.append(
+            {
+                "micros": self._micros,
+                "applied": result.applied,
+                "grad_norm": result.grad_norm,
+                "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
+            }
+        )
+        super().finish(share, result)
+
+    def keep(self, evaluation_due: bool = False) -> None:
+        self.guard.check_structure()  # before a checkpoint could stumble over it
+        super().keep(evaluation_due)
+
+    def save(self) -> None:
+        """Nothing of it is needed, whichever way the loop has ended."""
+
+    def close(self, text: str | None = None) -> dict[str, Any]:
+        return {}
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, SystemExit) or error.code:
+            super().fail(error)
+
+    # ---- around a micro-batch ----
+
+    def _note_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro in batches:
+            note = {"index": micro.index, "samples": micro.samples, "padding": micro.padding}
+            self._micros.append(note | {"ids": [int(i) for i in micro.ids], "rows": _rows(micro.data, micro.samples)})
+            yield micro
+
+    def _note_micro(self, micro: MicroBatch) -> None:
+        self._prepare(micro)
+        self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
+        self._generators = _generators()
+
+    def _note_loss(self, loss: Loss) -> None:
+        before, now = self._generators, _generators()
+        self._backward(loss)
+        metrics = {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {}
+        self._note |= {
+            "total": float(loss.total.detach()),
+            "weight": float(loss.weight),
+            "metrics": metrics,
+            "drawn": [name for name in now if before[name] != now[name]],
+        }
+
+    # ---- between steps ----
+
+    def _look(self, step: int) -> None:
+        """The state as step `step` finds it."""
+        model = self.driver.model
+        parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        self._put(f"parameters-{step}", parameters)
+        self._put(f"buffers-{step}", buffers)
+        self._put(f"kept-{step}", {name: whole(t) for name, t in self._kept().items()})
+        self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
+        self._put_record()
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
+        tensors: dict[str, Tensor] = {}
+        room = 4 * sum(p.nbytes for p in self.driver.parameters) + 2**20  # a dataset in `self` is no state
+        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+        for name, value in getattr(self._task, "__dict__", {}).items():
+            state = value.state_dict() if isinstance(value, nn.Module) else value
+            if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
+                own[f"self.{name}"] = state
+        for name, value in own.items():
+            found: dict[str, Tensor] = {}
+            try:
+                plain = pack(value, name, found)
+            except UserError:  # not tensors and plain values: nothing to compare
+                continue
+            if sum(t.nbytes for t in found.values()) <= room:
+                tensors |= found | dict(_numbers(plain, name))
+        return tensors
+
+    def _nudge(self) -> None:
+        """Every weight moves by up to one unit in the last place of the format that is computed in."""
+        size = 2.0**-10 if self.precision.name == "tf32" else torch.finfo(self.precision.compute).eps
+        with torch.no_grad():
+            for p in self.driver.parameters:
+                change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
+                p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
+
+    def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        if self.runtime.is_main:
+            save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
+
+    def _put_record(self) -> None:
+        record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
+        path = self._folder / f"record-{self.runtime.world.rank}.json"
+        staged = path.with_suffix(".tmp")
+        staged.write_text(json.dumps(record))
+        staged.replace(path)  # whoever is killed here leaves the last whole one
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.orders["folder"])
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    """On the CPU, in a format that numpy knows, in memory of its own."""
+    wide = tensor.detach().cpu()
+    if wide.is_floating_point() and wide.element_size() < 4:
+        wide = wide.float()
+    return wide.clone(memory_format=torch.contiguous_format)
+
+
+def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The counters and settings in a packed state."""
+    if isinstance(plain, int | float):
+        yield name, torch.tensor(float(plain), dtype=torch.float64)
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
+        yield from _numbers(value, f"{name}.{key}")
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(p), []).append(name)
+    return sorted(names for names in groups.values() if len(names) > 1)
+
+
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Parameter -> the class of the module that holds it."""
+    places = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return {name: type(model.get_submodule(place)).__name__ for name, place in places.items()}
+
+
+def _batchnorms(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+
+
+def _generators() -> dict[str, Any]:
+    """Where the global generators stand."""
+    state: Any = np.random.get_state()
+    return {
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "numpy": (state[1].tobytes(), state[2]),
+        "random": hash(random.getstate()),
+    } | ({"cuda": torch.cuda.get_rng_state().numpy().tobytes()} if torch.cuda.is_initialized() else {})
+
+
+def _rows(data: Any, samples: int) -> list[str]:
+    """A digest of every sample, or of the whole batch if it is not made of rows."""
+    tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+    if tensors and all(t.dim() and len(t) == samples for t in tensors):
+        return [digest([t[i] for t in tensors])[:SHORT] for i in range(samples)]
+    return [digest(data)[:SHORT]]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group that may follow a schedule."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, int | float | tuple | Tensor)}
+    return {key: float(v) if isinstance(v, Tensor) else v for key, v in numbers.items()}

@@ -1,0 +1,92 @@
+"""Optimizers that keep less: the same parameters on any number of ranks, and after a change; a loss near AdamW's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.config import resolve
+from lockstep.engine import adamw8bit
+from lockstep.engine.lean import KINDS, chosen
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
+from pool import Pool
+from ranks.test_storage import trained
+from ranks.test_strategies import STRATEGIES, assert_close, final
+
+SINGLE: dict[str, dict[str, Tensor]] = {}
+
+
+def lean(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
+    """A job: even the small matrices of this model become bytes."""
+    adamw8bit.SMALLEST = 64
+    return final(world, store, values, leave_at)
+
+
+def single(pool: Pool, name: str) -> dict[str, Tensor]:
+    if name not in SINGLE:
+        SINGLE[name] = pool.run(lean, {"optimizer": name}, world=1)[0]["weights"]
+    return SINGLE[name]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "pp"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_parameters_on_any_number_of_ranks(pool: Pool, name: str, strategy: str) -> None:
+    for found in pool.run(lean, STRATEGIES[strategy] | {"optimizer": name}, world=2):
+        assert_close(found["weights"], single(pool, name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_state_is_cut_anew(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Whole -> three parts, which do not divide evenly -> groups of two with a copy each -> whole."""
+    values = {"optimizer": name, "run_dir": str(tmp_path / "run"), "resume": "auto"}
+    chain = [("ddp", 2, 2), ("fsdp", 3, 5), ("hsdp", 4, 7), ("ddp", 1, None)]
+    for strategy, world, leave_at in chain:
+        found = pool.run(lean, values | STRATEGIES[strategy], leave_at, world=world)
+    assert_close(found[0]["weights"], single(pool, name))
+
+
+def test_with_bf16_storage(pool: Pool) -> None:
+    """Six bytes per parameter in all, and the same bits on two ranks as on one."""
+    values = {"optimizer": "adamw8bit", "precision": "bf16-pure-stochastic"}
+    values |= {"global_batch": 4, "micro_batch": 2, "clip.norm": None}
+    one = pool.run(lean, values, world=1)[0]["weights"]
+    two = pool.run(lean, values | STRATEGIES["fsdp"], world=2)[0]["weights"]
+    assert all(torch.equal(two[key], one[key]) for key in one)
+
+
+def test_char_lm_learns_as_with_adamw(pool: Pool) -> None:
+    """Adafactor has no momentum, and wants a smaller rate."""
+    adamw = pool.run(trained, {}, world=1)[0]
+    for values in ({"optimizer": "adamw8bit"}, {"optimizer": "adafactor", "lr.peak": 3e-3}):
+        assert pool.run(trained, values, world=1)[0] == pytest.approx(adamw, rel=0.02), values
+
+
+def test_bytes_hold_the_moments():
+    """One round trip costs about 1 % of a block's length; nothing that is not 0 becomes 0 in a divisor."""
+    torch.manual_seed(0)
+    for signed, moment in ((True, torch.randn(8, 300)), (False, torch.rand(8, 300).pow(12))):
+        codes, scales = torch.zeros(8, 300, dtype=torch.uint8), torch.zeros(8, 2)
+        adamw8bit._to_bytes_(moment.clone(), codes, scales, signed)
+        found = adamw8bit._from_bytes(codes, scales, signed)
+        assert float((found - moment).norm() / moment.norm()) < 0.015
+        assert signed or bool((found[moment > 0] > 0).all())
+        assert torch.equal(scales[:, 0], moment[:, :150].abs().amax(1))
+
+
+def test_groups_are_taken_over():
+    config = resolve([("test", {"optimizer": "adamw8bit"})]).config
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    made = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.1}, {"params": [second], "weight_decay": 0.0}], betas=(0.8, 0.9)
+    )
+    (optimizer,) = chosen(config, made)
+    kept = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+    assert kept == [(0.1, 0.01, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
+    assert chosen(resolve([("test", {})]).config, made) is made
+    with pytest.raises(UserError, match=r"optimizer=adamw8bit with mesh\.tp"):
+        chosen(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)

@@ -1,0 +1,476 @@
+"""What cannot work is refused before the first step: what was asked, what was found, and what to type instead.
+
+Every row goes the way of a real run, as rank 0 of several. The other ranks are pretended, by torch's process group that
+sends nothing: what is not refused comes to its first step. There the row fails; and there it must come when the value
+is typed that the refusal names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lockstep.config import parse_overrides, resolve
+from lockstep.engine import loop
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError, UserError
+from lockstep.pulse import FOLDER, Pulse
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.signals import Notice
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+
+
+class Echo(Collectives):
+    """All ranks say what this one says."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value] * self.world.size
+
+    def sum_(self, values: Tensor) -> Tensor:
+        return values.mul_(self.world.size)
+
+    def broadcast_(self, tensors: list[Tensor], source: int = 0) -> None:
+        pass
+
+
+@contextmanager
+def pretended(ranks: int) -> Iterator[Runtime]:
+    world, device, pulse = World(0, ranks, 0, ranks), torch.device("cpu"), Pulse()
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield Runtime(world, device, "fake", Echo(world, device, pulse), 1, pulse, Notice())
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int = 8):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, inner), nn.Linear(inner, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """With blocks, with layers of usual names, and with a forward that is not a row of modules."""
+
+    def __init__(self, inner: int = 8):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(inner) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Strange(nn.Module):
+    """No blocks, and no names that mean anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beta(self.alpha(x))
+
+
+class Bare(nn.Module):
+    """A weight that only its constructor sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class NoLength(Dataset):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(4)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(64, 4))
+
+
+ROWS = TensorDataset(torch.ones(64, 4))
+
+
+@dataclass
+class Asked(Task):
+    """A task with one thing wrong."""
+
+    make: Callable[[], Any] = Net
+    samples: Any = field(default_factory=lambda: ROWS)
+    held_out: Any = None
+    plan: Any = None
+    parts: Callable[[Any], Any] = lambda model: None
+    made_optimizer: Callable[[Any], Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def model(self) -> Any:
+        return self.make()
+
+    def data(self) -> Any:
+        return self.samples
+
+    def eval_data(self) -> Any:
+        return self.held_out
+
+    def tensor_plan(self, model: nn.Module) -> Any:
+        return self.plan
+
+    def stages(self, model: nn.Module) -> Any:
+        return self.parts(model)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return self.made_optimizer(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        raise FirstStep
+
+
+class FirstStep(Exception):
+    """Nothing was refused."""
+
+
+# ---- the table ------------------------------------------------------------------------------------------
+
+PLAIN = {"global_batch": 16, "micro_batch": 4, "steps": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is asked for, beside PLAIN; then words of what is said: asked, found, to type. One thing is wrong."""
+
+    values: dict[str, Any]
+    asked: str
+    found: str
+    fix: str
+    task: Asked = field(default_factory=Asked)
+    ranks: int = 4
+    mends: bool = True  # the first value to type, if it names one, is enough; False: it needs more than that
+
+
+def net_in_row() -> nn.Module:
+    return nn.Sequential(Block(), Block())
+
+
+def long_row() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+
+CONFIGURATION = {
+    "a misspelt strategy": Row(
+        {"strategy": "fsdpp"}, "strategy = fsdpp", "'zero1', 'fsdp-grads'", "type strategy=fsdp"
+    ),
+    "with an underscore": Row({"strategy": "fsdp_grads"}, "fsdp_grads", "should be", "type strategy=fsdp-grads"),
+    "another tool's word": Row({"strategy": "zero3"}, "strategy = zero3", "should be 'ddp'", "type strategy=fsdp"),
+    "another tool's format": Row({"precision": "bfloat16"}, "bfloat16", "should be 'auto'", "type precision=bf16"),
+    "a micro-batch above the batch": Row(
+        {"micro_batch": 32},
+        "micro_batch = 32",
+        "larger than global_batch",
+        "type micro_batch=16, or global_batch=32",
+        ranks=1,
+    ),
+    "half a word of remat": Row({"remat": "every"}, "remat = every", "'every-2'", "type remat=every-2"),
+    "a hook with fsdp": Row(
+        {"ddp.hook": "bf16", "strategy": "fsdp"}, "strategy = fsdp", "DistributedDataParallel", "type ddp.hook=none"
+    ),
+    "a hook with tp": Row({"ddp.hook": "powersgd", "mesh.tp": 2}, "mesh.tp = 2", "does not run", "leave mesh.tp out"),
+    "a static graph with unused parameters": Row(
+        {"ddp.static_graph": True, "ddp.find_unused_parameters": True},
+        "ddp.static_graph = true",
+        "does not run then",
+        "type ddp.static_graph=false",
+    ),
+    "offload without fsdp": Row(
+        {"fsdp.offload": True}, "with strategy=ddp", "model that is cut", "strategy=fsdp", mends=False
+    ),
+    "copies without hsdp": Row(
+        {"fsdp.replicas": 2, "strategy": "fsdp"}, "fsdp.replicas = 2", "only hsdp", "type strategy=hsdp"
+    ),
+    "a schedule without a pipeline": Row(
+        {"pp.schedule": "gpipe"}, "pp.schedule", "no pipeline", "type strategy=pp", Asked(long_row)
+    ),
+    "stages that the schedule has not": Row(
+        {"strategy": "pp", "pp.stages_per_rank": 2},
+        "pp.schedule=1f1b",
+        "one stage on each",
+        "pp.schedule=interleaved",
+        Asked(long_row),
+    ),
+    "interleaving one stage": Row(
+        {"strategy": "pp", "pp.schedule": "interleaved", "pp.stages_per_rank": 1},
+        "interleaved",
+        "to and fro",
+        "type pp.stages_per_rank=2",
+        Asked(long_row),
+    ),
+    "blocks for nothing": Row({"blocks": ["Block"]}, 'blocks = ["Block"]', "block by block", "type remat=full"),
+    "a rank of powersgd without it": Row(
+        {"ddp.powersgd_rank": 2, "ddp.hook": "bf16"}, "ddp.hook=bf16", "not compressed", "type ddp.hook=powersgd"
+    ),
+    "a loss scale without fp16": Row(
+        {"scaler.initial": 8.0, "precision": "bf16"}, "scaler.initial", "without a loss scale", "type precision=fp16"
+    ),
+    "a lowest rate of a constant one": Row(
+        {"lr.min_ratio": 0.1}, "lr.schedule=constant", "a rate that stays", "type lr.schedule=cosine"
+    ),
+    "a batch rule without a batch": Row(
+        {"lr.scaling": "linear"}, "lr.scaling", "reference_batch", "add lr.reference_batch=256"
+    ),
+    "a batch for no rule": Row({"lr.reference_batch": 64}, "reference_batch", "peak", "type lr.scaling=linear"),
+    "spikes that nobody looks for": Row({"spike.window": 32}, "spike.window", "nobody", "type spike.policy=skip"),
+    "the best of nothing": Row(
+        {"checkpoint.best_mode": "max", "evaluate.every": 1},
+        "best_mode",
+        "no best",
+        "checkpoint.best=",
+        Asked(held_out=ROWS),
+    ),
+    "two kinds of clipping": Row({"clip.norm": 1.0, "clip.value": 1.0}, "clip.value", "at most one", "keep one"),
+    "speeds with fsdp": Row(
+        {"speed_weights": "auto", "strategy": "fsdp", "micro_batch": 1},
+        "strategy = fsdp",
+        "wait for",
+        "type strategy=ddp",
+    ),
+    "speeds with a mesh": Row(
+        {"speed_weights": [1, 2], "mesh.pp": 2}, "mesh.pp = 2", "wait for each other", "leave mesh.pp out"
+    ),
+    "speeds with a static graph": Row(
+        {"speed_weights": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
+    ),
+}
+GRID = {
+    "a mesh that does not divide": Row({"mesh.tp": 3}, "mesh.tp=3 on 4 ranks", "not a multiple", "type mesh.tp=2"),
+    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "8 places", "type mesh.dp=2"),
+    "hsdp with tp": Row({"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "no tp axis", "type strategy=fsdp"),
+    "zero1 with pp": Row(
+        {"strategy": "zero1", "mesh.pp": 2}, "strategy=zero1", "no pp axis", "type strategy=ddp", Asked(long_row)
+    ),
+    "offload on a CPU": Row({"strategy": "fsdp", "fsdp.offload": True}, "offload=true", "a CPU", "leave fsdp.offload"),
+    "offload with tp": Row(
+        {"strategy": "fsdp", "fsdp.offload": True, "mesh.tp": 2},
+        "offload=true",
+        "host memory",
+        "leave fsdp.offload out",
+    ),
+    "tp over one rank": Row({"strategy": "tp", "mesh.tp": 1}, "mesh.tp=1", "nothing to cut", "leave mesh.tp out"),
+    "three copies on four ranks": Row(
+        {"strategy": "hsdp", "fsdp.replicas": 3}, "3 copies", "4 is not a multiple of 3", "type fsdp.replicas=2"
+    ),
+    "tp and pp": Row({"mesh": {"pp": 2, "tp": 2}}, "mesh.pp=2 with mesh.tp=2", "once more", "leave mesh.tp out"),
+    "fsdp and pp": Row(
+        {"strategy": "fsdp", "mesh.pp": 2}, "with strategy=fsdp", "once more", "type strategy=pp", Asked(long_row)
+    ),
+    "zero-bubble, compiled": Row(
+        {"strategy": "pp", "pp.schedule": "zero-bubble", "compile": True},
+        "compile=true",
+        "two halves",
+        "compile=false",
+        Asked(long_row),
+    ),
+}
+MODEL = {
+    "no module": Row({}, "an nn.Module", "a tuple", "the module itself", Asked(lambda: (Net(), 1))),
+    "wrapped": Row({}, "a plain model", "a DataParallel", "type strategy=ddp", Asked(lambda: nn.DataParallel(Net()))),
+    "compiled": Row({}, "a plain model", "OptimizedModule", "type compile=true", Asked(lambda: torch.compile(Net()))),
+    "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
+    "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
+    "remat without blocks": Row({"remat": "full"}, "remat=full", "no list of equal", "blocks=[", Asked(Strange)),
+    "blocks that are not there": Row(
+        {"remat": "full", "blocks": ["Blok"]}, "class Blok", "no such module", "use one of: Block"
+    ),
+    "remat of BatchNorm": Row(
+        {"remat": "full", "blocks": ["Strange"]}, "remat=full", "count every batch twice", "GroupNorm", Asked(Strange)
+    ),
+    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "whole", "type strategy=fsdp"),
+    "meta with a mesh": Row(
+        {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
+    ),
+    "meta without reset": Row(
+        {"init": "meta", "strategy": "fsdp"}, "reset_parameters()", "Bare has none", "sets weight", Asked(Bare)
+    ),
+    "tp without a plan": Row({"strategy": "tp"}, "layers to cut", "no tensor_plan", "tensor_plan(", Asked(Strange)),
+    "tp of 6 features": Row(
+        {"strategy": "tp"}, "over 4 ranks", "6 output features", "type mesh.tp=2", Asked(lambda: Net(6))
+    ),
+    "a plan that is a list": Row({"strategy": "tp"}, "tensor_plan", "a list", "colwise", Asked(plan=["up"])),
+    "a plan for nobody": Row(
+        {"strategy": "tp"}, "'layers.*'", "no such layer", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
+    ),
+    "a pipeline without stages": Row(
+        {"strategy": "pp"}, "into stages", "Net, whose forward", "def stages(self, model)"
+    ),
+    "more stages than parts": Row(
+        {"strategy": "pp"}, "in 4 stages", "cut into 2", "at most 2 stages", Asked(net_in_row)
+    ),
+    "stages that are no modules": Row(
+        {"strategy": "pp"}, "list of modules", "a str", "Front(model)", Asked(parts=lambda model: ["blocks"])
+    ),
+    "one micro-batch in a pipeline": Row(
+        {"strategy": "pp", "micro_batch": 16}, "mesh.pp", "1 of 16 samples", "micro_batch=8", Asked(net_in_row), ranks=2
+    ),
+    "no optimizer": Row({}, "an optimizer", "a NoneType", "torch.optim", Asked(made_optimizer=lambda model: None)),
+    "BatchNorm of all ranks on a CPU": Row(
+        {"ddp.sync_batchnorm": True}, "sync_batchnorm=true", "cpu", "GroupNorm", Asked(Strange)
+    ),
+    "tf32 on a CPU": Row({"precision": "tf32"}, "precision=tf32", "no TF32", "type precision=fp32"),
+}
+BATCH = {
+    "fewer samples than ranks": Row(
+        {"global_batch": 3, "micro_batch": None}, "global_batch=3 on 4", "1 ranks would have nothing", "--nproc 3"
+    ),
+    "fewer micro-batches than ranks": Row(
+        {"micro_batch": 8}, "micro-batches of 8 on 4", "cannot be split", "type micro_batch=4 or less"
+    ),
+    "a static graph of several micro-batches": Row(
+        {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
+    ),
+    "one speed for four ranks": Row(
+        {"speed_weights": [1.0]}, "speed_weights=[1.0]", "1 numbers for 4 ranks", "speed_weights=auto"
+    ),
+    "nothing to deal": Row(
+        {"speed_weights": "auto"}, "by speed", "one for each, and none to move", "type micro_batch=1"
+    ),
+    "a micro-batch that nobody can lower": Row({"micro_batch": "auto"}, "micro_batch=auto", "no launcher", "--nproc N"),
+    "less than a step": Row({"steps": None, "epochs": 0.01}, "epochs=0.01", "less than half a step", "type steps=1"),
+    "no whole step": Row({"tail": "drop", "global_batch": 128}, "tail=drop", "fills no step", "type tail=short"),
+}
+DATA = {
+    "a loader": Row({}, "a dataset", "already decided batch size", "its dataset", Asked(samples=DataLoader(ROWS))),
+    "a number": Row({}, "training data", "a int that can do neither", "torch Dataset", Asked(samples=5)),
+    "no length": Row({}, "training data", "NoLength without __len__", "torch Dataset", Asked(samples=NoLength())),
+    "no samples": Row({}, "a dataset to train on", "no samples", "check the path", Asked(samples=[])),
+    "shards of its own": Row({"data.sharding": "own"}, "sharding=own", "whose samples we deal", "leave data.sharding"),
+    "speeds of a stream": Row(
+        {"speed_weights": "auto", "micro_batch": 1},
+        "by speed",
+        "a stream",
+        "leave speed_weights",
+        Asked(samples=Stream()),
+    ),
+    "numbers of a stream": Row({"log.samples": True}, "log.samples", "a stream", "leave", Asked(samples=Stream())),
+    "an uneven stream": Row(
+        {"global_batch": 18, "micro_batch": 2},
+        "on 4 ranks",
+        "cannot be dealt",
+        "multiple of 4",
+        Asked(samples=Stream()),
+    ),
+    "epochs of a stream": Row(
+        {"steps": None, "epochs": 2},
+        "epochs=2.0 of a stream",
+        "without a length",
+        "type steps",
+        Asked(samples=Stream()),
+    ),
+    "rewinding a stream": Row(
+        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "policy skip", Asked(samples=Stream())
+    ),
+    "an evaluation of a stream": Row({}, "to evaluate on", "a stream", "list(stream)", Asked(held_out=Stream())),
+    "an evaluation of nothing": Row({}, "to evaluate on", "no samples", "return None", Asked(held_out=[])),
+    "the best without evaluations": Row(
+        {"checkpoint.best": "eval_loss"},
+        "checkpoint.best",
+        "no evaluation",
+        "type evaluate.every",
+        Asked(held_out=ROWS),
+    ),
+}
+TABLE = CONFIGURATION | GRID | MODEL | BATCH | DATA
+
+
+def attempt(row: Row, folder: Path, train: Callable[[Run, Asked], Any], *fix: str) -> None:
+    values = {"device": "cpu", "compile": False, "run_dir": str(folder / f"run{len(fix)}"), "log.progress": "off"}
+    layers = [("task default", values), ("command line", PLAIN | row.values), ("fix", parse_overrides(fix))]
+    resolved = resolve(layers)
+    with pretended(row.ranks) as runtime:
+        train(Run(resolved, runtime, "asked"), row.task)
+
+
+def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) -> None:
+    with pytest.raises(UserError) as refused:
+        attempt(row, folder, train)
+    told = refused.value
+    if isinstance(told, ConfigError):
+        (told,) = told.problems
+    assert row.asked in told.asked
+    assert row.found in told.found
+    assert row.fix in told.fix
+    if row.mends and (typed := re.match(r"type ([\w.]+=(\[.*?\]|[\w.-]+))", told.fix)):
+        with pytest.raises(FirstStep):
+            attempt(row, folder, train, typed[1])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refused_before_the_first_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    check_refused(TABLE[name], tmp_path, lambda run, task: loop.fit(task, run))
+
+
+def by_hand(run: Run, task: Asked) -> None:
+    own = OwnRun(run)
+    model = task.make()
+    own.setup(model, task.optimizer(model))
+    for _ in own.steps(task.data()):
+        raise FirstStep
+
+
+OWN_LOOPS = {
+    "a pipeline": Row(
+        {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
+    ),
+    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "whole", "type strategy=fsdp", mends=False),
+    "meta, made with weights": Row(
+        {"init": "meta", "strategy": "fsdp"}, "init=meta", "with weights in it", "torch.device('meta')"
+    ),
+    "a loader": DATA["a loader"],
+    "speeds of a stream": DATA["speeds of a stream"],
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOOPS)
+def test_refused_in_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
+    check_refused(OWN_LOOPS[name], tmp_path, by_hand)
+
+
+# ---- what is not refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task", [{"fsdp.offload": True, "strategy": "fsdp"}, {"lr.min_ratio": 0.1, "blocks": ["Block"]}]
+)
+def test_a_task_may_prepare_options_and_a_user_may_switch_them_off(task: dict[str, Any]) -> None:
+    resolve([("task default", task), ("command line", {"strategy": "ddp", "lr.schedule": "constant"})])
+
+
+def test_a_file_may_be_overruled_and_what_a_run_has_written_is_read_back() -> None:
+    file = {"strategy": "fsdp", "fsdp.offload": True, "lr.schedule": "cosine", "lr.min_ratio": 0.1}
+    overruled = resolve([("file a.yaml", file), ("command line", {"strategy": "ddp", "lr.schedule": "constant"})])
+    written = overruled.config.model_dump()
+    assert resolve([("file config.yaml", written)]).config == overruled.config
+    with pytest.raises(ConfigError, match="host memory"):
+        resolve([("file a.yaml", {"strategy": "ddp"}), ("command line", {"fsdp.offload": True})])

@@ -1,0 +1,240 @@
+"""`lockstep verify`: every mistake of the zoo is found and called by its name, and healthy tasks raise no alarm.
+
+LOCKSTEP_ALL_PAIRS=1 runs healthy tasks in all default worlds and under fsdp too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep import cli
+from lockstep.errors import UserError
+from lockstep.verify.causes import CAUSES, refusal
+from lockstep.verify.command import verify
+from lockstep.verify.compare import FACTOR, compare, gap
+from lockstep.verify.layouts import Layout, Wishes, check, choose
+from lockstep.verify.runner import Runner, Target
+from lockstep.verify.table import WIDTH, Report, json_of, text_of
+from zoo import borrowed, broken, healthy
+
+ZOO = Path(__file__).parent / "zoo"
+ALL = "LOCKSTEP_ALL_PAIRS" in os.environ
+QUICK = Wishes(worlds=(1, 2), steps=3)
+FULL = Wishes(strategies=("ddp", "fsdp"), steps=3)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    """The processes of all verifications are forked from one."""
+    with Runner(borrowed.PRELOAD) as made:
+        yield made
+
+
+def assert_readable(report: Report) -> None:
+    lines = text_of(report).splitlines()
+    assert max(map(len, lines)) <= WIDTH, text_of(report)
+    assert lines[-1].startswith("PASS" if report.passed else "FAIL")
+    json.dumps(json_of(report))
+
+
+# ---- the zoo --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", broken.FOUND, ids=lambda task: task.__name__)
+def test_a_mistake_is_called_by_its_name(runner: Runner, task: type) -> None:
+    report = verify(f"{ZOO / 'broken.py'}:{task.__name__}", [], QUICK, runner)
+    assert not report.passed
+    assert [cause.key for cause in report.causes] == [broken.FOUND[task]], text_of(report)
+    assert all(cause.evidence for cause in report.causes)
+    assert_readable(report)
+
+
+HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) for task in borrowed.TASKS]
+
+
+@pytest.mark.parametrize(("file", "task"), HEALTHY, ids=[task.__name__ for _, task in HEALTHY])
+def test_no_false_alarm(runner: Runner, file: str, task: type) -> None:
+    stream = task is healthy.PlainStream  # whose batch of 8 does not go into 3 processes; fsdp cuts it as ddp does
+    wishes = QUICK if not ALL or stream else FULL
+    report = verify(f"{ZOO / file}.py:{task.__name__}", [], wishes, runner)
+    assert report.passed, text_of(report)
+    assert {row.verdict for row in report.rows} <= {"reference", "yardstick", "ok"}
+    assert_readable(report)
+
+
+def test_the_zoo_is_large_enough() -> None:
+    assert len(broken.FOUND) >= 12
+    assert len(HEALTHY) >= 8
+    assert set(broken.FOUND.values()) <= set(CAUSES)
+
+
+def test_dropout_was_on_in_the_worlds_and_off_in_the_cuts(runner: Runner) -> None:
+    report = verify(f"{ZOO / 'healthy.py'}:TiedWithDropout", [], QUICK, runner)
+    assert [row.layout.quiet for row in report.rows if row.role == "world"] == [False]
+    assert all(row.layout.quiet for row in report.rows if row.role == "split")
+    assert any("set micro_batch" in note for note in report.notes)
+
+
+def test_random_numbers_that_stay_are_said(runner: Runner) -> None:
+    report = verify(f"{ZOO / 'healthy.py'}:Noising", [], QUICK, runner)
+    assert not [row for row in report.rows if row.role == "split"]
+    assert any("not compared" in note for note in report.notes)
+
+
+# ---- a loop of one's own, and the command ---------------------------------------------------------------
+
+
+def test_a_script_with_its_own_loop(runner: Runner) -> None:
+    assert verify(str(ZOO / "own_loop.py"), [], QUICK, runner).passed
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken script, through the command: exit code 1, the cause on the screen and in the file."""
+    monkeypatch.setenv("BROKEN", "1")
+    out = tmp_path / "verify.json"
+    arguments = ["verify", str(ZOO / "own_loop.py"), "--worlds", "1,2", "--steps", "2", "--splits", "3", "lr.warmup=1"]
+    assert cli.main([*arguments, "--json", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "[mean-for-sum]" in printed
+    assert "reduction='sum'" in printed
+    found = json.loads(out.read_text())
+    assert found["passed"] is False
+    assert found["first"]["kind"] == "loss"
+    assert found["first"]["step"] == 0
+    assert [row["micro_batch"] for row in found["layouts"] if row["role"] == "split"] == [3]
+    assert not list(tmp_path.glob("runs")), "a verification leaves no run folder behind"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "no recipe of that name"),
+        (["char_lm", "--worlds", "1,two"], "no list of whole numbers"),
+        (["char_lm", "--worlds", "0,1"], "a count below 1"),
+        (["char_lm", "--strategies", "pp"], "type some of ddp"),
+        (["char_lm", "stepz=3"], "there is no key stepz"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_ranks_that_wait_for_ever_are_ended_and_named() -> None:
+    """The limit is short, and it does not matter whether it is met while starting or while waiting."""
+    layout = Layout(2, 4)
+    with Runner(limit=timedelta(seconds=4)) as runner:
+        target = Target(f"{ZOO / 'broken.py'}:WaitsForRank0", [], 2)
+        record = runner.run(target, [layout])[layout]
+    assert record.failure is not None
+    assert refusal(record.failure.message, record.failure.for_user).key == "hang"
+
+
+def test_a_task_that_cannot_run_is_the_users_to_mend(runner: Runner) -> None:
+    with pytest.raises(UserError, match="how many samples"):
+        verify(f"{ZOO / 'broken.py'}:MeanOfMeans", [("test", {"global_batch": None})], QUICK, runner)
+
+
+# ---- which layouts --------------------------------------------------------------------------------------
+
+FACTS: dict[str, Any] = {"global_batch": 16, "micro_batch_asked": None, "stream": False, "strategy": "ddp"}
+
+
+def test_layouts_by_default() -> None:
+    matrix = choose(Wishes(), FACTS)
+    assert [layout.world for layout in matrix.worlds] == [2, 3, 4]
+    assert len({layout.micro_batch for layout in (matrix.reference, *matrix.worlds)}) == 1, "one cut for all worlds"
+    assert -(-16 // (matrix.reference.micro_batch or 16)) >= 4, "work for everybody"
+    sizes = [layout.micro_batch or 0 for layout in matrix.splits]
+    assert 16 in sizes
+    assert any(16 % size for size in sizes), "one of the cuts leaves a ragged rest"
+
+
+def test_a_micro_batch_that_was_asked_for_is_the_largest() -> None:
+    matrix = choose(Wishes(), FACTS | {"micro_batch_asked": 4})
+    assert matrix.reference.micro_batch == 4
+    assert all((layout.micro_batch or 99) <= 4 for layout in matrix.all)
+
+
+def test_worlds_that_do_not_fit() -> None:
+    small = FACTS | {"global_batch": 3}
+    assert [layout.world for layout in choose(Wishes(), small).worlds] == [2, 3]
+    assert choose(Wishes(), small).notes
+    with pytest.raises(UserError, match="does not go into 4"):
+        choose(Wishes(worlds=(1, 4)), small)
+    stream = choose(Wishes(), FACTS | {"stream": True})
+    assert [layout.world for layout in stream.worlds] == [2, 4]
+    assert all(16 // layout.world % (layout.micro_batch or 99) == 0 for layout in stream.worlds)
+
+
+def test_unknown_strategies_are_refused() -> None:
+    with pytest.raises(UserError, match="type some of"):
+        check(Wishes(strategies=("ddp", "pp")))
+
+
+# ---- the rule -------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A record of one step, told by hand."""
+
+    steps = 1
+
+    def __init__(self, weights: list[float], loss: float = 1.0):
+        self._weights = np.array(weights, dtype=np.float32)
+        self._loss = loss
+
+    def parameters(self, step: int) -> dict[str, np.ndarray]:
+        return {"w": self._weights}
+
+    gradients = buffers = kept = parameters
+
+    def loss(self, step: int) -> float:
+        return self._loss
+
+    def weight(self, step: int) -> float:
+        return 8.0
+
+    def metrics(self, step: int) -> dict[str, float]:
+        return {}
+
+
+def judged(found: Told, nudged: Told) -> Any:
+    kinds = ("gradient", "loss", "number of steps")
+    return compare(found, Told([1.0, 2.0]), [nudged], kinds)  # pyrefly: ignore
+
+
+def test_what_the_nudged_runs_do_is_allowed() -> None:
+    """The measure is theirs, tensor by tensor; without any noise it is the last place of the largest element."""
+    still, moved = Told([1.0, 2.0]), Told([1.0, 2.001])
+    assert judged(Told([1.0, 2.0]), still).bits
+    assert judged(Told([1.0, 2.0 + 1e-6]), still).first is None
+    off = judged(Told([1.0, 2.0 + 1e-4]), still).first
+    assert (off.kind, off.name, off.step) == ("gradient", "w", 0)
+    assert judged(Told([1.0, 2.0 + 1e-4]), moved).first is None
+    assert judged(Told([1.0, 2.001 + FACTOR * 0.001]), moved).first is not None
+    assert judged(Told([1.0, 2.0], loss=1.0001), still).first.kind == "loss"
+
+
+def test_gaps() -> None:
+    assert gap(np.array([1.0, np.nan]), np.array([1.0, np.nan])) == 0.0
+    assert gap(np.array([1.0]), np.array([np.nan])) == np.inf
+    assert gap(np.array([1.0]), np.array([1.0, 2.0])) == np.inf
+    assert gap(np.array([1, 5]), np.array([1, 2])) == 3.0
+
+
+def test_the_page_lists_the_causes() -> None:
+    """After a change: print these, and paste them."""
+    rows = [f"| `{cause.key}` | {cause.title} | {cause.fix} |" for cause in CAUSES.values()]
+    page = (ZOO.parent.parent / "docs" / "verify.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
