@@ -18,7 +18,7 @@ ASKED = {
     "S0": [10, 11, *range(16, 29), 33, 34, *range(39, 55), *range(59, 72), 77, 102, 119, 122],
     "S1": [*range(3, 10), 15, *range(27, 33), 75],
 }
-WAITS_FOR = {"launch scripts", "benchmarks", "planning", "the recipe latent_wire"}
+WAITS_FOR = {"launch scripts", "benchmarks", "planning"}
 ROWS = re.findall(r"^\| (S\d-\d+) \| (\w+) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "seeds.md").read_text(), re.M)
 
 
