@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from pool import Pool
+
+# Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
+# lost costs five seconds: about one of twelve jobs with three ranks or more.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # Timings never decide: a busy machine is not a broken program.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

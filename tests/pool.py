@@ -28,10 +28,20 @@ from typing import Any, NoReturn
 import cloudpickle
 
 SIZE = 4  # workers started at once; a larger world starts the ones it lacks
-LIMIT = timedelta(seconds=60)  # for one job
+LIMIT = timedelta(seconds=120)  # for one job, on a busy machine
 START_LIMIT = timedelta(seconds=120)  # for importing torch, on a busy machine
 DUMP = signal.SIGUSR2  # makes a worker write the stacks of all its threads
-DUMP_TIME = timedelta(seconds=0.5)
+DUMP_TIME = timedelta(seconds=10)  # at most, for writing them
+IMPORTED = (  # once, for all jobs
+    "torch._dynamo",
+    "torch.distributed.nn",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "safetensors.torch",
+    "numpy.ctypeslib",
+    "lockstep.engine.own_loop",
+    "lockstep.parallel.pipeline",
+)
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a worker whose session has died ends by itself
 
 
@@ -96,6 +106,9 @@ class Worker:
             self.connection.recv_bytes()
         except EOFError:
             raise WorkerLost(f"a worker died while starting:\n{self.log.read_text()}") from None
+
+    def log_size(self) -> int:
+        return self.log.stat().st_size
 
     def dump_stacks(self) -> None:
         if self.process.poll() is None:
@@ -183,12 +196,24 @@ class Pool:
 
     def _lost(self, members: list[Worker], ranks: list[int], what: str) -> WorkerLost:
         """Note where everybody stands, then end them all: a half-finished exchange cannot be cleaned up."""
-        for worker in members:
+        before = {worker: worker.log_size() for worker in members if worker.process.poll() is None}
+        for worker in before:
             worker.dump_stacks()
-        time.sleep(DUMP_TIME.total_seconds())
+        _wait_for_more(before)
         logs = [f"--- rank {rank}\n{_tail(worker.log)}" for rank, worker in enumerate(members)]
         self._stop()
         return WorkerLost(f"ranks {ranks} of {len(members)} {what}\n" + "\n".join(logs))
+
+
+def _wait_for_more(before: dict[Worker, int]) -> None:
+    """Until every log has grown, and for as long as more comes."""
+    last, deadline = before, time.monotonic() + DUMP_TIME.total_seconds()
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        now = {worker: worker.log_size() for worker in before}
+        if now == last and all(now[worker] > before[worker] for worker in before):
+            return
+        last = now
 
 
 def _tail(path: Path, characters: int = 6000) -> str:
@@ -204,7 +229,7 @@ def main() -> None:
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     signal.signal(DUMP, signal.SIG_IGN)
-    for name in ("torch._dynamo", "torch.distributed.nn", "torch.distributed.fsdp", "lockstep.engine.own_loop"):
+    for name in IMPORTED:
         importlib.import_module(name)
     connection.send_bytes(b"ready")
     while True:

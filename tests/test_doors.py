@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,13 +63,18 @@ class Bare(Fit):
 
 def run(*command: str, folder: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **env}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stderr
     return done
 
 
 def lockstep(*arguments: str, folder: Path, **options) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-m", "lockstep.cli", *arguments, folder=folder, **options)
+
+
+def first_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Of ours: torch may warn on its own, about a machine without a name server, say."""
+    return next(line for line in done.stderr.splitlines() if not re.match(r"\[.*\.cpp:\d+\]", line))
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -114,6 +120,7 @@ def test_a_run_leaves_everything_behind(trained):
     assert [record["step"] for record in metrics] == [4, 8, 12]
     assert all("error" in record["metrics"] for record in metrics)
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = [event for event in events if event != "slow rank"]  # on a busy machine some rank may be
     assert events == ["start", "checkpoint", "eval", "end"]
     assert "<svg" in (folder / "report.html").read_text()
     assert all((folder / log).stat().st_size > 0 for log in logs)
@@ -147,8 +154,8 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
         "train", "my_task.py:Fit", "task.crash='1'", "run_dir=crashed", "--nproc", "2", folder=trained, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("lockstep: rank 1 on ")
-    assert "ZeroDivisionError: deliberate" in done.stderr.splitlines()[0]
+    assert first_line(done).startswith("lockstep: rank 1 on ")
+    assert "ZeroDivisionError: deliberate" in first_line(done)
     assert "in fail" in done.stderr  # the line of the user's own code
     assert "1 other rank stopped because of it" in done.stderr
 
@@ -159,8 +166,8 @@ def test_a_killed_rank_is_named(trained, rank):
     arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2")
     done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0].startswith(f"lockstep: rank {rank} on ")
-    assert "SIGKILL" in done.stderr.splitlines()[0]
+    assert first_line(done).startswith(f"lockstep: rank {rank} on ")
+    assert "SIGKILL" in first_line(done)
     last = json.loads((trained / f"killed-{rank}" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["type"]) == ("error", "SIGKILL")
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, UserError
+from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
 from lockstep.launch.place import choose_run_dir, latest, latest_step, lock, prepare, run_of
 from lockstep.launch.supervise import Ending, supervise
@@ -207,6 +208,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             if isinstance(error, SystemExit) and not error.code:
                 own.close()  # the script ends here, and well
             else:
+                failure.stamp(error)
                 run.fail(error)
             raise
         own.close()
@@ -233,6 +235,7 @@ def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
             with explained(run):
                 summary = loop.fit(task, run)
         except BaseException as error:
+            failure.stamp(error)
             run.fail(error)
             raise
     return RunResult(run.run_dir, summary, task)

@@ -40,6 +40,7 @@ class MicroBatch:
     epoch: int = 0
     ids: Any = ()  # which samples (int64); empty when the source cannot tell
     padding: bool = False  # only keeps this rank in step with the others: it must weigh nothing
+    first: int = 0  # the place of its first sample in the global step, where the source knows it
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Share:
     count: int
     batches: Iterable[MicroBatch]
     samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
+    total: int | None = None  # micro-batches of the whole global step, where the source knows them
     exhausted: bool = False  # this rank's stream has ended
     span: tuple[int, int] | None = None  # positions in the endless order of samples, where the source knows them
 
@@ -137,6 +139,10 @@ class Task:
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def before_batch(self, micro: MicroBatch) -> None:
+        """Called before each training loss, for tasks that keep something from step to step for every place in the
+        global batch: `micro.first` is the place of the first sample, whoever runs it."""
 
     def after_step(self, model: nn.Module, step: int) -> None:
         """Called on every rank after every step, with the same parameters: the place for a moving average of them."""

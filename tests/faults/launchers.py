@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+# For what must happen: moments on an idle machine, longer on a busy one. Ranks that only wait do so for longer still,
+# so that none of them ends by itself before a test has given up.
+PATIENCE_S = 120.0
 MODULES = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # where `puppet` is found
 
 
@@ -39,8 +42,8 @@ class Launcher:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> int:
-        return self.process.wait(timeout=seconds)
+    def wait(self) -> int:
+        return self.process.wait(timeout=PATIENCE_S)
 
     def zygote(self) -> int:
         """Its only child."""
@@ -54,8 +57,8 @@ class Launcher:
         self.process.wait()
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -39,9 +39,9 @@ class Puppet:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
-        time.sleep(60)
+        time.sleep(600)
 
-    def train(self, seconds: float = 60.0) -> None:
+    def train(self, seconds: float = 600.0) -> None:
         """Until asked to leave: then save and leave, as the engine does."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

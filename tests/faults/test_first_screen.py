@@ -47,9 +47,9 @@ WHAT_MUST_BE_SAID = {
 def first_screen(output: str) -> str:
     """From the first line that is not the usual course of a run, to the next that is."""
     usual = re.compile(
-        r"(char_lm|  (world|parameters|precision|batch|data|learning rate)|step|eval|checkpoint|sample) "
+        r"(char_lm|  (world|parameters|precision|batch|data|learning rate)|step|eval|checkpoint|sample|slow) "
     )
-    lines = output.splitlines()
+    lines = [line for line in output.splitlines() if "nothing has moved for a while" not in line]  # a busy machine
     start = next(i for i, line in enumerate(lines) if line.startswith(("lockstep:", "warning")))
     stop = next((i for i in range(start + 1, len(lines)) if usual.match(lines[i])), len(lines))
     return "\n".join(line.rstrip() for line in lines[start:stop]) + "\n"

@@ -9,7 +9,7 @@ import pytest
 from faults import torture
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_twenty_kills_leave_no_trace_in_the_model(tmp_path: Path) -> None:
     steps = 100
     faults = torture.planned(20, steps, seed=1)

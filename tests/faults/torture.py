@@ -77,7 +77,7 @@ def train(folder: Path, steps: int, faults: list[Fault], timed_kills: int = 0, s
         launcher = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         killer = threading.Thread(target=_kill_now_and_then, args=(launcher.pid, timed_kills, seed), daemon=True)
         killer.start()
-        code = launcher.wait(timeout=60 + 10 * (len(faults) + timed_kills))
+        code = launcher.wait(timeout=120 + 15 * (len(faults) + timed_kills))
     seconds = time.monotonic() - began
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     return Outcome(

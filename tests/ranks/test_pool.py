@@ -45,7 +45,6 @@ def fail_on(world: World, store: Any, rank: int, error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no"), UserError("a", "b", "c"), ConfigError([UserError("a", "b", "c")])])
 def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error: Exception) -> None:
-    began = time.monotonic()
     with pytest.raises(type(error)) as caught:
         pool.run(fail_on, 2, error, world=3)
     assert type(caught.value) is type(error)
@@ -53,7 +52,6 @@ def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error
     note = caught.value.__notes__[0]
     assert "on rank 2" in note
     assert "in fail_on" in note
-    assert time.monotonic() - began < 20
     assert pool.run(add_ranks, 0.0, world=3)[0][1] == 3.0
 
 
@@ -82,7 +80,7 @@ def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers() -> None:
     try:
         before = pool.run(lambda world, store: os.getpid(), world=2)
         with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
-            pool.run(wait_for_ever, world=2, limit=timedelta(seconds=3))
+            pool.run(wait_for_ever, world=2, limit=timedelta(seconds=5))
         assert "in wait_for_ever" in str(caught.value)
         assert "in gather_json" in str(caught.value)
         assert not any(_alive(pid) for pid in before)

@@ -93,7 +93,10 @@ class Ragged(Task):
         return self.data()
 
 
-BASE = {"global_batch": 10, "micro_batch": 2, "steps": 10, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+# The sixth step is short, and the seventh begins another epoch.
+BASE = {"global_batch": 10, "micro_batch": 2, "steps": 7, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+BASE |= {"evaluate.batch": 15}  # four batches, the last one short
+LEAVE_AT = 3
 
 
 def final(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
@@ -161,11 +164,11 @@ def test_every_strategy_ends_with_the_same_parameters(
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For every strategy a run on 4 ranks that has left after 5 of 10 steps."""
+    """For every strategy a run on 4 ranks that has left early."""
     folder = tmp_path_factory.mktemp("saved")
     for name, values in STRATEGIES.items():
-        left = pool.run(final, values | {"run_dir": str(folder / name)}, 5, world=4)
-        assert left[0]["summary"] == {"left": 5}
+        left = pool.run(final, values | {"run_dir": str(folder / name)}, LEAVE_AT, world=4)
+        assert left[0]["summary"] == {"left": LEAVE_AT}
     return {name: folder / name for name in STRATEGIES}
 
 

@@ -127,7 +127,7 @@ MODELS: dict[str, Callable[[], Task]] = {
     "always used": lambda: Tokens(lambda: Transformer(sometimes=False)),
     "uneven parts": lambda: Tokens(lambda: Transformer(sometimes=False, hidden=10)),
 }
-BASE = {"global_batch": 8, "micro_batch": 1, "steps": 6, "clip.norm": 0.5, "log.every": 2}
+BASE = {"global_batch": 8, "micro_batch": 1, "steps": 6, "clip.norm": 0.5, "log.every": 2, "evaluate.batch": 6}
 
 # ---- jobs -----------------------------------------------------------------------------------------------
 

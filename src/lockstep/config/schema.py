@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from lockstep.config.exact import inexact
 from lockstep.errors import UserError
 
 
@@ -207,6 +208,7 @@ class RunConfig(Section):
     remat: Remat = _key("none", "compute blocks again in backward: none, full, selective or every-2", example="full")
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
+    exact: bool = _key(False, "the same bits at every number of ranks, from 1 to the number of micro-batches")
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
     resume: PathText = _key("never", "go on from a checkpoint: auto, never, or the folder of a run or a checkpoint")
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
@@ -340,7 +342,7 @@ def clashes(leaves: Mapping[str, Leaf]) -> list[UserError]:
         if both_numbers and low.value > high.value:
             fix = f"type {low.key}={typed(high.value)}, or {high.key}={typed(low.value)}"
             problems.append(UserError(f"{low} and {high}", f"{low.key} is larger than {high.key}", fix))
-    return problems + _without_ddp(leaves)
+    return problems + _without_ddp(leaves) + inexact(leaves)
 
 
 def _without_ddp(leaves: Mapping[str, Leaf]) -> list[UserError]:

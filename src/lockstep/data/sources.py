@@ -27,6 +27,7 @@ class BatchShape:
     global_batch: int
     micro_batch: int
     tail: str
+    interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
     even: bool = False  # every rank runs equally many micro-batches, padded with ones that weigh nothing
 
 
@@ -99,7 +100,13 @@ class MapSource:
         window = self._window(self.position)
         pieces = self._pieces(window)
         after = self._after(window)
-        return Share(len(pieces), self._deliver(window, pieces), window.size, span=(after - window.size, after))
+        return Share(
+            len(pieces),
+            self._deliver(window, pieces),
+            window.size,
+            total=self._count(window),
+            span=(after - window.size, after),
+        )
 
     def commit(self, share: Share, result: StepResult | None) -> None:
         assert share.span is not None
@@ -160,19 +167,23 @@ class MapSource:
 
     def _pieces(self, window: Window) -> list[MicroBatch]:
         """This rank's micro-batches, still without data. With nothing to do it repeats the first, as padding."""
-        count = -(-window.size // self.shape.micro_batch)
+        count, rank, size = self._count(window), self.world.rank, self.world.size
         begin = window.epoch * self.length + window.start
         weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
-        mine = deal(count, self.world.rank, self.world.size, weights)
+        mine = range(rank, count, size) if self.shape.interleaved else deal(count, rank, size, weights)
         self.dealt_until = max(self.dealt_until, self._after(window))
-        most = -(-count // self.world.size) if self.shape.even else 1
+        most = -(-count // size) if self.shape.even else 1
         padding = [self._piece(window, mine[0] if mine else 0, padding=True) for _ in range(most - len(mine))]
         return [*(self._piece(window, index, padding=False) for index in mine), *padding]
+
+    def _count(self, window: Window) -> int:
+        """Its micro-batches."""
+        return -(-window.size // self.shape.micro_batch)
 
     def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
         start, stop = micro_slice(window, self.shape.micro_batch, index)
         ids = self.order.ids(window.epoch, start, stop)
-        return MicroBatch(None, index, stop - start, window.epoch, ids, padding)
+        return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
         ahead = self._read_ahead(window) if self.config.workers else None

@@ -60,7 +60,7 @@ def facts(
     }
     if not (mesh := plan_mesh(config, runtime.world)).plain:
         told["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
-    if config.micro_batch in (None, "auto") and _drops(model):
+    if config.micro_batch in (None, "auto") and not config.exact and _drops(model):
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"

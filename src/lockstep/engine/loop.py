@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.selfcheck import check_best
 from lockstep.parallel.meta import make_model
-from lockstep.task import Task
+from lockstep.task import MicroBatch, Task
 
 
 def fit(task: Task, run: Run) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     if held_out is not None:
         check_data(held_out)
     check_best(run.config, held_out is not None)
+    before_batch = getattr(task, "before_batch", None)
     after_step = getattr(task, "after_step", None)
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
@@ -37,6 +39,8 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
 
     for share in run.shares():
+        if before_batch is not None:
+            share.batches = _told(share.batches, before_batch)
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
@@ -50,6 +54,12 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     if held_out is not None and run.config.evaluate.at_end and not already:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
     return run.close(_show(task, run))
+
+
+def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:
+    for micro in batches:
+        before_batch(micro)
+        yield micro
 
 
 def _show(task: Task, run: Run) -> str | None:

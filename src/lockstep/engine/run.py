@@ -21,6 +21,7 @@ from lockstep.data.loader import Reader
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.engine.announce import facts, resumed_text, start_record, summary_of, tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
+from lockstep.engine.exact import Exactness
 from lockstep.engine.exhausted import noted_micro_batch
 from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
 from lockstep.engine.keeper import Keeper, Resumed
@@ -111,6 +112,9 @@ class Run:
         if self.precision.way:
             self.optimizers.stand_in(Masters(self.optimizers.all, model, self.precision.way, self.config.seed))
         self.guard = TrainableGuard(model)
+        self.exactness = Exactness(model, self.optimizers, self.runtime) if self.config.exact else None
+        if self.exactness:
+            self.others["exact"] = self.exactness
         return self.driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -123,7 +127,9 @@ class Run:
         check_even_work(self.driver.model, plan, config.tail)
         if self.driver.pipeline is not None:
             check_enough_work(plan)
-        shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, even=self.driver.in_step)
+        shape = BatchShape(
+            plan.global_batch, plan.micro_batch, config.tail, self.driver.interleaved, even=self.driver.in_step
+        )
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
         check_logged(config, self.source)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
@@ -151,6 +157,8 @@ class Run:
             self.started -= self.resumed.seconds
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
             self.stepper.metrics_known = set(self.recorder.names)
+        if self.exactness:
+            told["exact"] = self.exactness.begin(self.source, plan)
         self.opened = True
         if runtime.is_main:
             write_head(self.run_dir, self.resolved, plan.as_dict())
@@ -188,6 +196,8 @@ class Run:
             self._log(result)
         else:
             self.recorder.poll()
+        if step == 1 and self.exactness:
+            self.exactness.check_buffers()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
             if self.driver.replicated:

@@ -385,8 +385,8 @@ def whole_state(
 def _identity(tensor: Tensor) -> Any:
     """Equal for two names of one tensor."""
     tensor = local(tensor)
-    if tensor.numel() == 0:
-        return id(tensor)
+    if tensor.numel() == 0:  # a part without rows: it has no address, but a storage of its own
+        return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

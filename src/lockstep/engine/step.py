@@ -20,18 +20,19 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.config import RunConfig
+from lockstep.engine.exact import LOSS_GRID, WEIGHT_GRID, on_grid
 from lockstep.engine.optim import Clipping, LearningRate
 from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.selfcheck import check_loss
 from lockstep.engine.skips import SkipPolicy, gradient_trouble, spike_trouble
 from lockstep.engine.spikes import SpikeWatch
-from lockstep.observe.metrics import Sums
+from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.parallel.drivers import Driver, Pipelined
 from lockstep.parallel.layout import local
 from lockstep.parallel.word import Word
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.seeds import derive, seed_torch
+from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, Share, StepResult
 
 STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries them exactly
@@ -87,7 +88,7 @@ class Stepper:
         self.folds = optimizers.folds and whole and not self.clipping.changes_elements
         optimizers.now = lambda: self.counters.step
         self.counters = Counters()
-        self.sums = Sums()
+        self.sums = self._no_sums()
         self.lr = learning_rate.at(0)
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
         self.before_exchange: Callable[[], None] = lambda: None  # somebody may be measuring this rank's own work
@@ -154,7 +155,8 @@ class Stepper:
     def prepare(self, micro: MicroBatch) -> None:
         self._micro = micro
         self.runtime.pulse.beat("compute", self.counters.step)
-        seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index), self.runtime.device)
+        self._seed("model", micro.index)
+        self.driver.note(micro, self._share.total)
         self.driver.arm(last=self.backwards_done + 1 == self._share.count)
 
     def backward(self, loss: Loss) -> None:
@@ -176,12 +178,12 @@ class Stepper:
         if kind := faults.fire("loss", self.counters.step):
             loss.total = loss.total * float(kind)
         if not self._micro.padding and self.driver.speaks:
-            self._weight = self._weight + self._as_number(loss.weight)
+            self._weight = self._weight + self._as_number(loss.weight, WEIGHT_GRID)
             self._step_sums.add(loss)
             micro = self._micro
             self.taken.append(Piece(micro.index, micro.epoch, micro.ids))
             if self.spikes.on:
-                self._loss = self._loss + self._as_number(loss.total.detach())
+                self._loss = self._loss + self._as_number(loss.total.detach(), LOSS_GRID)
         return 0.0 if self._micro.padding else self._scale()
 
     def apply(self) -> StepResult | None:
@@ -196,6 +198,8 @@ class Stepper:
         norms = driver.norms(grads)
         norm = torch.linalg.vector_norm(norms)
         self.lr = self.learning_rate.set(self.counters.applied)
+        if self.config.exact:  # whatever draws from now on must not go on where this rank's last forward ended
+            self._seed("update")
         step, self.counters.step = self.counters.step, self.counters.step + 1
         if self.late:
             return self._apply_late(step, norm, norms, packed, used)
@@ -324,7 +328,7 @@ class Stepper:
         self.spikes.load_state_dict(state["spikes"])
         if self.scaler and state["scaler"]:
             self.scaler.load_state(state["scaler"])
-        self.sums, self._pending = Sums(), None  # of steps that are being undone
+        self.sums, self._pending = self._no_sums(), None  # of steps that are being undone
         self.lr = self.learning_rate.at(self.counters.applied)
 
     def _spiked(self, word: Word, limit: float) -> bool:
@@ -344,7 +348,7 @@ class Stepper:
 
         We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
         """
-        silent = self._micro.padding or not self.driver.speaks
+        silent = self._micro.padding or not self.driver.speaks or (self.config.exact and self._micro.index > 0)
         counts = [0.0, 0.0] if silent else [float(weight), float(self._micro.samples)]
         mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
         total, samples = self.runtime.collectives.sum_(mine).tolist()
@@ -357,10 +361,19 @@ class Stepper:
             self._numbers[key] = torch.tensor(value, dtype=dtype, device=self.runtime.device)
         return self._numbers[key]
 
-    def _as_number(self, weight: Any) -> float | Tensor:
-        if isinstance(weight, Tensor) and weight.device.type == "cuda":
-            return weight.detach().double()
-        return float(weight)
+    def _as_number(self, value: Any, grid: float) -> float | Tensor:
+        on_gpu = isinstance(value, Tensor) and value.device.type == "cuda"
+        number = value.detach().double() if on_gpu else float(value)
+        return on_grid(number, grid) if self.config.exact else number
+
+    def _seed(self, stream: str, *keys: int) -> None:
+        value = derive(self.config.seed, stream, self.counters.step, *keys)
+        seed_torch(value, self.runtime.device)
+        if self.config.exact:
+            seed_host(value)
+
+    def _no_sums(self) -> Sums:
+        return ExactSums(self.runtime.collectives) if self.config.exact else Sums()
 
 
 def _mean_loss(word: Word) -> float:

@@ -38,7 +38,7 @@ from lockstep.pulse import FOLDER
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 STOP_S = 5.0  # for killed ranks to be gone
 STACKS_S = 2.0  # how long ranks have to write their stacks
-COLLECTIVES_S = 1.0
+COLLECTIVES_S = 2.0  # both together stay below the silence after which a node counts as lost
 ENTRIES = 100  # of the flight recorder, from each rank
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -77,12 +78,19 @@ class Failure:
         return Failure(**values)
 
 
+def stamp(error: BaseException) -> None:
+    """Called where an error is first seen, before this rank leaves the process group: the others notice that, and one
+    that is quicker to record its complaint must not be taken for the cause."""
+    with contextlib.suppress(AttributeError):  # an exception class that takes no attributes
+        error.__dict__.setdefault("lockstep_time", time.time())
+
+
 def record(folder: Path, rank: int, error: BaseException) -> None:
     """Called in the failing process, whatever state it is in."""
     failure = Failure(
         rank=rank,
         host=socket.gethostname(),
-        time=time.time(),
+        time=getattr(error, "lockstep_time", time.time()),
         kind=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.observe import stragglers
+from lockstep.observe import dyadic, stragglers
 from lockstep.observe.metrics import Sums, quotients
 from lockstep.observe.progress import Progress, make_progress
 from lockstep.observe.sinks import JsonlSink
@@ -91,7 +91,7 @@ class Recorder:
     def carry(self, sums: Sums) -> dict[str, Any]:
         """The sums of the running interval, all ranks together, for a checkpoint; from now on rank 0 holds them."""
         names = list(self.names)
-        totals = self.runtime.collectives.sum_(sums.take(names, self.runtime.device)).tolist()
+        totals = sums.everybodys(names, self.runtime.collectives)
         if self.runtime.is_main:
             sums.put(names, totals)
         return {"names": names, "totals": totals}
@@ -101,7 +101,7 @@ class Recorder:
         self.names = list(carried["names"])
         if self.runtime.is_main:
             sums.put(carried["names"], carried["totals"])
-        self._carried_weight = carried["totals"][2 * self.names.index("loss") + 1]
+        self._carried_weight = dyadic.rounded(dyadic.read(carried["totals"][2 * self.names.index("loss") + 1]))
 
     def _times(self, steps: int) -> torch.Tensor:
         """Every rank's seconds, each in its own place, so that one sum shows them all."""

@@ -11,6 +11,7 @@ from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp import DDPDriver
 from lockstep.parallel.drivers import Driver, SingleDriver
+from lockstep.parallel.exact_drivers import drive_exactly
 from lockstep.parallel.flat import FlatDriver
 from lockstep.parallel.float8 import compute_in_float8
 from lockstep.parallel.fsdp import FSDPDriver, check_offload
@@ -51,6 +52,8 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = Non
 
 
 def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
+    if config.exact:
+        return drive_exactly(model, config, runtime)
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
     if config.strategy in ("fsdp", "fsdp-grads", "hsdp"):
@@ -71,4 +74,4 @@ def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axe
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
-    return runtime.device.type == "cuda" if config.compile == "auto" else config.compile
+    return (runtime.device.type == "cuda" and not config.exact) if config.compile == "auto" else config.compile

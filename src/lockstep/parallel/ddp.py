@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Whole, trainable
+from lockstep.parallel.exact_hook import OrderedHook
 from lockstep.parallel.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.powersgd import KEPT_AS, PowerSGDHook
 from lockstep.parallel.word import LENGTH, Word, WordCodec
@@ -97,12 +98,14 @@ class Replica(DistributedDataParallel):
 
 
 class DDPDriver(Whole):
-    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
-        self.model, self.runtime = model, runtime
+    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0, ordered: bool = False):
+        """`ordered`: in the order of the micro-batches, and as a sum (exact.py)."""
+        self.model, self.runtime, self._ordered = model, runtime, ordered
         self.names, self.parameters = trainable(model)
-        self.gradient_factor = float(runtime.world.size)  # DDP leaves the mean over ranks; we want the sum
+        # DDP leaves the mean over ranks; we want the sum
+        self.gradient_factor = 1.0 if ordered else float(runtime.world.size)
         self._low = self.parameters[-1].dtype == torch.bfloat16
-        dtype = torch.float32 if self._low else self.parameters[-1].dtype
+        dtype = torch.float64 if ordered else torch.float32 if self._low else self.parameters[-1].dtype
         self.codec = WordCodec(runtime.device, dtype)
         carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._frozen = _frozen_names(model)
@@ -160,6 +163,8 @@ class DDPDriver(Whole):
     def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
         word, group = self._word_parameter, self._replica.process_group
         assert group is not None
+        if self._ordered:
+            return OrderedHook(word, group)
         if config.hook == "powersgd":
             named = dict(zip(self.names, self.parameters, strict=True))
             return PowerSGDHook(word, group, named, config, seed)
@@ -183,12 +188,7 @@ class DDPDriver(Whole):
             unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
         else:
             unsent = [name for name, p in pairs if id(p) not in self._reached]
-        if unsent:
-            raise UserError(
-                "every trainable parameter takes part in the loss of every micro-batch",
-                f"no gradient for {_some(unsent)}",
-                "freeze them (requires_grad=False) before training, or type ddp.find_unused_parameters=true",
-            )
+        check_reached(unsent)
 
 
 def _frozen_names(model: nn.Module) -> list[str]:
@@ -208,6 +208,16 @@ def _bypassed(model: str) -> UserError:
         "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or `model.encoder(...)`; "
         "give the model's forward an argument that selects what to compute",
     )
+
+
+def check_reached(missed: list[str]) -> None:
+    """`missed`: the parameters that a backward should have reached."""
+    if missed:
+        raise UserError(
+            "every trainable parameter takes part in the loss of every micro-batch",
+            f"no gradient for {_some(missed)}",
+            "freeze them (requires_grad=False) before training, or type ddp.find_unused_parameters=true",
+        )
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -48,6 +48,7 @@ class Driver(Protocol):
     names: list[str]
     gradient_factor: float  # what turns `.grad` after the exchange into the sum over all ranks
     codec: WordCodec
+    interleaved: bool  # ranks take micro-batches in turns, instead of a range each
     in_step: bool  # a forward waits for the other ranks: all must run equally many
     replicated: bool  # every rank holds every parameter whole
     data_rank: int  # whose samples this rank goes through: those of the same number go through the same ones
@@ -59,6 +60,9 @@ class Driver(Protocol):
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
+
+    def note(self, micro: MicroBatch, total: int | None) -> None:
+        """The next forward is that of `micro`; `total`: micro-batches of the step, all ranks together."""
 
     def arm(self, last: bool) -> None:
         """Before a forward: will its backward be this step's last, the one that exchanges?"""
@@ -83,11 +87,14 @@ class Whole:
     """What drivers have in common whose ranks each hold the whole model."""
 
     gradient_factor = 1.0
-    in_step, replicated = False, True
+    in_step, replicated, interleaved = False, True, False
     data_rank, data_size, speaks = 0, 1, True
     pipeline: Pipelined | None = None
     holders: Mapping[str, tuple[int, ...]] = {}
     kept: Mapping[str, Any] = {}
+
+    def note(self, micro: MicroBatch, total: int | None) -> None:
+        pass
 
     def norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank

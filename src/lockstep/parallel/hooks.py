@@ -71,7 +71,7 @@ class Hook:
         return done
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
-        return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """The word's place in the bucket, if it is in this one."""
@@ -104,7 +104,7 @@ class HalfHook(Hook):
         scale = None
         if self.dtype == torch.float16:
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
-            agreed = _started(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
+            agreed = started(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
             yield
             agreed.wait()
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
@@ -161,6 +161,6 @@ def about(config: DDPConfig) -> str:
     return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the group"
     return work

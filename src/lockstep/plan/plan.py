@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
+EXACT_PIECES = 8  # micro-batches of a step under `exact`, if nobody says otherwise: up to so many ranks
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,6 +90,17 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
             f"a batch that cannot be split: {world - global_batch} ranks would have nothing to do in every step",
             f"type global_batch={world} or more, or --nproc {global_batch}",
         )
+    if config.exact and config.micro_batch is None:
+        micro = math.ceil(global_batch / EXACT_PIECES)
+        count = math.ceil(global_batch / micro)
+        if count < world:
+            raise UserError(
+                f"exact=true with global_batch={global_batch} on {world} ranks",
+                f"{count} micro-batches of {micro}, whatever the number of ranks",
+                f"type micro_batch={global_batch // world} (on every number of ranks alike), or --nproc {count}",
+            )
+        reasons["micro_batch"] = f"exact: global_batch {global_batch} / {EXACT_PIECES}, whatever the number of ranks"
+        return micro
     if config.micro_batch in (None, "auto"):
         even = math.ceil(global_batch / world)
         # 9 samples on 4 ranks: pieces of 3 would leave a rank idle in every step, pieces of 2 do not.

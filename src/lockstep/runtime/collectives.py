@@ -61,6 +61,15 @@ class Collectives:
                 dist.all_reduce(values, group=self.group)
         return values
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Everybody's `values`, of one shape: (ranks, *shape), on their device."""
+        if self.world.alone:
+            return values.unsqueeze(0)
+        every = values.new_empty(self.world.size, *values.shape)
+        with self._agreeing("gather"):
+            dist.all_gather(list(every.unbind()), values, group=self.group)
+        return every
+
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         if self.world.alone:
             return

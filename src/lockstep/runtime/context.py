@@ -60,16 +60,18 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
-    threads = _set_threads(config.threads, world, device)
+    # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
+    threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
-    backend = join(world, device, store)
+    joined = dist.is_initialized()  # by a script, which will leave it too
+    backend = dist.get_backend() if joined else join(world, device, store)
     try:
         with heed_signals() as notice:
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
-        if config.deterministic:
+        if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
-        if backend != "none":
+        if backend != "none" and not joined:
             dist.destroy_process_group()
 
 
@@ -135,7 +137,9 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
         # fp32 stays fp32 when asked for by name; the faster modes also let stray fp32 matmuls use TF32.
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
-        torch.backends.cudnn.benchmark = not config.deterministic
-    if config.deterministic:
+        torch.backends.cudnn.benchmark = not (config.deterministic or config.exact)
+    if config.deterministic or config.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # It costs, and changes no result: only for whoever asks for it by name.
+        torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

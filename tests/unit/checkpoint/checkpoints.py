@@ -85,7 +85,7 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
 
 def together(size: int, work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
     """`work(rank, share)` in a thread for each rank; what each returned or raised."""
-    barrier, said, results = threading.Barrier(size, timeout=30), [None] * size, [None] * size
+    barrier, said, results = threading.Barrier(size, timeout=120), [None] * size, [None] * size
 
     def run(rank: int) -> None:
         def share(value: Any) -> list[Any]:

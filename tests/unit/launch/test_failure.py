@@ -51,6 +51,16 @@ def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
     assert first(ended).rank == 1
 
 
+def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
+    """Its peers may notice that it has left the process group, and record that, before it has recorded anything."""
+    cause = ValueError("the real cause")
+    failure.stamp(cause)
+    ended = {0: Exit(1, 9e9, recorded(tmp_path, 0, RuntimeError("connection closed by peer")))}
+    failure.stamp(cause)  # seen again on its way out: the first time counts
+    ended[1] = Exit(1, 9e9, recorded(tmp_path, 1, cause))
+    assert first(ended).rank == 1
+
+
 def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, scene):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     killed = examine(scene, -signal.SIGKILL, time.time() + 1)

@@ -16,6 +16,7 @@ from lockstep.launch.follow import _introduce
 from lockstep.launch.job import Count, Job
 from lockstep.launch.messages import Beat, Exited, Hello, Refused, Say, Stacks, Start, Welcome, decode, encode
 from lockstep.launch.wire import Hub, Line, Lost, claim, connect, difference
+from ports import free_port
 
 MESSAGES = [
     Hello("host", 1, 2, 1, {"target": "x"}),
@@ -84,7 +85,7 @@ def line():
 
 
 def received(line: Line, now: float = 0.0) -> list:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         if messages := line.receive(now):
             return messages
@@ -140,8 +141,7 @@ def test_who_does_not_read_is_given_up(line, monkeypatch):
 
 @pytest.fixture
 def address():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_one_claims_the_address_and_the_others_connect(address):
@@ -167,7 +167,9 @@ def test_one_claims_the_address_and_the_others_connect(address):
     hub.close()
 
 
-def test_last_words_arrive_although_others_still_talk(address):
+def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
+    monkeypatch.setattr(wire, "LAST_WORDS_S", 120.0)
+    monkeypatch.setattr(wire, "SILENCE_S", 120.0)
     hub = Hub(claim(address))
     line = connect(address, None, print)
     line.send(Say("here"))
@@ -183,7 +185,7 @@ def test_last_words_arrive_although_others_still_talk(address):
     time.sleep(0.1)
     assert received(line) == [Say("the end")]
     line.close()
-    closing.join(timeout=1.5)
+    closing.join(timeout=60)
     assert not closing.is_alive()  # it does not wait longer than it must
 
 

@@ -1,0 +1,146 @@
+"""What exact mode costs against plain ddp: the time of a step, and the bytes that a rank sends for its gradients.
+
+    python benchmarks/exact_cost.py                     # 2 and 4 ranks, 25 MB of gradients, one micro-batch per rank
+    python benchmarks/exact_cost.py --ranks 2 --turns 20
+
+Both runs live in the same processes and take turns of a few steps, so that noise hits them alike. The same model, data,
+AdamW and clipping; a micro-batch per rank, so that nothing is accumulated. `plain/plain` runs a second plain one
+against the first: the noise of the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Loss, Task
+from lockstep.config import resolve
+from lockstep.engine.run import Run
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+
+WIDTH, LAYERS, MICRO_BATCH, BLOCK = 1024, 6, 64, 4
+
+
+class Layers(Task):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def data(self) -> TensorDataset:
+        return TensorDataset(torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
+        return Loss((model(batch[0]) - batch[0]).square().mean(1).sum(), len(batch[0]))
+
+
+def loop(exact: bool, runtime: context.Runtime, folder: Path) -> Iterator[int]:
+    """A run, stopped after every block of steps to let the others run. Yields the bytes of its gradients."""
+    task = Layers()
+    values = {
+        "steps": 10**6,
+        "exact": exact,
+        "global_batch": MICRO_BATCH * runtime.world.size,
+        "micro_batch": MICRO_BATCH,
+        "clip": {"norm": 1.0},
+        "log": {"every": 10**6, "progress": "off"},
+        "checkpoint": {"minutes": None},
+        "run_dir": str(folder),
+    }
+    run = Run(resolve([("argument", values)]), runtime, "bench")
+    run.adopt(task.model(), task.optimizer)
+    run.open(task.data(), task.collate)
+    for share in run.shares():
+        torch.use_deterministic_algorithms(exact)  # what `exact` asks for in a process of its own
+        run.finish(share, run.stepper.step(share, task.loss))
+        if run.stepper.counters.step % BLOCK == 0:
+            yield sum(p.nbytes for p in run.driver.parameters)
+
+
+def count_bytes(world: World) -> list[int]:
+    """From now on, the bytes of every all-to-all that go to other ranks."""
+    sent: list[int] = []
+    original = dist.all_to_all_single
+
+    def counting(output: Tensor, given: Tensor, to: Any = None, splits: Any = None, **options: Any) -> Any:
+        sent.append(given.nbytes - splits[world.rank] * given.element_size())
+        return original(output, given, to, splits, **options)
+
+    dist.all_to_all_single = counting
+    return sent
+
+
+def worker(turns: int, out: Path) -> None:
+    with context.start(World.from_env(), resolve([]).config) as runtime:
+        sent = count_bytes(runtime.world)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
+        loops = [loop(exact, runtime, out.parent / f"{out.name}-{i}") for i, exact in enumerate((False, True, False))]
+        for warm in (*loops, *loops):
+            next(warm)
+        sent.clear()
+        times: list[list[float]] = [[], [], []]
+        gradient = 0
+        for turn in range(turns):
+            for index in range(3) if turn % 2 == 0 else reversed(range(3)):
+                runtime.collectives.gather_json(None)  # begin together
+                began = time.perf_counter()
+                gradient = next(loops[index])
+                times[index].append((time.perf_counter() - began) / BLOCK)
+        found = {"times": times, "sent": sum(sent) / (turns * BLOCK), "gradient": gradient}
+        everybody = runtime.collectives.gather_json(found)
+        if runtime.is_main:
+            out.write_text(json.dumps(everybody))
+        runtime.collectives.farewell()
+        os._exit(0)  # the runs are left as they are
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--turns", type=int, default=30, help=f"turns of {BLOCK} steps for each run")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options.turns, options.worker)
+    head = ("ranks", "plain ms", "exact ms", "ratio", "plain/plain", "sent/gradient", "2(N-1)/N")
+    print("{:>5} {:>9} {:>9} {:>7} {:>12} {:>14} {:>9}".format(*head))
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            out = Path(folder) / str(ranks)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command += [__file__, "--worker", str(out), "--turns", str(options.turns)]
+            if subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
+                sys.exit(f"{ranks} ranks failed")
+            everybody = json.loads(out.read_text())
+            plain, exact, again = (
+                [max(t) for t in zip(*(r["times"][i] for r in everybody), strict=True)] for i in range(3)
+            )
+            ratio = statistics.median(b / a for a, b in zip(plain, exact, strict=True))
+            noise = statistics.median(b / a for a, b in zip(plain, again, strict=True))
+            sent = everybody[0]["sent"] / everybody[0]["gradient"]
+            print(
+                f"{ranks:5} {1e3 * statistics.median(plain):9.1f} {1e3 * statistics.median(exact):9.1f} {ratio:7.3f} "
+                f"{noise:12.3f} {sent:14.3f} {2 * (ranks - 1) / ranks:9.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What `exact` asks of a run beyond the order of additions: nothing in it that depends on who computes, and the same
+surroundings on every rank and in every part of the run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.data.sources import MapSource
+from lockstep.engine.optimizers import Optimizers
+from lockstep.errors import UserError
+from lockstep.plan.plan import Plan
+from lockstep.runtime.context import Runtime
+from lockstep.task import BatchSource
+
+WEIGHT_GRID = 2.0**32  # weights count in steps of 1/this: below 2^21 a step their sums are exact in any order
+LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
+
+
+def on_grid(value: float | Tensor, grid: float) -> Any:
+    """The nearest multiple of 1/grid."""
+    if isinstance(value, Tensor):
+        return torch.round(value.double() * grid) / grid
+    return round(value * grid) / grid if math.isfinite(value) else value
+
+
+class Exactness:
+    """Of one run. A checkpoint keeps what decides about bits beside the program: it must be as it was."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime):
+        _check_batchnorm(model)
+        self.model = model
+        self.here = _surroundings(runtime)
+        self._changes: list[str] = []  # since the checkpoint that was loaded, in words
+        self._unfused = _step_one_by_one(optimizers)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def begin(self, source: BatchSource, plan: Plan) -> str:
+        """With the data known. What is told before the first step."""
+        if not isinstance(source, MapSource):
+            raise UserError(
+                "exact=true",
+                f"data from a {type(source).__name__}: which samples make up a micro-batch follows the number of ranks",
+                "return a dataset with a length and __getitem__",
+            )
+        told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
+        told += ["fused optimizers step without their fused kernels"] if self._unfused else []
+        told += [f"NOT the bits of before, since this has changed: {', '.join(self._changes)}"] if self._changes else []
+        return "; ".join(told)
+
+    def check_buffers(self) -> None:
+        """Buffers that a forward changes (running statistics, counters) follow what a rank has seen. Rank 0's are saved
+        and evaluated, so they would carry the number of ranks into the result."""
+        for name, before in self._buffers.items():
+            if not torch.equal(self.model.get_buffer(name).detach(), before):
+                raise UserError(
+                    "exact=true with a model whose buffers stay as they are in training",
+                    f"the buffer {name!r} changed in the first step; it follows the samples that a rank has seen",
+                    "keep such numbers in the task, or compute them from the step; or type exact=false",
+                )
+        self._buffers = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.here)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["threads"] != self.here["threads"]:
+            raise UserError(
+                f"exact=true with {self.here['threads']} CPU threads per rank",
+                f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
+                f"type threads={state['threads']}",
+            )
+        self._changes = [f"{key} {state[key]} -> {now}" for key, now in self.here.items() if state[key] != now]
+
+
+def _surroundings(runtime: Runtime) -> dict[str, Any]:
+    """The same on all ranks, or a refusal."""
+    device = runtime.device
+    here = {
+        "threads": runtime.threads,
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+    everybody = runtime.collectives.gather_json(here)
+    for rank, theirs in enumerate(everybody):
+        for key, value in everybody[0].items():
+            if theirs[key] != value:
+                raise UserError(
+                    "exact=true, which needs ranks that compute alike",
+                    f"{key} is {value} on rank 0 and {theirs[key]} on rank {rank}",
+                    "run on machines of one kind, with one version of torch; or type exact=false",
+                )
+    return here
+
+
+def _check_batchnorm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            raise UserError(
+                "exact=true with a model whose buffers stay as they are in training",
+                f"{name or type(model).__name__} is a {type(module).__name__}: its running statistics follow the "
+                "samples that a rank has seen",
+                "use GroupNorm; or pass track_running_stats=False, which leaves the statistics of each micro-batch",
+            )
+
+
+def _step_one_by_one(optimizers: Optimizers) -> bool:
+    """Fused optimizers round the last elements of a tensor otherwise than the others (on a CPU), so what they do
+    depends on where a tensor is cut. The same algorithms without that: whether there was anything to change."""
+    fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
+    for group in fused:
+        group["fused"] = False
+    optimizers.folds = optimizers.skips_by_itself = False
+    return bool(fused)

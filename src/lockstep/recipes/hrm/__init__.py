@@ -1,0 +1,7 @@
+"""A model that thinks in segments (HRM, TRM) and solves Sudokus, mazes and grids whose rule only an id tells."""
+
+from lockstep.recipes.hrm.task import HRM
+
+TASK = HRM
+
+__all__ = ["HRM", "TASK"]

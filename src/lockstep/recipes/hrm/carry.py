@@ -1,0 +1,74 @@
+"""What each place of the global batch is thinking about, from one step to the next.
+
+A puzzle stays in its slot for several steps, until the model (or the limit) halts it; then the slot takes the puzzle
+that the next batch has for it. Slots count the samples of a global step. No rank enters: a rank holds the slots of its
+micro-batches, a checkpoint holds all of them, and whoever resumes takes those that are its own now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UserError
+from lockstep.recipes.hrm.exchange import gather_rows, world_size
+
+Piece = dict[str, Tensor]  # every tensor has a row for each slot
+
+
+class Carry:
+    def __init__(self) -> None:
+        self._held: dict[int, Piece] = {}  # by the first slot of a micro-batch
+        self._saved: Piece = {}  # of a checkpoint, until every rank has taken its own
+        self._first_step = True
+
+    def take(self, first: int, count: int) -> Piece | None:
+        """What the slots from `first` on hold; None if they have held nothing yet."""
+        if first in self._held and len(self._held[first]["steps"]) == count:
+            return self._held[first]
+        if self._saved and first + count <= len(self._saved["steps"]):
+            return {name: rows[first : first + count] for name, rows in self._saved.items() if name != "slots"}
+        if self._first_step and not self._saved:
+            return None
+        raise UserError(
+            "the same slots of the global batch in every step, since a puzzle stays in its slot",
+            f"samples {first} to {first + count - 1} of a step, which this rank has not held before",
+            "type tail=drop; after a resume, keep global_batch as it was",
+        )
+
+    def put(self, first: int, piece: Piece) -> None:
+        self._held[first] = piece
+
+    def end_step(self) -> None:
+        self._saved, self._first_step = {}, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All slots of all ranks: every rank must call this."""
+        if not self._held:
+            return dict(self._saved)
+        firsts = sorted(self._held)
+        pieces = [self._held[first] for first in firsts]
+        slots = [first + torch.arange(len(p["steps"])) for first, p in zip(firsts, pieces, strict=True)]
+        mine = {"slots": torch.cat(slots).to(pieces[0]["steps"].device)}
+        mine |= {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        everybody = dict(zip(mine, gather_rows(list(mine.values()), world_size()), strict=True))
+        order = everybody["slots"].argsort()
+        return {name: rows[order] for name, rows in everybody.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held, self._saved, self._first_step = {}, state, True
+
+
+def filled(piece: Piece | None, batch: Piece, start: tuple[Tensor, Tensor]) -> Piece:
+    """Where a slot has halted, the next puzzle, with states that begin anew; elsewhere what was there."""
+    z_h, z_l = start
+    fresh = {**batch, "z_h": z_h, "z_l": z_l, "steps": torch.zeros_like(batch["least"])}
+    if piece is None:
+        return fresh
+    here = {name: piece[name].to(rows.device) for name, rows in fresh.items()}  # a checkpoint may come from elsewhere
+    halted = piece["halted"].to(z_h.device)
+    return {
+        name: torch.where(halted.view(-1, *[1] * (rows.dim() - 1)), rows, here[name]) for name, rows in fresh.items()
+    }

@@ -1,0 +1,209 @@
+"""The Hierarchical Reasoning Model, and its tiny sibling TRM.
+
+Two states, one slow (z_h) and one fast (z_l), are updated in turn for one *segment*. Whoever calls the model keeps
+the states and calls it again, with the same puzzle, until the answer is good enough.
+
+Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own vector, W width, H heads, V symbols.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.recipes.hrm.sparse import SparseEmbedding
+
+EPS = 1e-5
+CUT_STD = 0.8796256610342398  # the standard deviation of a normal that is cut off at two of its own
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    symbols: int  # V, the padding symbol 0 included
+    cells: int  # S
+    puzzle_ids: int = 1
+    variant: str = "hrm"  # or "trm": one module in both roles, no q_continue
+    width: int = 512
+    heads: int = 8
+    layers: int = 4  # blocks of a level
+    expansion: float = 4.0
+    h_cycles: int = 2
+    l_cycles: int = 2
+    grad_cycle: str = "one_step"  # or "full": gradients through the whole last cycle
+    positions: str = "rope"  # or "learned"
+    mixer: str = "attention"  # or "mlp": positions are mixed by fixed weights
+    puzzle_positions: int = 1  # P
+
+
+class Thought(NamedTuple):
+    """What one segment leaves. The states carry no gradient."""
+
+    z_h: Tensor  # (B, P + S, W)
+    z_l: Tensor
+    logits: Tensor  # (B, S, V)
+    q: Tensor  # (B, 2): the worth of halting, and of going on; TRM has only the first
+    next_q: Tensor | None  # the same after one more segment, without gradient, where that was asked for
+
+
+class Attention(nn.Module):
+    """Every position sees every other."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        B, T, W = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        y = F.scaled_dot_product_attention(q, k, v)  # (B, H, T, W / H)
+        return self.out(y.transpose(1, 2).reshape(B, T, W))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, expansion: float):
+        super().__init__()
+        inner = -(-round(expansion * width * 2 / 3) // 256) * 256  # a multiple of 256, for the matrix kernels
+        self.up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    """Post-norm: x = rms(x + mix(x)), then x = rms(x + mlp(x)); the norm has no weights."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        places = config.puzzle_positions + config.cells
+        self.attends = config.mixer == "attention"
+        self.mix = Attention(config.width, config.heads) if self.attends else SwiGLU(places, config.expansion)
+        self.mlp = SwiGLU(config.width, config.expansion)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
+        x = rms(x + mixed)
+        return rms(x + self.mlp(x))
+
+
+class Level(nn.Module):
+    """One update of a state: add what comes from the other level, then think."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+
+    def forward(self, state: Tensor, injection: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = state + injection
+        for block in self.blocks:
+            x = block(x, rotation)
+        return x
+
+
+class HierarchicalReasoningModel(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        W, places = config.width, config.puzzle_positions + config.cells
+        self.embed = nn.Embedding(config.symbols, W)
+        self.places = nn.Embedding(places, W) if config.positions == "learned" else None
+        self.low = Level(config)
+        self.high = Level(config) if config.variant == "hrm" else None  # TRM: `low` plays both parts
+        self.head = nn.Linear(W, config.symbols, bias=False)
+        self.q_head = nn.Linear(W, 2 if config.variant == "hrm" else 1)
+        self.puzzle_emb = SparseEmbedding(config.puzzle_ids, W)
+        self.register_buffer("h_start", _cut_normal(torch.empty(W), 1.0))
+        self.register_buffer("l_start", _cut_normal(torch.empty(W), 1.0))
+        if config.positions == "rope":
+            cos, sin = rotation_table(places, W // config.heads)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _cut_normal(module.weight.data, module.in_features**-0.5)
+            elif isinstance(module, nn.Embedding):
+                _cut_normal(module.weight.data, self.config.width**-0.5)
+        # Halting begins as something that is hardly ever worth it, whatever the state.
+        nn.init.zeros_(self.q_head.weight)
+        nn.init.constant_(self.q_head.bias, -5.0)
+
+    def forward(self, z_h: Tensor, z_l: Tensor, inputs: Tensor, puzzle: Tensor, look_ahead: bool = False) -> Thought:
+        """One segment. States (B, P + S, W), `inputs` (B, S), `puzzle` (B, W): the vector of each puzzle's id.
+        `look_ahead` also tells what q would be after one more."""
+        rotation = (self.cos, self.sin) if self.config.positions == "rope" else None
+        x = self._embedded(inputs, puzzle)
+        z_h, z_l = self._segment(z_h, z_l, x, rotation)
+        logits, q = self.head(z_h)[:, self.config.puzzle_positions :], self.q_head(z_h[:, 0])
+        z_h, z_l = z_h.detach(), z_l.detach()
+        next_q = None
+        if look_ahead:
+            with torch.no_grad():
+                next_q = self.q_head(self._segment(z_h, z_l, x, rotation)[0][:, 0])
+        return Thought(z_h, z_l, logits, q, next_q)
+
+    def start(self, count: int) -> tuple[Tensor, Tensor]:
+        """The states in which a puzzle begins."""
+        shape = (count, self.config.puzzle_positions + self.config.cells, self.config.width)
+        return self.h_start.expand(shape), self.l_start.expand(shape)
+
+    def _embedded(self, inputs: Tensor, puzzle: Tensor) -> Tensor:
+        """(B, P + S, W); the puzzle's vector stands first, with zeros in the places that it does not fill."""
+        W, P = self.config.width, self.config.puzzle_positions
+        lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
+        x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
+        if self.places is not None:
+            x = 0.5**0.5 * (x + self.places.weight)
+        return W**0.5 * x
+
+    def _segment(
+        self, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """h_cycles times: l_cycles fast updates, then a slow one. Only the last ones are remembered for gradients."""
+        config = self.config
+        high = self.low if self.high is None else self.high
+        cycle = ["l"] * config.l_cycles + ["h"]
+        with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
+        updates = cycle * config.h_cycles
+        for place, which in enumerate(updates):
+            remember = torch.is_grad_enabled() and place >= len(updates) - with_gradient
+            with torch.set_grad_enabled(remember):
+                if which == "l":
+                    z_l = self.low(z_l, z_h + x, rotation)
+                else:
+                    z_h = high(z_h, z_l, rotation)
+        return z_h, z_l
+
+
+def rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def rotation_table(places: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (places, size / 2): place t turns pair j by t * 10000^(-2j / size)."""
+    angle = torch.arange(places)[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (x[j], x[j + size / 2]) by their place, so that a product q.k depends on distance only."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _cut_normal(tensor: Tensor, std: float) -> Tensor:
+    """A normal without tails whose standard deviation is really `std`: cutting makes it smaller."""
+    nn.init.trunc_normal_(tensor, std=std / CUT_STD, a=-2 * std / CUT_STD, b=2 * std / CUT_STD)
+    return tensor

@@ -1,0 +1,83 @@
+"""Named sets of settings. `tiny` is for tests; the CPU ones reach their target in minutes on two cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TINY_MODEL: dict[str, Any] = {
+    "width": 32, "heads": 2, "layers": 1, "positions": "learned", "halt_max_steps": 2, "loss": "softmax",
+    "weight_decay": 0.1, "puzzle_emb_weight_decay": 0.1,
+}  # fmt: skip
+SMALL: dict[str, Any] = {"precision": "bf16", "data": {"workers": 4}, "checkpoint": {"minutes": 3}}
+SUDOKU9: dict[str, Any] = {"puzzle": "sudoku9", "train_size": 1000, "test_size": 2000}
+ID_GRID: dict[str, Any] = {
+    "steps": 600, "global_batch": 64, "micro_batch": 32, "evaluate": {"every": 100, "batch": 100},
+}  # fmt: skip
+ID_GRID_TASK: dict[str, Any] = {
+    **TINY_MODEL, "puzzle": "idgrid", "width": 64, "heads": 4, "halt_max_steps": 4, "lr": 1e-3, "puzzle_emb_lr": 3e-3,
+    # Most grids are done after one segment: without more exploration the later ones would be unknown land.
+    "halt_exploration": 0.4, "train_size": 6400,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Seconds: learns which digits there are.
+    "tiny": {
+        "steps": 30,
+        "global_batch": 24,
+        "micro_batch": 4,
+        "lr": {"warmup": 4},
+        "evaluate": {"batch": 32},
+        "task": {**TINY_MODEL, "holes": 6, "lr": 5e-3, "puzzle_emb_lr": 5e-3, "train_size": 96, "test_size": 32},
+    },
+    # Sudoku 4 x 4 with 9 of 16 cells empty.
+    "cpu": {
+        "steps": 1000,
+        "global_batch": 96,
+        "micro_batch": 48,
+        "evaluate": {"every": 200, "batch": 100},
+        "goals": ["exact >= 0.8"],
+        "task": {
+            **TINY_MODEL, "width": 96, "heads": 4, "halt_max_steps": 8, "holes": 9, "lr": 1e-3, "puzzle_emb_lr": 1e-3,
+        },
+    },
+    # Only the id tells the rule.
+    "cpu-idgrid": {**ID_GRID, "goals": ["exact >= 0.9"], "task": ID_GRID_TASK},
+    # The control: with a table that stays zero, nothing can be learned.
+    "cpu-control": {
+        **ID_GRID, "goals": ["exact <= 0.01", "cell <= 0.25"], "task": {**ID_GRID_TASK, "puzzle_emb_frozen": True},
+    },
+    # Sudoku 9 x 9 in one piece of ten minutes: a small model.
+    "gpu": {
+        **SMALL,
+        "steps": 10_000,
+        "global_batch": 384,
+        "lr": {"warmup": 200},
+        "evaluate": {"every": 2000, "batch": 500},
+        "goals": ["exact >= 0.1", "cell >= 0.85"],
+        "task": {
+            **SUDOKU9, "width": 256, "heads": 4, "layers": 2, "loss": "softmax", "lr": 5e-4, "puzzle_emb_lr": 5e-4,
+            "weight_decay": 0.1, "puzzle_emb_weight_decay": 0.1, "ema": 0.999,
+        },
+    },
+    # The published size and schedule (27 million parameters), for several pieces.
+    "gpu-full": {
+        **SMALL,
+        "steps": 52_080,
+        "global_batch": 384,
+        "lr": {"warmup": 2000, "schedule": "constant"},
+        "evaluate": {"every": 5000, "batch": 500},
+        "task": {**SUDOKU9, "lr": 7e-5, "puzzle_emb_lr": 7e-5},
+    },
+    "gpu-maze": {
+        **SMALL,
+        "steps": 10_000,
+        "global_batch": 384,
+        "lr": {"warmup": 200},
+        "evaluate": {"every": 2000, "batch": 250},
+        "goals": ["exact >= 0.5"],
+        "task": {
+            "puzzle": "maze", "maze_longer_than": 40, "train_size": 1000, "test_size": 500, "width": 256, "heads": 4,
+            "layers": 2, "lr": 5e-4, "puzzle_emb_lr": 5e-4, "weight_decay": 0.1, "puzzle_emb_weight_decay": 0.1,
+        },
+    },
+}  # fmt: skip

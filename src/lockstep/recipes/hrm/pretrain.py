@@ -1,0 +1,148 @@
+"""`pretrain.py key=value ...`: the names of HRM's own document, in front of the recipe.
+
+The words become a `PretrainConfig` on rank 0, which sends it to the others; what it says becomes settings of a run.
+Keys that it does not know are the run's own (`log.every=10`, `precision=bf16`, `task.variant=trm`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.recipes.hrm.data import PuzzleDatasetMetadata
+from lockstep.recipes.hrm.task import HRM
+
+FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
+SECOND = ("badger", "cedar", "delta", "ember", "falcon", "glacier", "harbour", "juniper", "kestrel", "maple", "otter")
+
+
+@dataclass
+class PretrainConfig:
+    data_path: str
+    epochs: int = 20_000
+    eval_interval: int | None = None  # epochs between two evaluations; None: only at the end
+    global_batch_size: int = 768
+    lr: float = 1e-4
+    lr_min_ratio: float = 1.0
+    lr_warmup_steps: int = 2000
+    weight_decay: float = 1.0
+    puzzle_emb_lr: float = 1e-4
+    puzzle_emb_weight_decay: float = 1.0
+    seed: int = 0
+    run_name: str = ""
+    rest: dict[str, Any] = field(default_factory=dict)  # settings of the run that have no other name here
+
+    def steps(self, epochs: int) -> int:
+        """An epoch shows every group once, as many examples as its puzzles have on average."""
+        metadata = PuzzleDatasetMetadata(**json.loads((Path(self.data_path) / "train" / "dataset.json").read_text()))
+        return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples) // self.global_batch_size
+
+    def settings(self) -> dict[str, Any]:
+        """As `lockstep.fit` takes them."""
+        every = self.eval_interval
+        constant = self.lr_min_ratio == 1.0
+        return {
+            "preset": None,
+            "run_dir": str(Path("runs") / self.run_name),
+            "steps": self.steps(self.epochs),
+            "global_batch": self.global_batch_size,
+            "seed": self.seed,
+            "lr.schedule": "constant" if constant else "cosine",
+            "lr.min_ratio": self.lr_min_ratio if not constant else 0.0,
+            "lr.warmup": self.lr_warmup_steps,
+            "evaluate.every": max(1, self.steps(every)) if every is not None else None,
+            **{key: value for key, value in self.rest.items() if not key.startswith("task.")},
+        }
+
+    def task(self) -> HRM:
+        names = ("data_path", "lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options |= {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
+        known = inspect.signature(HRM).parameters
+        if wrong := sorted(options.keys() - known):
+            raise UserError(f"task.{wrong[0]}", "no such option", f"type one of {', '.join(known)}")
+        return HRM(**options)
+
+
+def overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words; a value is a number, true, false or null where it reads like one, else text."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"the word {word!r}", "no key=value", "type pretrain.py data_path=FOLDER lr=1e-4 ...")
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
+
+
+def generate_name() -> str:
+    return f"{secrets.choice(FIRST)}-{secrets.choice(SECOND)}-{secrets.token_hex(2)}"
+
+
+def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: int) -> PretrainConfig:
+    """Rank 0's configuration, on every rank: the others' own words do not count. It travels as JSON."""
+    text = ""
+    if rank == 0:
+        known = {each.name for each in fields(PretrainConfig)} - {"rest"}
+        if "data_path" not in hydra_config:
+            raise UserError("data_path=FOLDER", "no data_path", "make one with python -m lockstep.recipes.hrm.build")
+        config = PretrainConfig(
+            **{key: value for key, value in hydra_config.items() if key in known},
+            rest={key: value for key, value in hydra_config.items() if key not in known},
+        )
+        config.run_name = config.run_name or generate_name()
+        text = json.dumps(asdict(config))
+    if world_size > 1:
+        text = _from_rank_0(text)
+    return PretrainConfig(**json.loads(text))
+
+
+def _from_rank_0(text: str) -> str:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, src=0)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return bytes(data.tolist()).decode()
+
+
+def main(words: Sequence[str]) -> None:
+    """Under torchrun one of several ranks, otherwise alone."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        _join()
+    try:
+        config = load_synced_config(overrides(words), rank, world_size)
+        lockstep.fit(config.task(), config.settings())
+    except UserError as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join() -> None:
+    """NCCL where every rank of this machine has a GPU of its own."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    own_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    dist.init_process_group("nccl" if torch.cuda.is_available() and own_gpu else "gloo")

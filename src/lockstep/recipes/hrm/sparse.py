@@ -1,0 +1,72 @@
+"""A vector for every puzzle id, in a table that no gradient passes through as a whole, and its optimizer.
+
+A step touches a few rows of a table that may have a million. So the rows in use are copied out, as leaves, and only
+their gradients travel: (slot, id, row), gathered from all ranks, added per id, and then the sign of the sum is taken,
+once. Taking the sign first, on each rank, would move a row twice that two ranks use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.recipes.hrm.exchange import gather_rows
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self, ids: int, width: int):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(ids, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of `ids`, one for each, as a leaf: its `.grad` is what the optimizer asks for."""
+        return self.table[ids.long()].requires_grad_(torch.is_grad_enabled())
+
+
+class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
+    """SignSGD with decoupled decay, on the rows that the step has touched: row = row (1 - lr wd) - lr sign(sum).
+
+    The result does not depend on who computed which gradient, not even in its bits: rows are put in the order of their
+    slots before they are added.
+    """
+
+    def __init__(self, tables: Iterable[Tensor], lr: float, weight_decay: float, world_size: int):
+        (self.table,) = tables
+        self.world_size = world_size
+        self._touched: list[tuple[Tensor, Tensor, Tensor]] = []
+        # The table is no parameter: nobody else may exchange, clip or save it as one.
+        super().__init__([{"params": []}], {"lr": lr, "weight_decay": weight_decay})
+
+    def note(self, slots: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """These rows take part in the step: `slots` are their places in the global batch."""
+        self._touched.append((slots, ids.long(), rows))
+
+    def forget(self) -> None:
+        """The step is over, whether it was applied or not."""
+        self._touched = []
+
+    def get_active_indices(self) -> Tensor:
+        """The ids that this rank's part of the step has touched."""
+        return torch.cat([ids for _, ids, _ in self._touched]).unique()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        slots = torch.cat([slots for slots, _, _ in self._touched])
+        ids = torch.cat([ids for _, ids, _ in self._touched])
+        gradients = torch.cat([rows.grad for _, _, rows in self._touched if rows.grad is not None])
+        slots, ids, gradients = gather_rows([slots, ids, gradients], self.world_size)
+        order = slots.argsort()
+        self._update(ids[order], gradients[order])
+
+    def _update(self, ids: Tensor, gradients: Tensor) -> None:
+        """Of the same shapes in any world, and without asking the device how many ids there are."""
+        group = self.param_groups[0]
+        same = ids[:, None] == ids[None, :]
+        places = torch.arange(len(ids), device=ids.device)
+        first = torch.where(same, places, len(ids)).amin(dim=1)  # where an id occurs first: equal ids get equal bits
+        total = (same.double() @ gradients.double())[first]
+        decayed = self.table[ids] * (1 - group["lr"] * group["weight_decay"])
+        self.table[ids] = decayed - group["lr"] * total.sign().to(self.table.dtype)

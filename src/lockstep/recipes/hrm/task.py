@@ -1,0 +1,279 @@
+"""The task: solve puzzles by thinking about each for several segments, and learn when to stop."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.hrm.adam_atan2 import AdamATan2
+from lockstep.recipes.hrm.average import MovingAverage
+from lockstep.recipes.hrm.carry import Carry, Piece, filled
+from lockstep.recipes.hrm.data import PuzzleDataset, PuzzleExamples, Puzzles, collate, least_steps, read_puzzles
+from lockstep.recipes.hrm.exchange import world_size
+from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells, solved
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, Thought
+from lockstep.recipes.hrm.presets import PRESETS
+from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
+from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
+from lockstep.task import Loss, Metric, MicroBatch, Task
+
+KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
+WORDS = {
+    "variant": ("hrm", "trm"),
+    "grad_cycle": ("one_step", "full"),
+    "positions": ("rope", "learned"),
+    "mixer": ("attention", "mlp"),
+    "loss": tuple(LOSSES),
+    "puzzle": KINDS,
+}
+
+
+class HRM(Task):
+    """A step is one segment of every puzzle in the batch. The loss is that of a puzzle: the mean over its cells."""
+
+    unit = "puzzle"
+    defaults = {
+        "preset": "cpu",
+        "tail": "drop",  # a puzzle stays in its slot of the batch: there must be as many in every step
+        "lr": {"schedule": "cosine", "min_ratio": 0.1},
+    }
+    presets = PRESETS
+
+    def __init__(
+        self,
+        *,
+        puzzle: str = "sudoku4",
+        data_path: str = "",
+        train_size: int = 2400,
+        test_size: int = 600,
+        data_seed: int = 0,
+        holes: int | None = None,
+        least_guesses: float = 0.0,
+        maze_size: int = 20,
+        maze_longer_than: int = 0,
+        rules: int = 16,
+        rule_moves: bool = False,
+        augment: bool = True,
+        variant: str = "hrm",
+        width: int = 512,
+        heads: int = 8,
+        layers: int | None = None,
+        h_cycles: int | None = None,
+        l_cycles: int | None = None,
+        grad_cycle: str | None = None,
+        positions: str = "rope",
+        mixer: str = "attention",
+        puzzle_positions: int | None = None,
+        halt_max_steps: int = 16,
+        halt_exploration: float = 0.1,
+        eval_steps: int | None = None,
+        loss: str = "stablemax",
+        lr: float = 1e-4,
+        weight_decay: float = 1.0,
+        puzzle_emb_lr: float = 1e-4,
+        puzzle_emb_weight_decay: float = 1.0,
+        puzzle_emb_frozen: bool = False,
+        ema: float | None = None,
+    ):
+        """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
+        `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
+        trm = variant == "trm"
+        self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
+        self.asked = Asked(
+            kind=puzzle,
+            train_size=train_size,
+            test_size=test_size,
+            seed=data_seed,
+            holes=holes,
+            least_guesses=least_guesses,
+            size=maze_size,
+            longer_than=maze_longer_than,
+            rules=rules,
+            moves=rule_moves,
+            augment=augment,
+        )
+        self.variant, self.width, self.heads = variant, width, heads
+        self.layers = layers or (2 if trm else 4)
+        self.h_cycles, self.l_cycles = h_cycles or (3 if trm else 2), l_cycles or (6 if trm else 2)
+        self.grad_cycle = grad_cycle or ("full" if trm else "one_step")
+        self.positions, self.mixer = positions, mixer
+        self.puzzle_positions = puzzle_positions or (16 if trm else 1)
+        self.halt_max_steps, self.halt_exploration, self.loss_kind = halt_max_steps, halt_exploration, loss
+        self.eval_steps = eval_steps or halt_max_steps
+        self.lr, self.weight_decay = lr, weight_decay
+        self.puzzle_emb_lr, self.puzzle_emb_weight_decay = puzzle_emb_lr, puzzle_emb_weight_decay
+        self.puzzle_emb_frozen = puzzle_emb_frozen
+        rate = ema if ema is not None else 0.999 * trm
+        self.average = MovingAverage(rate) if rate else None
+        self.carry = Carry()
+        self._check()
+
+    # ---- what to train ----
+
+    def model(self) -> HierarchicalReasoningModel:
+        training, _ = self._splits()
+        return HierarchicalReasoningModel(
+            ModelConfig(
+                symbols=training.symbols,
+                cells=training.cells,
+                puzzle_ids=training.ids,
+                variant=self.variant,
+                width=self.width,
+                heads=self.heads,
+                layers=self.layers,
+                h_cycles=self.h_cycles,
+                l_cycles=self.l_cycles,
+                grad_cycle=self.grad_cycle,
+                positions=self.positions,
+                mixer=self.mixer,
+                puzzle_positions=self.puzzle_positions,
+            )
+        )
+
+    def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
+        self._sparse = CastedSparseEmbeddingSignSGD_Distributed(
+            model.puzzle_emb.buffers(),
+            lr=0.0 if self.puzzle_emb_frozen else self.puzzle_emb_lr,
+            weight_decay=self.puzzle_emb_weight_decay,
+            world_size=world_size(),
+        )
+        return [AdamATan2(model.parameters(), self.lr, weight_decay=self.weight_decay), self._sparse]
+
+    def data(self) -> Dataset:
+        training, _ = self._splits()
+        if isinstance(training, IdGrid):
+            training.draw_least = partial(least_steps, self.halt_max_steps, self.halt_exploration)
+            return training
+        return PuzzleDataset(training, self.halt_max_steps, self.halt_exploration)
+
+    def eval_data(self) -> Dataset:
+        return PuzzleExamples(self._splits()[1])
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return collate(samples)
+
+    # ---- a step: one segment ----
+
+    def before_batch(self, micro: MicroBatch) -> None:
+        self._micro = micro
+
+    def loss(self, model: Any, batch: Piece) -> Loss:
+        micro, count = self._micro, len(batch["inputs"])
+        held = None if micro.padding else self.carry.take(micro.first, count)
+        piece = filled(held, batch, model.start(count))
+        puzzle = model.puzzle_emb(piece["ids"])
+        thought = model(piece["z_h"], piece["z_l"], piece["inputs"], puzzle, look_ahead=self.variant == "hrm")
+        if not micro.padding:
+            slots = micro.first + torch.arange(count, device=puzzle.device)
+            self._sparse.note(slots, piece["ids"], puzzle)
+            piece = self._moved_on(piece, thought)
+            self.carry.put(micro.first, piece)
+        else:
+            piece["halted"] = torch.ones_like(piece["least"], dtype=torch.bool)
+        return self._cost(thought, piece)
+
+    def eval_loss(self, model: Any, batch: Piece) -> Loss:
+        """All segments, with the average of the weights where there is one. `exact_K` is the share solved after K."""
+        if self.average is None:
+            return self._think(model, batch)
+        with self.average.instead(model):
+            return self._think(model, batch)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self._sparse.forget()
+        self.carry.end_step()
+        if self.average is not None:
+            self.average.follow(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        average = self.average.weights if self.average is not None else {}
+        return {"carry": self.carry.state_dict(), "average": average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.carry.load_state_dict(state["carry"])
+        if self.average is not None:
+            self.average.weights = state["average"]
+
+    def _moved_on(self, piece: Piece, thought: Thought) -> Piece:
+        """The slots after this segment: which of them have halted, and the states of all."""
+        steps = piece["steps"] + 1
+        q = thought.q.detach()
+        wants = q[:, 0] > (q[:, 1] if self.variant == "hrm" else 0.0)
+        # A state that is not finite would spoil every step until its puzzle is through.
+        broken = ~thought.z_h.flatten(1).isfinite().all(dim=1)
+        halted = (steps >= self.halt_max_steps) | (wants & (steps >= piece["least"])) | broken
+        return {**piece, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+
+    def _cost(self, thought: Thought, piece: Piece) -> Loss:
+        """Sums over puzzles. Metrics look at the puzzles that end here: the others are not finished."""
+        asked, right = right_cells(thought.logits, piece["labels"])
+        exact = solved(asked, right)
+        q = thought.q.float()
+        total = cell_loss(self.loss_kind, thought.logits, piece["labels"]).sum()
+        total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
+        if thought.next_q is not None:
+            total = total + 0.5 * self._cost_of_going_on(q[:, 1], thought.next_q.float(), piece["steps"])
+        ended = piece["halted"]
+        metrics: dict[str, Metric] = {
+            "exact": ((exact & ended).sum(), ended.sum()),
+            "cell": ((right & ended[:, None]).sum(), (asked & ended[:, None]).sum()),
+            "q_halt": ((((q[:, 0] > 0) == exact) & ended).sum(), ended.sum()),
+            "segments": ((piece["steps"] * ended).sum(), ended.sum()),
+        }
+        return Loss(total.float(), len(ended), metrics)
+
+    def _cost_of_going_on(self, q_continue: Tensor, next_q: Tensor, steps: Tensor) -> Tensor:
+        """Going on is worth what the best choice after it is worth; after the last segment there is only halting."""
+        best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
+        return F.binary_cross_entropy_with_logits(q_continue, best.sigmoid(), reduction="sum")
+
+    def _think(self, model: Any, batch: Piece) -> Loss:
+        (z_h, z_l), puzzle = model.start(len(batch["inputs"])), model.puzzle_emb(batch["ids"])
+        metrics: dict[str, Metric] = {}
+        thought = model(z_h, z_l, batch["inputs"], puzzle)
+        for segment in range(1, self.eval_steps):
+            if segment & (segment - 1) == 0:  # 1, 2, 4, ...
+                metrics[f"exact_{segment}"] = solved(*right_cells(thought.logits, batch["labels"])).sum()
+            thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
+        asked, right = right_cells(thought.logits, batch["labels"])
+        exact = solved(asked, right)
+        metrics["exact"] = exact.sum()
+        metrics["cell"] = (right.sum(), asked.sum())
+        metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
+        total = cell_loss(self.loss_kind, thought.logits, batch["labels"]).sum()
+        return Loss(total.float(), len(exact), metrics)
+
+    # ---- options ----
+
+    def _splits(self) -> tuple[Any, Puzzles]:
+        if not self.data_path:
+            return family(self.asked)
+        training, test = (read_puzzles(Path(self.data_path) / split) for split in ("train", "test"))
+        return training, test
+
+    def _check(self) -> None:
+        """Every wrong option at once."""
+        problems = [
+            UserError(f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={words[0]}")
+            for name, words in WORDS.items()
+            if (value := self.loss_kind if name == "loss" else getattr(self, name)) not in words
+        ]
+        if self.heads < 1 or self.width % (2 * self.heads):
+            problems.append(
+                UserError(
+                    f"task.width={self.width} with task.heads={self.heads}",
+                    "each head needs the same even number of channels",
+                    f"type task.width={-(-self.width // (2 * max(1, self.heads))) * 2 * max(1, self.heads)}",
+                )
+            )
+        if self.halt_max_steps < 1:
+            problems.append(UserError(f"task.halt_max_steps={self.halt_max_steps}", "less than 1", "type 1 or more"))
+        if problems:
+            raise ConfigError(problems)

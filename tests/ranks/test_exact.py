@@ -1,0 +1,289 @@
+"""`exact: true`: the same bits at every number of ranks, under ddp and fsdp: weights, moments and logged numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.run import Run
+from lockstep.parallel.exact_drivers import OrderedDDPDriver
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.exact_models import MODELS, WORDS, Perceptron, Tokens, bits, digests
+from ranks.support import assert_user_errors, configured, train_by_hand
+
+WORLDS, PIECES, PATIENCE = (1, 2, 3, 4, 5, 6, 8), (8, 12, 7), timedelta(minutes=3)
+
+
+class Case(NamedTuple):
+    """What is trained. The ranks are no part of it."""
+
+    model: str
+    optimizer: str
+    precision: str
+    pieces: int  # micro-batches of a step
+
+    def values(self) -> dict[str, Any]:
+        batch = {"global_batch": 2 * self.pieces, "micro_batch": 2}  # of 100 samples: the last step is short
+        return batch | {"exact": True, "precision": self.precision, "clip.norm": 0.5, "lr.schedule": "cosine"}
+
+
+# Every model, optimizer, precision, world, strategy and number of micro-batches at least once.
+SOME = [
+    (Case("mlp", "sgd", "bf16", 12), "ddp", 5),
+    (Case("mlp", "sgd", "bf16", 12), "fsdp", 3),
+    (Case("transformer", "adamw", "fp32", 8), "ddp", 8),
+    (Case("transformer", "adamw", "fp32", 8), "fsdp", 4),
+    (Case("lstm", "adamw", "fp32", 7), "ddp", 6),
+    (Case("lstm", "adamw", "fp32", 7), "fsdp", 2),
+    (Case("conv", "sgd", "fp32", 8), "ddp", 2),
+    (Case("conv", "sgd", "fp32", 8), "zero1", 3),
+    (Case("tied", "adamw", "bf16", 8), "ddp", 4),
+    (Case("tied", "adamw", "bf16", 8), "fsdp-grads", 3),
+]
+ALL = [
+    (Case(*kind, pieces), strategy, world)
+    for kind in itertools.product(MODELS, ("adamw", "sgd"), ("fp32", "bf16"))
+    for pieces in (PIECES if kind[0] in ("mlp", "transformer") and kind[1:] == ("adamw", "fp32") else PIECES[:1])
+    for strategy, world in itertools.product(("ddp", "fsdp"), WORLDS[1:])
+    if world <= pieces
+]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Any:
+    """What one process ends with, found once for every case."""
+    found: dict[Case, dict[str, Any]] = {}
+
+    def result(case: Case) -> dict[str, Any]:
+        if case not in found:
+            task = Tokens(case.model, case.optimizer)
+            found[case] = pool.run(bits, task, case.values(), world=1, limit=PATIENCE)[0]
+        return found[case]
+
+    return result
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "world"),
+    ALL if os.environ.get("LOCKSTEP_ALL_EXACT") else SOME,
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_the_same_bits_on_any_number_of_ranks(pool: Pool, alone: Any, case: Case, strategy: str, world: int) -> None:
+    values, single = case.values() | {"strategy": strategy}, alone(case)
+    every_rank = pool.run(bits, Tokens(case.model, case.optimizer), values, world=world, limit=PATIENCE)
+    for found in every_rank:
+        assert found["weights"] == single["weights"], _first_difference(found, single)
+        if strategy != "zero1":  # where every rank holds the moments of its own part
+            assert found["moments"] == single["moments"], _first_difference(found, single)
+        assert found["eval"] == single["eval"]
+    assert every_rank[0]["logged"] == single["logged"]
+    assert single["logged"].count("accuracy") == 10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_without_it_the_bits_differ(pool: Pool, strategy: str) -> None:
+    """The control: a test that compares bits must be able to fail."""
+    values = Case("mlp", "adamw", "fp32", 8).values() | {"exact": False, "strategy": strategy, "steps": 10}
+    single, several = (pool.run(bits, Tokens("mlp"), values, world=world)[0] for world in (1, 3))
+    assert single["weights"] != several["weights"]
+    assert single["logged"] != several["logged"]
+
+
+MORE = {
+    "fp16": {
+        "precision": "fp16",
+        "scaler.initial": 2.0**60,
+        "scaler.maximum": 2.0**60,
+        "scaler.backoff": 2.0**-8,
+    },  # overflows at first
+    "adaptive clipping": {"clip.norm": None, "clip.adaptive": 0.1},
+    "spikes": {"spike.policy": "skip", "spike.factor": 1e-6, "lr.peak": 1e-5},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_decisions_follow(pool: Pool, name: str) -> None:
+    """What is decided from numbers (a skipped step, a scale, a clipped gradient) is decided alike."""
+    values = Case("mlp", "adamw", "fp32", 8).values() | {"steps": 18} | MORE[name]
+    single = pool.run(bits, Tokens("mlp"), values, world=1)[0]
+    for strategy, world in (("ddp", 3), ("fsdp", 2)):
+        found = pool.run(bits, Tokens("mlp"), values | {"strategy": strategy}, world=world)[0]
+        assert (found["weights"], found["logged"]) == (single["weights"], single["logged"]), strategy
+    if name in ("fp16", "spikes"):
+        assert single["skipped"] > 0
+
+
+def _first_difference(found: dict[str, Any], single: dict[str, Any]) -> str:
+    return f"first {next(name for name in found['each'] if found['each'][name] != single['each'][name])}"
+
+
+def by_hand(world: World, store: Any, values: dict[str, Any]) -> dict[str, Any]:
+    resolved = configured(values | {"steps": 8, "checkpoint.at_end": False})
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = Run(resolved, runtime, "test")
+        own = OwnRun(run)
+        train_by_hand(own, Tokens("mlp"))
+        own.close()
+        return digests(run.keeper.state, run.run_dir, run)
+
+
+def test_a_loop_of_ones_own(pool: Pool) -> None:
+    values = {"exact": True, "global_batch": 16}
+    single, several = (pool.run(by_hand, values, world=world)[0] for world in (1, 3))
+    assert (single["weights"], single["moments"], single["logged"]) == (
+        several["weights"],
+        several["moments"],
+        several["logged"],
+    )
+
+
+# ---- what it costs ----
+
+
+def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
+    """A job: bytes that this rank sends to others for the gradients of one step, and the sums that wait on it."""
+    resolved = configured({"exact": True, "global_batch": pieces, "micro_batch": 1, "steps": 1})
+    sent, waiting = [], []
+    original = dist.all_to_all_single
+
+    def counting(output: Tensor, given: Tensor, to: Any = None, splits: Any = None, **options: Any) -> Any:
+        sent.append(given.nbytes - splits[world.rank] * given.element_size())
+        return original(output, given, to, splits, **options)
+
+    dist.all_to_all_single = counting
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = Run(resolved, runtime, "test")
+        driver = run.adopt(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        assert isinstance(driver, OrderedDDPDriver)
+        run.open(Tokens("mlp").data(), torch.utils.data.default_collate)
+        (share,) = [share for share, _ in zip(run.shares(), range(1), strict=False)]
+
+        def loss(model: nn.Module, batch: Any) -> Loss:
+            waiting.append(len(driver.order.counter.roots))
+            return Tokens("mlp").loss(model, batch)
+
+        run.stepper.step(share, loss)
+        run.keeper.close()
+        gradient = sum(p.nbytes for p in driver.parameters)
+        return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
+
+
+@pytest.mark.parametrize(("world", "pieces"), [(2, 2), (4, 4), (2, 8)])
+def test_bytes_and_copies(pool: Pool, world: int, pieces: int) -> None:
+    """As many bytes as a ring sends, and log2(V/N) sums that wait."""
+    for found in pool.run(counted, pieces, world=world):
+        rounding = 2 * 4 * world / found["gradient"]  # slices are whole numbers of elements
+        assert found["share"] == pytest.approx(2 * (world - 1) / world, abs=rounding)
+        assert found["waiting"] == math.log2(pieces / world)
+
+
+# ---- what is refused ----
+
+
+class Normed(nn.Module):
+    def __init__(self, tracked: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+        self.norm = nn.BatchNorm1d(6, track_running_stats=tracked)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+class Counting(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(tokens)
+
+
+class Twice(nn.Module):
+    """Two equal layers, which are blocks; each is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, *self.layers]:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return itertools.cycle([(torch.zeros(8, dtype=torch.int64), torch.ones(7))])
+
+
+class Streamed(Tokens):
+    def data(self) -> Any:
+        return Endless()
+
+
+EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Tokens("norm", network=Normed), ("norm is a BatchNorm1d", "track_running_stats=False")),
+        (Tokens("counting", network=Counting), ("the buffer 'calls' changed",)),
+        (Streamed("mlp"), ("data from a StreamSource",)),
+    ],
+    ids=["batchnorm", "buffer", "stream"],
+)
+def test_what_would_carry_the_ranks_into_the_result(pool: Pool, task: Task, words: tuple[str, ...]) -> None:
+    assert_user_errors(pool.errors(bits, task, EXACT, world=2), *words)
+
+
+def test_statistics_of_each_micro_batch_are_fine(pool: Pool) -> None:
+    task = Tokens("norm", network=lambda: Normed(tracked=False))
+    values = EXACT | {"global_batch": 8, "micro_batch": 2, "steps": 6}
+    single, several = (pool.run(bits, task, values, world=world)[0] for world in (1, 3))
+    assert (single["weights"], single["eval"]) == (several["weights"], several["eval"])
+
+
+def test_a_block_that_is_called_twice(pool: Pool) -> None:
+    """Under ddp it is one more graph; under fsdp it must be exact, or be refused."""
+    task = Tokens("twice", network=Twice)
+    single = pool.run(bits, task, EXACT, world=1)[0]
+    assert pool.run(bits, task, EXACT, world=2)[0]["weights"] == single["weights"]
+    cut = pool.outcomes(bits, task, EXACT | {"strategy": "fsdp"}, world=2)[0]
+    refused = "called more than once" in str(getattr(cut, "error", ""))
+    assert refused or cut["weights"] == single["weights"]
+
+
+def unlike(world: World, store: Any) -> dict[str, Any]:
+    """A job: rank 1 computes with other instructions."""
+    if world.rank == 1:
+        torch.backends.cpu.get_cpu_capability = lambda: "ABACUS"
+    return bits(world, store, Tokens("mlp"), EXACT)
+
+
+def test_ranks_that_compute_otherwise(pool: Pool) -> None:
+    assert_user_errors(pool.errors(unlike, world=2), "cpu is", "ABACUS on rank 1", "machines of one kind")
+
+
+def test_another_number_of_threads_is_refused_on_resume(pool: Pool, tmp_path: Any) -> None:
+    values = EXACT | {"run_dir": str(tmp_path / "run"), "checkpoint.at_end": True}
+    pool.run(bits, Tokens("mlp"), values, world=2)
+    again = values | {"resume": "auto", "steps": 4, "threads": 2}
+    assert_user_errors(pool.errors(bits, Tokens("mlp"), again, world=2), "a run with 1", "threads=1")
