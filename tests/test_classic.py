@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import math
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -36,6 +35,7 @@ from lockstep.errors import ConfigError, UserError
 from lockstep.runtime.context import join
 from lockstep.runtime.world import World
 from pool import Pool
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 FP32 = AMPConfig(enabled=False, device="cpu")
@@ -331,12 +331,6 @@ def test_a_configuration_reaches_the_wrapped_model(pool: Pool) -> None:
     assert [found["ranks"] for found in (one, two)] == [(0, 2, "gloo"), (1, 2, "gloo")]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="WORLD_SIZE not set"):
@@ -536,15 +530,15 @@ def test_ranks_started_by_hand_train_together(tmp_path):
     ranks = [
         subprocess.Popen(
             words, cwd=tmp_path, env=env | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert "pixel_llm  2 ranks" in said[0]
-    assert "3/3" in said[0]
-    assert said[1] == ""  # only the main process talks
+    assert "pixel_llm  2 ranks" in said[0][0]
+    assert "3/3" in said[0][0]
+    assert said[1][0] == ""  # only the main process talks
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
