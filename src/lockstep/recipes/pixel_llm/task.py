@@ -29,7 +29,6 @@ class PixelLLM(Task):
         "preset": "cpu",
         "clip": {"norm": 1.0},
         "lr": {"schedule": "cosine", "min_ratio": 0.05},
-        "data": {"seed_samples": False},  # a sample is a function of its number already
     }
     presets = PRESETS
 
