@@ -20,7 +20,7 @@ ROWS = [
     {"engine"},
     {"targets"},
     {"doors"},
-    {"worker"},
+    {"worker", "classic"},
     {"verify"},
     {"cli"},
 ]

@@ -20,7 +20,7 @@ from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
 
 # torch 2.13 renamed it.
-_BUFFERS_OPTION = next(
+BUFFERS_OPTION = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -116,7 +116,7 @@ class DDPDriver(Whole):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            **{_BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
+            **{BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
         )
         self._word_parameter = carrier.last[0]
         self.call: nn.Module = self._replica

@@ -64,7 +64,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
     joined = dist.is_initialized()  # by a script, which will leave it too
-    backend = dist.get_backend() if joined else _join(world, device, store)
+    backend = dist.get_backend() if joined else join(world, device, store)
     try:
         with heed_signals() as notice:
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
@@ -85,12 +85,19 @@ def choose_device(asked: str, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
-def _join(world: World, device: torch.device, store: dist.Store | None) -> str:
+def join(
+    world: World,
+    device: torch.device,
+    store: dist.Store | None = None,
+    asked: str = "auto",
+    timeout: timedelta | None = None,
+) -> str:
+    """Become a rank of the process group. The back-end: the one `asked` for by name, or what suits the devices."""
     if world.alone:
         return "none"
     shared = device.type == "cuda" and world.local_size > torch.cuda.device_count()
     # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
-    backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+    backend = asked if asked != "auto" else "nccl" if device.type == "cuda" and not shared else "gloo"
     if store is None:
         assert world.master_addr is not None
         assert world.master_port is not None
@@ -105,7 +112,9 @@ def _join(world: World, device: torch.device, store: dist.Store | None) -> str:
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
     device_id = device if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id, timeout=timeout
+    )
     return backend
 
 

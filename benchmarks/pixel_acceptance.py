@@ -1,0 +1,78 @@
+"""The caption recipe on one process and on two, where one of the two is killed after the checkpoint in the middle.
+
+python benchmarks/pixel_acceptance.py
+python benchmarks/pixel_acceptance.py --steps 60 --preset tiny
+
+The losses of the first 50 steps must agree within 1e-4, the last ones within 2 %, and every checkpoint must be whole.
+Exit code 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FIRST, FIRST_LIMIT = 50, 1e-4
+LAST, LAST_LIMIT = 100, 0.02  # the mean of so many steps: one step's loss depends on its few hard pictures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--preset", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/pixel_acceptance"))
+    asked = parser.parse_args()
+    batch = {"cpu": 64, "tiny": 16}.get(asked.preset, 64)
+    settings = [
+        f"preset={asked.preset}", f"steps={asked.steps}", "precision=fp32", f"micro_batch={batch // 2}", "log.every=1",
+        f"checkpoint.every={asked.steps // 2}", "evaluate.every=null", "threads=1",
+    ]  # fmt: skip
+    one, two = asked.out / "one", asked.out / "two"
+    train(one, [*settings, "--nproc", "1"])
+    marks = asked.out / "killed"
+    marks.mkdir(parents=True)
+    fault = {"how": "kill", "rank": 1, "step": asked.steps * 3 // 4, "marks": str(marks.resolve())}
+    train(two, [*settings, "--nproc", "2"], faults=[fault])
+    return judge(one, two)
+
+
+def train(run_dir: Path, settings: list[str], faults: list[dict] | None = None) -> None:
+    env = os.environ | ({"LOCKSTEP_FAULTS": json.dumps(faults)} if faults else {})
+    lockstep("train", "pixel_llm", *settings, f"run_dir={run_dir}", "log.progress=off", env=env)
+
+
+def lockstep(*words: str, env: dict[str, str] | None = None) -> None:
+    subprocess.run([sys.executable, "-m", "lockstep.cli", *words], env=env, check=True)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """By step; a step that was taken again after a failure counts as it was the last time."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [loss for _, loss in sorted({row["step"]: row["loss"] for row in rows}.items())]
+
+
+def judge(one: Path, two: Path) -> int:
+    a, b = losses(one), losses(two)
+    assert len(a) == len(b), f"{len(a)} steps against {len(b)}"
+    apart = [abs(x - y) / x for x, y in zip(a, b, strict=True)]
+    last = min(LAST, len(a) // 4)
+    mean_a, mean_b = sum(a[-last:]) / last, sum(b[-last:]) / last
+    for run_dir in (one, two):
+        lockstep("ckpt", "verify", str(run_dir))
+    restarts = [line for line in (two / "events.jsonl").read_text().splitlines() if '"restart"' in line]
+    print(f"{len(a)} steps; restarts of the two processes: {len(restarts)}")
+    print(f"first {FIRST} steps: losses apart by at most {max(apart[:FIRST]):.1e} (limit {FIRST_LIMIT})")
+    print(f"all steps: at most {max(apart):.1e}")
+    end = abs(mean_a - mean_b) / mean_a
+    print(f"mean of the last {last}: {mean_a:.6f} and {mean_b:.6f}, apart by {end:.1e} (limit {LAST_LIMIT})")
+    well = max(apart[:FIRST]) <= FIRST_LIMIT and end <= LAST_LIMIT and len(restarts) == 1
+    print("pass" if well else "FAIL")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

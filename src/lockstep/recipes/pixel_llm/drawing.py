@@ -1,0 +1,88 @@
+"""Shapes as analytic masks on a noisy grey background, in bytes: what is generated is what a PNG holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLOURS = {
+    "red": (1.0, 0.1, 0.1),
+    "green": (0.1, 0.9, 0.2),
+    "blue": (0.15, 0.3, 1.0),
+    "yellow": (1.0, 0.95, 0.1),
+    "purple": (0.7, 0.15, 0.85),
+    "white": (1.0, 1.0, 1.0),
+    "orange": (1.0, 0.55, 0.05),
+    "cyan": (0.1, 0.95, 0.95),
+}
+NOISE = 0.06  # standard deviation
+
+Mask = NDArray[np.bool_]
+Plane = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object; lengths in pixels."""
+
+    colour: str
+    shape: str
+    texture: str
+    x: float
+    y: float
+    radius: float
+    brightness: float
+
+
+def draw(things: list[Thing], size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """(3, size, size). The background's level, its noise and nothing else is drawn from `rng` here."""
+    level = rng.uniform(0.05, 0.35)
+    image = np.full((3, size, size), level, np.float32)
+    across, down = _grid(size)
+    for thing in things:
+        x, y = across - np.float32(thing.x), down - np.float32(thing.y)
+        mask = _textured(thing, x, y)
+        rgb = np.asarray(COLOURS[thing.colour], np.float32) * np.float32(thing.brightness)
+        image[:, mask] = rgb[:, None]
+    image += np.float32(NOISE) * rng.standard_normal(image.shape, np.float32)
+    return (image.clip(0.0, 1.0) * 255.0 + 0.5).astype(np.uint8)
+
+
+@cache
+def _grid(size: int) -> tuple[Plane, Plane]:
+    """Centres of the pixels."""
+    middle = np.arange(size, dtype=np.float32) + np.float32(0.5)
+    return middle[None, :], middle[:, None]
+
+
+def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
+    mask = _inside(thing.shape, x, y, thing.radius)
+    if thing.texture == "striped":
+        period = max(2.0, thing.radius * 0.55)
+        return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
+    if thing.texture == "outlined":
+        return mask & ~_inside(thing.shape, x, y, thing.radius * 0.6)
+    return mask
+
+
+def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
+    """The points of a shape of radius `r` around the origin; y points down."""
+    if shape == "circle":
+        return x * x + y * y <= r * r
+    if shape == "square":
+        return np.maximum(np.abs(x), np.abs(y)) <= 0.85 * r
+    if shape == "triangle":  # its tip is up
+        return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
+    if shape == "cross":
+        thin, far = np.minimum(np.abs(x), np.abs(y)), np.maximum(np.abs(x), np.abs(y))
+        return (thin <= 0.3 * r) & (far <= r)
+    if shape == "ring":
+        square = x * x + y * y
+        return (square <= r * r) & (square >= 0.3 * r * r)
+    assert shape == "star", shape
+    angle = np.arctan2(x, -y)  # from straight up
+    distance = np.sqrt(x * x + y * y)
+    return distance <= r * (0.65 + 0.35 * np.cos(5 * angle))

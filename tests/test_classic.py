@@ -1,0 +1,550 @@
+"""The classic interfaces: the names, arguments and methods that scripts expect, with the core's results behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from lockstep.checkpoint import inspect as ckpt
+from lockstep.classic import (
+    AMPConfig,
+    AMPTrainer,
+    DDPManager,
+    DistributedAMPTrainer,
+    DistributedConfig,
+    DynamicScaler,
+    log_gpu_memory,
+)
+from lockstep.classic.train_script import check_processes
+from lockstep.config import ScalerConfig
+from lockstep.errors import ConfigError, UserError
+from lockstep.runtime.context import join
+from lockstep.runtime.world import World
+from pool import Pool
+from ports import free_port
+
+ROOT = Path(__file__).parent.parent
+FP32 = AMPConfig(enabled=False, device="cpu")
+
+
+class Net(nn.Module):
+    """Returns its loss, the mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.out(torch.tanh(self.hidden(x))).squeeze(-1).float(), y)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def numbers(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 4, generator=g), torch.randn(count, generator=g)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(weights(model).numpy().tobytes()).hexdigest()
+
+
+def plain_loop(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """What a trainer should come to, in plain PyTorch."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for x, y in batches:
+        optimizer.zero_grad()
+        model(x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return weights(model)
+
+
+# ---- AMPTrainer ---------------------------------------------------------------------------------------------
+
+
+def test_it_trains_as_plain_pytorch_does():
+    x, y = numbers(40)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
+    trainer = AMPTrainer(net(), FP32)
+    losses = [trainer.training_step(batch).loss for batch in batches]
+    assert torch.allclose(weights(trainer.model), plain_loop(batches), atol=1e-6)
+    assert losses[0] == pytest.approx(net()(*batches[0]).item(), rel=1e-6)
+    assert trainer.steps == 5
+
+
+def test_accumulated_batches_of_any_size_are_one_batch():
+    x, y = numbers(32)
+    trainer = AMPTrainer(net(), AMPConfig(enabled=False, gradient_accumulation_steps=3, device="cpu"))
+    cuts = [(0, 3), (3, 20), (20, 32)]
+    results = [trainer.training_step((x[a:b], y[a:b])).result for a, b in cuts]
+    assert [result is None for result in results] == [True, True, False]
+    assert torch.allclose(weights(trainer.model), plain_loop([(x, y)]), atol=1e-6)
+
+
+class Overflows(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * (math.inf if bool(x[0, 0] > 50) else 1.0)
+
+
+def test_an_overflow_is_skipped_and_lowers_the_scale():
+    scaler = ScalerConfig(initial=1024.0, interval=2)
+    trainer = AMPTrainer(Overflows(), AMPConfig(scaler=scaler, device="cpu"))
+    x, y = numbers(8)
+    bad = x.clone()
+    bad[0, 0] = 100.0
+    scales = []
+    for inputs in (x, bad, x, x):
+        before = weights(trainer.model)
+        applied = trainer.training_step((inputs, y)).result.applied
+        assert applied == (inputs is x)
+        assert torch.equal(before, weights(trainer.model)) != applied
+        scales.append(trainer.scaler.value)
+    assert scales == [1024.0, 512.0, 512.0, 1024.0]
+    fixed = AMPTrainer(Overflows(), AMPConfig(static_scale=256.0, device="cpu"))
+    fixed.training_step((bad, y))
+    assert fixed.scaler.value == 256.0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn"),
+    [
+        (nn.Linear(4, 2), numbers(3)[0], None),  # its output is no loss
+        (nn.Linear(4, 2), {"input": numbers(3)[0]}, None),
+        (nn.Linear(4, 2), numbers(3)[0], lambda model, x: {"nothing": model(x)}),
+    ],
+    ids=["a tensor", "a mapping", "loss_fn"],
+)
+def test_a_trainer_without_a_loss_says_so(model, batch, loss_fn):
+    with pytest.raises(UserError, match="a loss for the batch"):
+        AMPTrainer(model, FP32, loss_fn=loss_fn).training_step(batch)
+
+
+def test_a_wrong_configuration_is_refused_when_it_is_made():
+    with pytest.raises(ConfigError) as error:
+        AMPConfig(dtype="float17", max_grad_norm=-1.0, gradient_accumulation_steps=0, lr_schedule="cosine")
+    assert len(error.value.problems) == 4
+    assert AMPConfig(dtype="bfloat16").precision == "bf16"
+
+
+# ---- DistributedAMPTrainer ----------------------------------------------------------------------------------
+
+
+def test_its_arguments_are_the_documented_ones():
+    named = list(inspect.signature(DistributedAMPTrainer).parameters.values())
+    documented = ["model", "config", "rank", "world_size", "backend", "device_ids"]
+    assert [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD] == documented
+    assert {p.name: p.default for p in named[2:6]} == {
+        "rank": 0,
+        "world_size": 1,
+        "backend": "nccl",
+        "device_ids": None,
+    }
+    assert issubclass(DistributedAMPTrainer, AMPTrainer)
+
+
+def among(world: World, store: Any) -> None:
+    join(world, torch.device("cpu"), store)
+
+
+def train_unevenly(world: World, store: Any, folder: Path) -> dict[str, Any]:
+    """Rank 0 has 5 samples of every step and rank 1 has 3; then 3 batches against 1."""
+    among(world, store)
+    trainer = DistributedAMPTrainer(net(), FP32, backend="gloo")
+    x, y = numbers(24)
+    mine = slice(0, 5) if world.rank == 0 else slice(5, 8)
+    for start in (0, 8):
+        trainer.training_step((x[start : start + 8][mine], y[start : start + 8][mine]))
+    saved = trainer.save_checkpoint(folder)
+    trainer.training_step((x[16:][mine], y[16:][mine]))
+    after, wrapped = weights(trainer.model), type(trainer.model)
+    again = DistributedAMPTrainer(Net(), FP32, world.rank, world.size, "gloo")
+    step = again.load_checkpoint(folder)
+    again.training_step((x[16:][mine], y[16:][mine]))
+    epochs = [[(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)], [(x[6:8], y[6:8])]]
+    mean = again.train_epoch(epochs[world.rank])
+    return {
+        "after": after,
+        "saved": str(saved),
+        "step": step,
+        "steps": again.steps,
+        "mean": mean,
+        "end": weights(again.model),
+        "digest": digest(again.model),
+        "ddp": issubclass(wrapped, DistributedDataParallel),
+        "distributed": DistributedAMPTrainer.is_distributed(),
+        "ranks": (trainer.rank, trainer.world_size),
+    }
+
+
+def train_resumed(world: World, store: Any, folder: Path) -> Tensor:
+    """On one process, from what two have saved."""
+    trainer = DistributedAMPTrainer(Net(), FP32)
+    trainer.load_checkpoint(folder)
+    x, y = numbers(24)
+    trainer.training_step((x[16:], y[16:]))
+    return weights(trainer.model)
+
+
+def test_uneven_ranks_give_what_one_process_gives(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(train_unevenly, tmp_path, world=2)
+    x, y = numbers(24)
+    batches = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+    expected = plain_loop(batches)
+    ids = [[0, 1, 6, 7], [2, 3], [4, 5]]  # of the steps of `train_epoch`: rank 1 brings something to the first only
+    end = plain_loop([*batches, *((x[some], y[some]) for some in ids)])
+    for rank, one in enumerate(found):
+        assert torch.allclose(one["end"], end, atol=1e-6)
+        assert torch.allclose(one["after"], expected, atol=1e-6)
+        assert one["ranks"] == (rank, 2)
+        assert one["ddp"]
+        assert one["distributed"]
+        assert one["step"] == 2
+        assert one["steps"] == 3 + 3  # the rank with one batch waited for the other's three
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["mean"] == found[1]["mean"] > 0
+    # One file of one rank, committed and whole; and another number of ranks goes on from it.
+    parts = list(Path(found[0]["saved"]).glob("part-*"))
+    assert len(parts) == 1
+    assert ckpt.verify(tmp_path)[1] == 0
+    resumed = pool.run(train_resumed, tmp_path, world=1)[0]
+    assert torch.allclose(resumed, expected, atol=1e-6)
+
+
+def one_step_of_four(world: World, store: Any) -> tuple[Tensor, float]:
+    """One step: 1, 6, 2 and 7 samples."""
+    among(world, store)
+    trainer = DistributedAMPTrainer(net(), FP32)
+    ends = [0, 1, 7, 9, 16]
+    mine = slice(ends[world.rank], ends[world.rank + 1])
+    x, y = numbers(16)
+    result = trainer.training_step((x[mine], y[mine])).result
+    assert result is not None
+    return weights(trainer.model), result.weight
+
+
+def test_four_ranks_are_one_process_too(pool: Pool) -> None:
+    for found, weight in pool.run(one_step_of_four, world=4):
+        assert torch.allclose(found, plain_loop([numbers(16)]), atol=1e-6)
+        assert weight == 16
+
+
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    trainer = AMPTrainer(net(), FP32)
+    trainer.training_step(numbers(8))
+    path = trainer.save_checkpoint(tmp_path)
+    part = next(path.glob("part-*"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(UserError, match="no checkpoint is whole"):
+        AMPTrainer(net(), FP32).load_checkpoint(tmp_path)
+
+
+def overflow_on_rank_1(world: World, store: Any) -> tuple[list[bool], float, str]:
+    among(world, store)
+    torch.manual_seed(0)
+    trainer = DistributedAMPTrainer(Overflows(), AMPConfig(scaler=ScalerConfig(initial=1024.0), device="cpu"))
+    applied = []
+    for step in range(3):
+        x, y = numbers(4 + world.rank, seed=10 * step + world.rank)
+        if step == 1 and world.rank == 1:
+            x[0, 0] = 100.0
+        applied.append(trainer.training_step((x, y)).result.applied)
+    return applied, trainer.scaler.value, digest(trainer.model)
+
+
+def test_an_overflow_on_one_rank_is_everybodys(pool: Pool) -> None:
+    one, two = pool.run(overflow_on_rank_1, world=2)
+    assert one == two
+    assert one[:2] == ([True, False, True], 512.0)
+
+
+class Halting(nn.Module):
+    """One parameter takes part in no loss; a buffer follows the data of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.register_buffer("moved", torch.zeros(()))
+        self.found: list[float] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.found.append(self.moved.item())
+        self.moved += x.sum()
+        return F.mse_loss(self.used(x).squeeze(-1), y)
+
+
+def joined_by_arguments(world: World, store: Any, port: int) -> dict[str, Any]:
+    """No launcher: rank and world size are arguments, and the trainer joins and leaves by itself."""
+    os.environ["MASTER_PORT"] = str(port)
+    first = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo")
+    found: dict[str, Any] = {"ranks": (first.rank, first.world_size, first.runtime.backend)}
+    for unused, buffers in ((True, True), (True, False), (False, False)):
+        how = DistributedConfig(
+            world.size, world.rank, "gloo", num_gpus_per_node=2, find_unused_parameters=unused,
+            broadcast_buffers=buffers, gradient_as_bucket_view=unused,
+        )  # fmt: skip
+        model = Halting()
+        trainer = DistributedAMPTrainer(model, FP32, distributed=how)
+        try:
+            for _ in range(2):
+                trainer.training_step(numbers(4, seed=world.rank))
+            found[f"{unused} {buffers}"] = model.found
+        except UserError as error:
+            found["refused"] = error.found
+        trainer.cleanup()  # it has not joined, so it does not leave
+    assert torch.distributed.is_initialized()
+    first.cleanup()
+    found["left"] = not torch.distributed.is_initialized()
+    return found
+
+
+def test_a_configuration_reaches_the_wrapped_model(pool: Pool) -> None:
+    one, two = pool.run(joined_by_arguments, free_port(), world=2)
+    assert one["True True"] == two["True True"]  # rank 0's buffers, before every step
+    assert one["True False"][1] != two["True False"][1]
+    assert "unused" in one["refused"]
+    assert [found["left"] for found in (one, two)] == [True, True]
+    assert [found["ranks"] for found in (one, two)] == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+        DistributedAMPTrainer(net(), FP32)
+    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+        DDPManager().initialize()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="rank 0 of 2"):
+        DistributedAMPTrainer(net(), FP32, rank=1, world_size=4)
+    with pytest.raises(UserError, match="add --distributed"):
+        check_processes(distributed=False, elastic_gpu=False)
+    assert DistributedAMPTrainer.is_distributed()
+
+
+# ---- DistributedConfig --------------------------------------------------------------------------------------
+
+
+def test_a_configuration_survives_the_environment_and_files(tmp_path):
+    config = DistributedConfig(
+        world_size=9, rank=5, master_addr="node0", num_nodes=3, node_rank=1, num_gpus_per_node=3,
+        device_ids=[0, 2, 3], find_unused_parameters=True, backend="gloo", launch_method="torch.distributed.launch",
+    )  # fmt: skip
+    assert config.validate() is True
+    env = config.to_env_dict()
+    assert all(isinstance(value, str) for value in env.values())
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("5", "2", "9")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["CUDA_VISIBLE_DEVICES"]) == ("node0", "29500", "0,2,3")
+    assert DistributedConfig.from_env(env) == config
+    config.save(tmp_path / "dist.json")
+    assert DistributedConfig.from_json(tmp_path / "dist.json") == config
+    (tmp_path / "dist.yaml").write_text("world_size: 2\nnum_gpus_per_node: 2\nbackend: gloo\n")
+    assert DistributedConfig.from_yaml(tmp_path / "dist.yaml").backend == "gloo"
+    (tmp_path / "dist.yaml").write_text("wrld_size: 2\n")
+    with pytest.raises(UserError, match="wrld_size"):
+        DistributedConfig.from_yaml(tmp_path / "dist.yaml")
+
+
+def test_what_torchrun_sets_is_understood():
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    config = DistributedConfig.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert (config.rank, config.local_rank, config.num_nodes, config.master_port) == (3, 1, 2, 1234)
+    assert config.validate()
+    assert DistributedConfig.from_env({}) == DistributedConfig()
+    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+        DistributedConfig.from_env({"LOCAL_RANK": "0"})
+    with pytest.raises(UserError, match="RANK"):
+        DistributedConfig.from_env({"RANK": "first", "WORLD_SIZE": "2"})
+
+
+def test_its_fields_and_defaults_are_the_documented_ones():
+    assert {f.name: getattr(DistributedConfig(), f.name) for f in fields(DistributedConfig)} == {
+        "world_size": 1, "rank": 0, "backend": "nccl", "master_addr": "localhost", "master_port": 29500,
+        "num_nodes": 1, "node_rank": 0, "num_gpus_per_node": 1, "device_ids": None, "find_unused_parameters": False,
+        "broadcast_buffers": True, "gradient_as_bucket_view": True, "launch_method": "torchrun",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"world_size": 3},
+        {"rank": 2},
+        {"rank": -1},
+        {"node_rank": 1},
+        {"master_port": 70000},
+        {"backend": "carrier pigeon"},
+        {"launch_method": "by hand"},
+        {"device_ids": [0, 0]},
+        {"device_ids": [1]},
+        {"num_nodes": 2, "world_size": 4},
+        {"world_size": "2"},
+        {"num_gpus_per_node": 0},
+    ],
+    ids=str,
+)
+def test_common_mistakes_are_found(wrong):
+    with pytest.raises(ConfigError) as error:
+        DistributedConfig(**{"world_size": 2, "num_gpus_per_node": 2} | wrong).validate()
+    key = next(iter(wrong))
+    assert any(key in f"{problem.asked} {problem.found}" for problem in error.value.problems)
+
+
+@pytest.mark.parametrize("method", ["torchrun", "torch.distributed.launch"])
+def test_the_launch_command_follows_the_method(method):
+    config = DistributedConfig(
+        world_size=4, num_nodes=2, num_gpus_per_node=2, master_addr="node0", launch_method=method
+    )
+    words = config.command("train.py", ["--distributed"])
+    assert method in " ".join(words)
+    assert {"--nproc_per_node=2", "--nnodes=2", "--node_rank=0", "--master_addr=node0"} <= set(words)
+    assert words[-2:] == ["train.py", "--distributed"]
+
+
+# ---- DDPManager ---------------------------------------------------------------------------------------------
+
+
+def managed(world: World, store: Any) -> dict[str, Any]:
+    """Two trainable modules beside a frozen one, in a loop of plain PyTorch."""
+    among(world, store)
+    manager = DDPManager()
+    several = manager.initialize(timeout_mins=2)
+    torch.manual_seed(0)
+    frozen, encoder, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 1)
+    kinds = [type(manager.wrap_model(module)) for module in (frozen, encoder)]
+    encoder, head = manager.wrap_model(encoder), manager.wrap_model(head)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+    loader = manager.get_dataloader(TensorDataset(torch.arange(22), *numbers(22)), batch_size=8 // world.size)
+    seen: list[list[int]] = []
+    for _ in range(2):
+        for ids, x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(head(torch.tanh(encoder(frozen(x)))).squeeze(-1), y).backward()
+            optimizer.step()
+            seen.append(ids.tolist())
+    manager.set_epoch(loader, 0)
+    again = [ids.tolist() for ids, _, _ in loader]
+    rank = torch.tensor(float(manager.rank))
+    reduced = {op: manager.all_reduce(rank.clone(), op).item() for op in ("mean", "sum", "max", "min")}
+    manager.barrier()
+    manager.cleanup()
+    return {
+        "several": several, "kinds": kinds, "seen": seen, "again": again, "reduced": reduced, "main": manager.is_main,
+        "weights": torch.cat([weights(encoder), weights(head)]), "places": (manager.rank, manager.world_size),
+    }  # fmt: skip
+
+
+def test_a_managed_loop_is_the_same_on_two_ranks(pool: Pool) -> None:
+    [alone], two = pool.run(managed, world=1), pool.run(managed, world=2)
+    assert not alone["several"]
+    assert [one["places"] for one in two] == [(0, 2), (1, 2)]
+    assert [one["main"] for one in two] == [True, False]
+    assert two[0]["kinds"] == [nn.Linear, DistributedDataParallel]  # frozen: moved, not wrapped
+    for one in two:
+        assert torch.allclose(one["weights"], alone["weights"], atol=1e-6)
+        assert one["reduced"] == {"mean": 0.5, "sum": 1.0, "max": 1.0, "min": 0.0}
+    # No sample twice in an epoch, another order in the next, and the same one again for the same epoch.
+    both = [sorted(a + b) for a, b in zip(two[0]["seen"], two[1]["seen"], strict=True)]
+    assert [sorted(batch) for batch in alone["seen"]] == both
+    first, second = both[0] + both[1], both[2] + both[3]
+    assert len(first) == len(set(first)) == 16
+    assert first != second
+    assert two[0]["again"] == two[0]["seen"][:2]
+
+
+def test_a_batch_that_some_rank_would_not_get_is_refused():
+    manager = DDPManager()
+    manager.world = World(0, 4, 0, 4)
+    data = TensorDataset(torch.arange(9))
+    with pytest.raises(UserError, match="a last batch of 1 samples"):
+        manager.get_dataloader(data, batch_size=2, drop_last=False)
+    with pytest.raises(UserError, match="fill no batch"):
+        manager.get_dataloader(data, batch_size=3)
+    with pytest.raises(UserError, match="no such operation"):
+        manager.all_reduce(torch.ones(1), "median")
+
+
+def test_gpu_memory_is_told(capsys):
+    assert log_gpu_memory() == capsys.readouterr().out.strip() != ""
+
+
+# ---- DynamicScaler ------------------------------------------------------------------------------------------
+
+
+def test_the_scaler_in_a_plain_loop():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = DynamicScaler(init_scale=8.0, growth_interval=2)
+    scales = []
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).mean()
+        scaler.scale(loss * factor).backward()
+        before = weights(model)
+        scaler.unscale(optimizer)  # before clipping, say
+        with pytest.raises(UserError, match="out already"):
+            scaler.unscale(optimizer)
+        went = scaler.step(optimizer)
+        assert went == (factor == 1.0)
+        if went:
+            assert torch.allclose(before - weights(model), torch.full((3,), 0.1), atol=1e-6)  # the scale is out again
+        scaler.update()
+        scales.append(scaler.value)
+    assert scales == [8.0, 4.0, 4.0, 8.0]
+    other = DynamicScaler()
+    other.load_state(scaler.get_state())
+    assert (other.value, list(other.history)) == (8.0, list(scaler.history))
+    assert DynamicScaler().value == 2.0**15
+
+
+# ---- train.py -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_started_by_hand_train_together(tmp_path):
+    (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nrun_dir: run\nevaluate: {at_end: false}\n")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_port())}
+    words = [sys.executable, str(ROOT / "train.py"), "--config", "config.yaml", "--distributed", "log.every=1"]
+    ranks = [
+        subprocess.Popen(
+            words, cwd=tmp_path, env=env | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "pixel_llm  2 ranks" in said[0][0]
+    assert "3/3" in said[0][0]
+    assert said[1][0] == ""  # only the main process talks
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_distributed_without_ranks_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+        check_processes(distributed=True, elastic_gpu=False)
+    check_processes(distributed=False, elastic_gpu=True)
