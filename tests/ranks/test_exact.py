@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.parallel import exact_hook
 from lockstep.parallel.exact_drivers import OrderedDDPDriver
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -157,13 +158,13 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
     """A job: bytes that this rank sends to others for the gradients of one step, and the sums that wait on it."""
     resolved = configured({"exact": True, "global_batch": pieces, "micro_batch": 1, "steps": 1})
     sent, waiting = [], []
-    original = dist.all_to_all_single
+    original = dist.batch_isend_irecv
 
-    def counting(output: Tensor, given: Tensor, to: Any = None, splits: Any = None, **options: Any) -> Any:
-        sent.append(given.nbytes - splits[world.rank] * given.element_size())
-        return original(output, given, to, splits, **options)
+    def counting(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(each.tensor.nbytes for each in transfers if each.op is dist.isend)
+        return original(transfers)
 
-    dist.all_to_all_single = counting
+    dist.batch_isend_irecv = counting
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         driver = run.adopt(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
@@ -188,6 +189,20 @@ def test_bytes_and_copies(pool: Pool, world: int, pieces: int) -> None:
         rounding = 2 * 4 * world / found["gradient"]  # slices are whole numbers of elements
         assert found["share"] == pytest.approx(2 * (world - 1) / world, abs=rounding)
         assert found["waiting"] == math.log2(pieces / world)
+
+
+def in_small_pieces(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
+    """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models."""
+    exact_hook.PIECE = 87
+    return bits(world, store, *arguments)
+
+
+def test_the_size_of_the_pieces_leaves_no_trace(pool: Pool, alone: Any) -> None:
+    case = SOME[0][0]
+    assert sum(p.numel() for p in Perceptron().parameters()) % 87 == 2
+    found = pool.run(in_small_pieces, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
+    for rank in found:
+        assert rank["weights"] == alone(case)["weights"]
 
 
 # ---- what is refused ----
