@@ -18,6 +18,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.parallel import exact_hook
 from lockstep.parallel.exact_drivers import OrderedDDPDriver
+from lockstep.parallel.exact_hook import OrderedHook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -191,16 +192,22 @@ def test_bytes_and_copies(pool: Pool, world: int, pieces: int) -> None:
         assert found["waiting"] == math.log2(pieces / world)
 
 
-def in_small_pieces(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
-    """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models."""
-    exact_hook.PIECE = 87
+def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, Any]:
+    """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models;
+    or through a copy, as from a GPU that ranks share."""
+    if how == "pieces":
+        exact_hook.PIECE = 87
+    else:
+        expect = OrderedHook.expect
+        OrderedHook.expect = lambda hook, *given: (setattr(hook, "through_host", True), expect(hook, *given))
     return bits(world, store, *arguments)
 
 
-def test_the_size_of_the_pieces_leaves_no_trace(pool: Pool, alone: Any) -> None:
+@pytest.mark.parametrize("how", ["pieces", "copy"])
+def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -> None:
     case = SOME[0][0]
     assert sum(p.numel() for p in Perceptron().parameters()) % 87 == 2
-    found = pool.run(in_small_pieces, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
+    found = pool.run(otherwise, how, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
     for rank in found:
         assert rank["weights"] == alone(case)["weights"]
 

@@ -64,6 +64,8 @@ class OrderedHook(Hook):
         self.counter: Counter[Leaf] = Counter(add_leaves)  # this rank's micro-batches but the last
         self.me = group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.me]
+        # Ranks that share a GPU: gloo takes its tensors in collectives, and not from rank to rank.
+        self.through_host = word.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._rooms: list[Tensor] = []  # memory for what is received, when it is not in use
 
     def expect(self, total: int, last: Span | None) -> None:
@@ -95,9 +97,12 @@ class OrderedHook(Hook):
             word.copy_(every.sum(0))  # of numbers whose sum is exact in any order
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
-        roots = self._my_roots(bucket)
-        room = self._take_room(bucket.buffer)
-        pieces = list(self._start_pieces(bucket.buffer, roots, room))
+        buffer, roots = bucket.buffer, self._my_roots(bucket)
+        if self.through_host:
+            roots = [root.to("cpu", copy=True) for root in roots]
+            buffer = roots[-1] if roots else torch.empty_like(buffer, device="cpu")
+        room = self._take_room(buffer)
+        pieces = list(self._start_pieces(buffer, roots, room))
         yield
         for piece in pieces:
             for work in piece.works:
@@ -108,6 +113,8 @@ class OrderedHook(Hook):
         yield
         for work in [work for piece in pieces for work in piece.works]:
             work.wait()
+        if self.through_host:
+            bucket.buffer.copy_(buffer)
 
     def _start_pieces(self, buffer: Tensor, roots: list[Tensor], room: Tensor) -> Iterator[_Piece]:
         """Everybody's roots go to the rank that owns their slice. They come into `room`, one after another."""
