@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lockstep import cli
 from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import verify
-from lockstep.verify.compare import FACTOR, compare, gap
+from lockstep.verify.compare import FACTOR, compare, gap, same_bits, turned_over
 from lockstep.verify.layouts import Layout, Wishes, check, choose
 from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import WIDTH, Report, json_of, text_of
@@ -89,6 +90,21 @@ def test_random_numbers_that_stay_are_said(runner: Runner) -> None:
     assert any("not compared" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("file", "task"), [("healthy", "TiedWithDropout"), ("broken", "LastBit")])
+def test_identical_bits_are_asked_for(runner: Runner, file: str, task: str) -> None:
+    """What is sound has them under every strategy. A last bit that follows the ranks is found, and only so."""
+    target, exact = f"{ZOO / file}.py:{task}", replace(QUICK, exact=True)
+    if file == "broken":
+        assert verify(target, [], QUICK, runner).passed
+        found = verify(target, [], exact, runner)
+        assert [cause.key for cause in found.causes] == ["bits"], text_of(found)
+        assert [row.verdict for row in found.rows if row.role == "world"] == ["DIFFERS"]
+        return
+    found = verify(target, [], replace(exact, worlds=(1, 2, 3), strategies=("ddp", "fsdp")), runner)
+    assert found.passed, text_of(found)
+    assert [row.comparison.bits for row in found.rows if row.comparison and row.role == "world"] == [True] * 4
+
+
 # ---- a loop of one's own, and the command ---------------------------------------------------------------
 
 
@@ -120,6 +136,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         (["char_lm", "--worlds", "1,two"], "no list of whole numbers"),
         (["char_lm", "--worlds", "0,1"], "a count below 1"),
         (["char_lm", "--strategies", "pp"], "type some of ddp"),
+        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp, which adds in an order of its own"),
         (["char_lm", "stepz=3"], "there is no key stepz"),
     ],
 )
@@ -231,6 +248,21 @@ def test_gaps() -> None:
     assert gap(np.array([1.0]), np.array([np.nan])) == np.inf
     assert gap(np.array([1.0]), np.array([1.0, 2.0])) == np.inf
     assert gap(np.array([1, 5]), np.array([1, 2])) == 3.0
+
+
+def test_bits() -> None:
+    one = np.array([1.0, 0.0, np.nan], dtype=np.float32)
+    assert same_bits(one, one.copy())
+    assert not same_bits(one, np.array([1.0, -0.0, np.nan], dtype=np.float32))
+    assert not same_bits(one, one.astype(np.float64))
+    assert not same_bits(one, one[:2])
+
+
+def test_a_yardstick_that_allows_everything_is_said() -> None:
+    """What may be 32 times as far away as a nudged run must not be twice the gradient."""
+    still, moved, turned = Told([1.0, 2.0]), Told([1.0, 2.001]), Told([1.0, -2.0])
+    assert turned_over(still, [still, moved]) is None  # pyrefly: ignore
+    assert turned_over(still, [moved, turned]) == 0  # pyrefly: ignore
 
 
 def test_the_page_lists_the_causes() -> None:

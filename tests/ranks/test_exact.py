@@ -16,7 +16,9 @@ from torch.utils.data import IterableDataset
 
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.parallel import exact_hook
 from lockstep.parallel.exact_drivers import OrderedDDPDriver
+from lockstep.parallel.exact_hook import OrderedHook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -157,13 +159,13 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
     """A job: bytes that this rank sends to others for the gradients of one step, and the sums that wait on it."""
     resolved = configured({"exact": True, "global_batch": pieces, "micro_batch": 1, "steps": 1})
     sent, waiting = [], []
-    original = dist.all_to_all_single
+    original = dist.batch_isend_irecv
 
-    def counting(output: Tensor, given: Tensor, to: Any = None, splits: Any = None, **options: Any) -> Any:
-        sent.append(given.nbytes - splits[world.rank] * given.element_size())
-        return original(output, given, to, splits, **options)
+    def counting(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(each.tensor.nbytes for each in transfers if each.op is dist.isend)
+        return original(transfers)
 
-    dist.all_to_all_single = counting
+    dist.batch_isend_irecv = counting
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         driver = run.adopt(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
@@ -188,6 +190,26 @@ def test_bytes_and_copies(pool: Pool, world: int, pieces: int) -> None:
         rounding = 2 * 4 * world / found["gradient"]  # slices are whole numbers of elements
         assert found["share"] == pytest.approx(2 * (world - 1) / world, abs=rounding)
         assert found["waiting"] == math.log2(pieces / world)
+
+
+def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, Any]:
+    """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models;
+    or through a copy, as from a GPU that ranks share."""
+    if how == "pieces":
+        exact_hook.PIECE = 87
+    else:
+        expect = OrderedHook.expect
+        OrderedHook.expect = lambda hook, *given: (setattr(hook, "through_host", True), expect(hook, *given))
+    return bits(world, store, *arguments)
+
+
+@pytest.mark.parametrize("how", ["pieces", "copy"])
+def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -> None:
+    case = SOME[0][0]
+    assert sum(p.numel() for p in Perceptron().parameters()) % 87 == 2
+    found = pool.run(otherwise, how, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
+    for rank in found:
+        assert rank["weights"] == alone(case)["weights"]
 
 
 # ---- what is refused ----

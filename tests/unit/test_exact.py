@@ -161,7 +161,12 @@ def test_the_micro_batch_does_not_look_at_the_ranks() -> None:
         {"ddp.hook": "bf16"},
         {"ddp.find_unused_parameters": True},
         {"data.seed_samples": False},
+        {"data.sharding": "own"},
         {"compile": True},
+        {"speed_weights": "auto"},
+        {"precision": "bf16-master"},
+        {"precision": "fp8"},
+        {"optimizer": "adafactor"},
     ],
     ids=str,
 )

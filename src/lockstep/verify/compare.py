@@ -76,7 +76,7 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
     steps = min([record.steps, reference.steps, *(other.steps for other in nudged)])
     for columns, kind in [("gradients", "gradient"), ("parameters", "parameter"), ("losses", "loss")]:
         pairs = [pair for step in range(steps) for pair in _pairs(kind, step, record, reference)]
-        result.identical[columns] = all(np.array_equal(a, b) for _, a, b in pairs)
+        result.identical[columns] = all(same_bits(a, b) for _, a, b in pairs)
         size = max((_size(b) for _, _, b in pairs), default=0.0)
         result.errors[columns] = max((gap(a, b) for _, a, b in pairs), default=0.0) / (size or 1.0)
     for step in range(steps):
@@ -132,6 +132,27 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     with np.errstate(invalid="ignore"):
         difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
     return float(np.nan_to_num(difference, nan=math.inf).max())
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """0 and -0 are told apart; which nan it is says nothing."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.kind != "f":
+        return np.array_equal(a, b)
+    alike = (a == b) & (np.signbit(a) == np.signbit(b))
+    return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
+
+
+def turned_over(reference: Record, nudged: Sequence[Record]) -> int | None:
+    """The first step in which rounding may change the largest gradient by as much as it is: from there on nothing can
+    be told. None: there is no such step."""
+    for step in range(min(record.steps for record in (reference, *nudged))):
+        pairs = [pair for other in nudged for pair in _pairs("gradient", step, other, reference)]
+        noise = max((gap(a, b) for _, a, b in pairs), default=0.0)
+        if noise and FACTOR * noise >= max(_size(b) for _, _, b in pairs):
+            return step
+    return None
 
 
 def _size(tensor: np.ndarray) -> float:

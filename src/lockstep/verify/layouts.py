@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.config.exact import STRATEGIES as EXACT
 from lockstep.errors import UserError
 
 WORLDS = (1, 2, 3, 4)
@@ -84,6 +85,13 @@ def check(wishes: Wishes) -> None:
             f"--strategies {','.join(wishes.strategies or ())}",
             f"{unknown[0]}, whose ranks do not hold or gather every parameter under its own name",
             f"type some of {','.join(STRATEGIES)}",
+        )
+    inexact = [name for name in wishes.strategies or () if wishes.exact and name not in EXACT]
+    if inexact:
+        raise UserError(
+            f"--exact --strategies {','.join(wishes.strategies or ())}",
+            f"{inexact[0]}, which adds in an order of its own",
+            f"type some of {','.join(EXACT)}",
         )
     for option, counts in [("--worlds", wishes.worlds), ("--splits", wishes.splits), ("--steps", (wishes.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
