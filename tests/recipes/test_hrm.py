@@ -305,6 +305,16 @@ def test_stablemax_is_a_mean_over_the_cells_that_ask() -> None:
     assert cell_loss("stablemax", logits, labels).item() == pytest.approx(expected)
 
 
+def test_stablemax_has_a_gradient_everywhere() -> None:
+    """At 1 too, where the branch for negative numbers is infinite: in bf16 some logit is exactly 1 in every batch."""
+    logits = torch.tensor([[[1.0, -1.0, 0.0]]], dtype=torch.bfloat16, requires_grad=True)
+    cell_loss("stablemax", logits, torch.tensor([[1]])).sum().backward()
+    total = 2 + 1 / 2 + 1  # s of the three; their slopes are 1, 1/4 and 1
+    expected = [1 / total, 0.25 / total - 0.25 / 0.5, 1 / total]
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx(expected, rel=0.01)
+
+
 # ---- the carry ------------------------------------------------------------------------------------------
 
 
