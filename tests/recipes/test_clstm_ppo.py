@@ -183,8 +183,10 @@ def test_advantages_stop_at_the_end_of_an_episode():
     starts = torch.tensor([[False, False, True, False]])
     days = {"starts": starts, "over": torch.tensor([True])}
     rewards, values = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0.5, 0.5, 0.5, 0.5, 99.0]])
-    found = advantages(rewards, values, days, discount=0.5, trace=1.0)
-    assert found.tolist() == [[1 + 0.5 * 2 - 0.5, 2 - 0.5, 4 + 0.5 * 8 - 0.5, 8 - 0.5]]
+    found = advantages(rewards, values, days, discount=0.5, trace=0.25)
+    last, before_last = 8 - 0.5, 4 + 0.5 * 0.5 - 0.5  # each day's own surprise
+    second, first = 2 - 0.5, 1 + 0.5 * 0.5 - 0.5
+    assert found.tolist() == [[first + 0.125 * second, second, before_last + 0.125 * last, last]]
 
 
 def test_exploration_follows_the_environment_and_the_update_only():
@@ -304,6 +306,17 @@ def test_prices_from_a_file(tmp_path):
         assert first >= split if env >= HELD_OUT else first + 36 <= split
 
 
+def test_the_scale_of_prices_knows_nothing_of_the_days_for_tests(tmp_path):
+    path = tmp_path / "prices.csv"
+    closes = write_prices(path, 100)
+    before = PriceSeries(str(path)).scale
+    lines = path.read_text().splitlines()
+    late = [line.split(",") for line in lines[-6:]]
+    path.write_text("\n".join(lines[:-6] + [",".join([*row[:5], str(float(row[5]) * 9), "9"]) for row in late]))
+    assert not torch.allclose(read_prices(path)[-3:], closes[-3:])
+    assert PriceSeries(str(path)).scale == before
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
@@ -355,8 +368,17 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch):
     assert torch.equal(flat(saved), flat(load_file(tmp_path / "alone" / "model.safetensors")))
 
 
-def test_processes_are_never_made_up():
+def test_processes_are_never_made_up(monkeypatch):
     with pytest.raises(UserError, match="--num_gpus 0"):
         processes(0)
     with pytest.raises(UserError, match="--batch_size 12"):
         DistributedCLSTMPPOTrainer(1, 10, 9)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert processes(-1) == 4  # torchrun's: the number of episodes is shared by all of them
+
+
+def test_no_policy_can_reach_the_goal_and_pass_for_the_control():
+    goals = [ClstmPpo.presets[name]["goals"][0].split() for name in ("cpu", "cpu-control")]
+    assert [words[:2] for words in goals] == [["score", ">="], ["score", "<="]]
+    assert float(goals[0][2]) > float(goals[1][2])

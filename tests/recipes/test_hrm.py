@@ -26,11 +26,12 @@ from lockstep.recipes.hrm import HRM, maze, sudoku
 from lockstep.recipes.hrm.adam_atan2 import AdamATan2
 from lockstep.recipes.hrm.average import MovingAverage
 from lockstep.recipes.hrm.build import Build, build, read_csv
+from lockstep.recipes.hrm.build import main as build_main
 from lockstep.recipes.hrm.carry import Carry, filled
 from lockstep.recipes.hrm.data import PuzzleDataset, read_puzzles
 from lockstep.recipes.hrm.losses import cell_loss
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, _cut_normal
-from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
+from lockstep.recipes.hrm.pretrain import PretrainConfig, load_synced_config, overrides
 from lockstep.recipes.hrm.puzzles import Asked, IdRules, family, split_by_class
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed, SparseEmbedding
 from lockstep.runtime import context
@@ -304,6 +305,16 @@ def test_stablemax_is_a_mean_over_the_cells_that_ask() -> None:
     assert cell_loss("stablemax", logits, labels).item() == pytest.approx(expected)
 
 
+def test_stablemax_has_a_gradient_everywhere() -> None:
+    """At 1 too, where the branch for negative numbers is infinite: in bf16 some logit is exactly 1 in every batch."""
+    logits = torch.tensor([[[1.0, -1.0, 0.0]]], dtype=torch.bfloat16, requires_grad=True)
+    cell_loss("stablemax", logits, torch.tensor([[1]])).sum().backward()
+    total = 2 + 1 / 2 + 1  # s of the three; their slopes are 1, 1/4 and 1
+    expected = [1 / total, 0.25 / total - 0.25 / 0.5, 1 / total]
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx(expected, rel=0.01)
+
+
 # ---- the carry ------------------------------------------------------------------------------------------
 
 
@@ -393,6 +404,16 @@ def test_a_maze_has_one_shortest_way() -> None:
     assert maze.shortest_way(np.array([[2, 1, 2]] * 3), (0, 0), (2, 2)) is None  # none
 
 
+def test_what_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not looked for until the end of time."""
+    monkeypatch.setattr(sudoku, "TRIES", 5)
+    monkeypatch.setattr(maze, "TRIES", 5)
+    with pytest.raises(UserError, match="13 empty cells"):  # 4 clues are the fewest
+        sudoku.puzzle(4, 13, random.Random(0))
+    with pytest.raises(UserError, match="more than 64 cells"):
+        maze.maze(8, 64, random.Random(0))
+
+
 def test_id_grids_are_told_apart_by_the_id_alone() -> None:
     training, test = family(Asked("idgrid", 50, 40, seed=3, rules=4))
     random.seed(0)
@@ -427,6 +448,15 @@ def test_the_published_layout(tmp_path: Path) -> None:
     assert len({tuple(drawn(seed)) for seed in range(9)}) > 1
     with pytest.raises(UserError, match="FileNotFoundError"):
         read_puzzles(tmp_path / "nothing")
+    with pytest.raises(UserError, match="FileNotFoundError"):
+        PretrainConfig(data_path=str(tmp_path / "nothing")).settings()
+
+
+@pytest.mark.parametrize("words", [["puzzle=maze"], ["out=x", "holez=3"], ["out=x", "train_csv=some.csv"]])
+def test_a_build_that_cannot_be_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_main(words)
+    assert capsys.readouterr().err.startswith("build: ")
 
 
 def test_sudokus_from_a_csv_file(tmp_path: Path) -> None:
@@ -460,5 +490,6 @@ def test_all_ranks_get_the_configuration_of_rank_0(pool: Pool) -> None:
 
 def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as error:
-        HRM(width=30, heads=4, variant="hmr")
-    assert {"task.width=30 with task.heads=4", "task.variant=hmr"} <= {p.asked for p in error.value.problems}
+        HRM(width=30, heads=4, variant="hmr", test_size=0, layers=0)
+    asked = {"task.width=30 with task.heads=4", "task.variant=hmr", "task.test_size=0", "task.layers=0"}
+    assert asked == {p.asked for p in error.value.problems}

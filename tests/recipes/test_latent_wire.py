@@ -229,8 +229,8 @@ def test_what_the_wire_carries_is_what_is_read(folder):
 
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
-        LatentWire(questions=5, readers=[["runes", 64, 2, 4]], reader_homes=["cpu", "cpu"])
-    assert len(error.value.problems) == 3
+        LatentWire(questions=5, width=50, readers=[["runes", 64, 2, 4]], reader_homes=["cpu", "cpu"])
+    assert len(error.value.problems) == 4
 
 
 def test_a_fact_says_its_words():

@@ -37,13 +37,18 @@ class PriceSeries:
 
     @property
     def scale(self) -> float:
-        return float(self.returns.std()) or 1.0
+        return float(self.returns[: self.split].std()) or 1.0
+
+    @property
+    def split(self) -> int:
+        """Where the days for tests begin: nothing before it may know of them."""
+        return round(len(self.returns) * (1 - TEST_SHARE))
 
     def seeded(self, seed: int) -> PriceSeries:
         return replace(self, seed=seed)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        split = round(len(self.returns) * (1 - TEST_SHARE))
+        split = self.split
         test = envs >= HELD_OUT
         self._check_room(length, split, bool(test.any()), bool((~test).any()))
         lowest = torch.where(test, split, 0)

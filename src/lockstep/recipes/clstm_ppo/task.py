@@ -58,7 +58,7 @@ class ClstmPpo(Task):
             "checks": {"every": 16},
             # So short a window that memory is needed: with 20 days of it an MLP does as well.
             "task": {"window": 2},
-            "goals": ["score >= 0.50"],
+            "goals": ["score >= 0.58"],  # which the control does not reach
         },
         # The control: without memory the same windows are worth less.
         "cpu-control": {

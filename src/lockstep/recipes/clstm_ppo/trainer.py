@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ class DistributedCLSTMPPOTrainer:
         """Train on all processes, to the end. The metrics of the run."""
         if not hasattr(self, "agent"):
             self.initialize()
-        several = self.processes if self.processes > 1 else None
+        several = self.processes if self.processes > 1 and not launched() else None
         self.result = lockstep.fit(self.task, self.values, nproc=several, **self.settings)
         self.agent = self.result.model  # pyrefly: ignore[bad-assignment]
         return self._gather_metrics()
@@ -104,12 +105,15 @@ class DistributedCLSTMPPOTrainer:
 
 
 def processes(num_gpus: int) -> int:
-    """One for each GPU. Without a GPU as many on the CPU as asked for, and it is said."""
+    """One for each GPU. Without a GPU as many on the CPU as asked for, and it is said. A launcher has decided already:
+    torchrun says how many there are, on all machines."""
     found = torch.cuda.device_count()
     if num_gpus == 0 or num_gpus < -1:
         raise UserError(
             f"--num_gpus {num_gpus}", "no number of processes", "type --num_gpus -1 for all GPUs, or 1 to 8"
         )
+    if launched():
+        return int(os.environ["WORLD_SIZE"])
     if found and num_gpus > found:
         raise UserError(f"--num_gpus {num_gpus}", f"{found} GPUs here", f"type --num_gpus {found}, or -1 for all")
     if found:
@@ -117,6 +121,10 @@ def processes(num_gpus: int) -> int:
     count = max(1, num_gpus)
     print(f"no GPU here: training in {count} process{'es' * (count > 1)} on the CPU", file=sys.stderr)
     return count
+
+
+def launched() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """`python -m lockstep.recipes.hrm.build out=FOLDER puzzle=sudoku9 ...`: puzzles on disk, in the published layout.
 
-A training puzzle and its `augmentations` symmetries are one group. With `csv=FILE` (columns `question` and `answer`, a
-point or a 0 for an empty cell) the Sudokus of a file are taken in place of generated ones: `train_csv`, `test_csv`.
+A training puzzle and its `augmentations` symmetries are one group. With `train_csv=FILE test_csv=FILE` (columns
+`question` and `answer`, a point or a 0 for an empty cell) Sudokus of files are taken in place of generated ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import csv
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
+from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.pretrain import overrides
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, SudokuMoves, family
@@ -36,6 +37,8 @@ class Build:
 
 
 def build(asked: Build) -> None:
+    if bool(asked.train_csv) != bool(asked.test_csv):
+        raise UserError("Sudokus from files", "one of train_csv and test_csv", "give both")
     if asked.train_csv:
         training, test = (
             read_csv(Path(path), most, asked.seed)
@@ -101,7 +104,20 @@ def _drawn(training: IdGrid, seed: int) -> Puzzles:
 
 
 def main(words: Sequence[str]) -> None:
-    build(Build(**overrides(words)))
+    try:
+        build(_asked(words))
+    except UserError as error:
+        print(f"build: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _asked(words: Sequence[str]) -> Build:
+    values, known = overrides(words), [each.name for each in fields(Build)]
+    if wrong := sorted(values.keys() - known):
+        raise UserError(f"{wrong[0]}={values[wrong[0]]}", "no such key", f"type one of {', '.join(known)}")
+    if "out" not in values:
+        raise UserError("a folder to write to", "no out", "type out=FOLDER")
+    return Build(**values)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,20 +122,31 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
-def read_puzzles(folder: Path) -> Puzzles:
-    """A split from disk; its sets one after another."""
+def read_metadata(folder: Path) -> PuzzleDatasetMetadata:
+    with _told_of(folder):
+        return PuzzleDatasetMetadata(**json.loads((folder / "dataset.json").read_text()))
+
+
+@contextmanager
+def _told_of(folder: Path) -> Iterator[None]:
     try:
-        metadata = PuzzleDatasetMetadata(**json.loads((folder / "dataset.json").read_text()))
-        sets = [
-            {name: np.load(folder / f"{each}__{name}.npy", allow_pickle=False) for name in ARRAYS}
-            for each in metadata.sets
-        ]
+        yield
     except (OSError, TypeError, ValueError) as error:
         raise UserError(
             f"puzzles in {folder}",
             f"{type(error).__name__}: {error}",
-            "type task.data_path=FOLDER with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
+            "type a data_path with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
         ) from error
+
+
+def read_puzzles(folder: Path) -> Puzzles:
+    """A split from disk; its sets one after another."""
+    metadata = read_metadata(folder)
+    with _told_of(folder):
+        sets = [
+            {name: np.load(folder / f"{each}__{name}.npy", allow_pickle=False) for name in ARRAYS}
+            for each in metadata.sets
+        ]
     labels = np.concatenate([each["labels"] for each in sets])
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)

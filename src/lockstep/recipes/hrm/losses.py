@@ -13,7 +13,8 @@ def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p with p = s / sum s, where s(x) = x + 1 from 0 on, and 1 / (1 - x) below: it cannot blow up, but the ratios
     are small, so float64."""
     x = logits.double()
-    s = torch.where(x < 0, 1 / (1 - x), x + 1)
+    # Cut at 0: at x = 1 the other branch would be infinite, and its gradient, though not chosen, not a number.
+    s = torch.where(x < 0, 1 / (1 - x.clamp(max=0)), x + 1)
     p = s / s.sum(dim=-1, keepdim=True)
     return -p.gather(-1, labels[..., None]).squeeze(-1).log()
 

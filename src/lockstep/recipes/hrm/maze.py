@@ -7,20 +7,29 @@ from collections import deque
 
 import numpy as np
 
+from lockstep.errors import UserError
+
 WALL, FREE, START, GOAL, WAY = 1, 2, 3, 4, 5  # 0 is padding
 SYMBOLS = 6
 STEPS = ((-1, 0), (0, -1), (0, 1), (1, 0))
+TRIES = 2000  # grids for one maze
 
 
 def maze(n: int, longer_than: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """(cells, labels), flat: the label is the maze with its way drawn in."""
-    while True:
+    for _ in range(TRIES):
         grid = _carved(n, rng)
         free = [(row, column) for row, column in np.argwhere(grid == FREE).tolist()]
         start, goal = rng.sample(free, 2)
         way = shortest_way(grid, start, goal)
         if way is not None and len(way) > longer_than:
             break
+    else:
+        raise UserError(
+            f"mazes of {n} x {n} whose only shortest way has more than {longer_than} cells",
+            f"none in {TRIES} tries",
+            "type a smaller task.maze_longer_than, or a larger task.maze_size",
+        )
     grid[start], grid[goal] = START, GOAL
     labels = grid.copy()
     for cell in way[1:-1]:

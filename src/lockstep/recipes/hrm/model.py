@@ -156,7 +156,8 @@ class HierarchicalReasoningModel(nn.Module):
     def start(self, count: int) -> tuple[Tensor, Tensor]:
         """The states in which a puzzle begins."""
         shape = (count, self.config.puzzle_positions + self.config.cells, self.config.width)
-        return self.h_start.expand(shape), self.l_start.expand(shape)
+        # Written out: code that was compiled for states of this layout need not be compiled again for others.
+        return self.h_start.expand(shape).contiguous(), self.l_start.expand(shape).contiguous()
 
     def _embedded(self, inputs: Tensor, puzzle: Tensor) -> Tensor:
         """(B, P + S, W); the puzzle's vector stands first, with zeros in the places that it does not fill."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.data import PuzzleDatasetMetadata
+from lockstep.recipes.hrm.data import read_metadata
 from lockstep.recipes.hrm.task import HRM
 
 FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
@@ -45,8 +45,8 @@ class PretrainConfig:
     rest: dict[str, Any] = field(default_factory=dict)  # settings of the run that have no other name here
 
     def steps(self, epochs: int) -> int:
-        """An epoch shows every group once, as many examples as its puzzles have on average."""
-        metadata = PuzzleDatasetMetadata(**json.loads((Path(self.data_path) / "train" / "dataset.json").read_text()))
+        """As the document counts them: an epoch is as long as all groups, times the examples of a mean puzzle."""
+        metadata = read_metadata(Path(self.data_path) / "train")
         return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples) // self.global_batch_size
 
     def settings(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise UserError(f"the word {word!r}", "no key=value", "type pretrain.py data_path=FOLDER lr=1e-4 ...")
+            raise UserError(f"the word {word!r}", "no key=value", "type words such as lr=1e-4")
         try:
             found[key] = json.loads(text)
         except ValueError:

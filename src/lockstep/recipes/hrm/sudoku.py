@@ -13,8 +13,11 @@ from functools import cache
 
 import numpy as np
 
+from lockstep.errors import UserError
+
 Grid = tuple[int, ...]
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
+TRIES = 300  # full grids for one puzzle
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def full_grid(n: int, rng: random.Random) -> Grid:
 def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
     """(puzzle, solution): clues go in random order as long as the solution stays the only one; up to `holes` of them,
     or until no clue can go."""
-    while True:
+    for _ in range(TRIES):
         solution = full_grid(n, rng)
         clues, empty = list(solution), 0
         for cell in rng.sample(range(n * n), n * n):
@@ -158,6 +161,11 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
                 empty += 1
         if holes is None or empty == holes:
             return tuple(clues), solution
+    raise UserError(
+        f"Sudokus of {n} x {n} with {holes} empty cells and one solution",
+        f"none in {TRIES} tries",
+        "type a smaller task.holes, or leave it out: then clues go until none can",
+    )
 
 
 def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float:

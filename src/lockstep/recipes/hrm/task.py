@@ -33,6 +33,7 @@ WORDS = {
     "loss": tuple(LOSSES),
     "puzzle": KINDS,
 }
+COUNTS = ("halt_max_steps", "eval_steps", "layers", "h_cycles", "l_cycles", "puzzle_positions")
 
 
 class HRM(Task):
@@ -100,13 +101,13 @@ class HRM(Task):
             augment=augment,
         )
         self.variant, self.width, self.heads = variant, width, heads
-        self.layers = layers or (2 if trm else 4)
-        self.h_cycles, self.l_cycles = h_cycles or (3 if trm else 2), l_cycles or (6 if trm else 2)
+        self.layers = _given(layers, 2 if trm else 4)
+        self.h_cycles, self.l_cycles = _given(h_cycles, 3 if trm else 2), _given(l_cycles, 6 if trm else 2)
         self.grad_cycle = grad_cycle or ("full" if trm else "one_step")
         self.positions, self.mixer = positions, mixer
-        self.puzzle_positions = puzzle_positions or (16 if trm else 1)
+        self.puzzle_positions = _given(puzzle_positions, 16 if trm else 1)
         self.halt_max_steps, self.halt_exploration, self.loss_kind = halt_max_steps, halt_exploration, loss
-        self.eval_steps = eval_steps or halt_max_steps
+        self.eval_steps = _given(eval_steps, halt_max_steps)
         self.lr, self.weight_decay = lr, weight_decay
         self.puzzle_emb_lr, self.puzzle_emb_weight_decay = puzzle_emb_lr, puzzle_emb_weight_decay
         self.puzzle_emb_frozen = puzzle_emb_frozen
@@ -273,7 +274,16 @@ class HRM(Task):
                     f"type task.width={-(-self.width // (2 * max(1, self.heads))) * 2 * max(1, self.heads)}",
                 )
             )
-        if self.halt_max_steps < 1:
-            problems.append(UserError(f"task.halt_max_steps={self.halt_max_steps}", "less than 1", "type 1 or more"))
+        sizes = {name: getattr(self.asked, name) for name in ("train_size", "test_size", "rules")}
+        sizes |= {name: getattr(self, name) for name in COUNTS}
+        problems += [
+            UserError(f"task.{name}={value}", f"less than {least}", f"type task.{name}={least} or more")
+            for name, value in (sizes | {"maze_size": self.asked.size}).items()
+            if value < (least := 3 if name == "maze_size" else 1)
+        ]
         if problems:
             raise ConfigError(problems)
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value

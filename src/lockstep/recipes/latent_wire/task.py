@@ -62,6 +62,7 @@ class LatentWire(Task):
             "steps": 10_000,
             "global_batch": 512,
             "lr": {"peak": 3e-4, "warmup": 500},
+            "data": {"workers": 8},  # a sample takes longer to write than to read
             "evaluate": {"every": 500, "batch": 512},
             "task": {
                 "facts": 4, "vectors": 8, "width": 256, "layers": 6, "heads": 8, "size": 4_000_000, "eval_size": 2048,
@@ -173,7 +174,8 @@ class LatentWire(Task):
         return total, rows, read
 
     def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
-        """KL from what the reader says with the text before it, on the first tokens of the answers; a sum over rows."""
+        """KL(teacher || student), the teacher being the same reader with the text before it, on the first tokens of the
+        answers; a sum over rows."""
         reader = list(_readers(model))[number]
         taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         said = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
@@ -204,10 +206,18 @@ class LatentWire(Task):
                     f"type task.questions={4 * world.facts} or less",
                 )
             )
+        if self.shape.heads < 1 or self.shape.width % (2 * self.shape.heads):
+            problems.append(
+                UserError(
+                    f"task.width={self.shape.width} with task.heads={self.shape.heads}",
+                    "each head needs the same even number of channels",
+                    "type a task.width that is a multiple of twice task.heads",
+                )
+            )
         if not 1 <= len(readers) <= len(LETTERS):
             problems.append(UserError(f"{len(readers)} readers", "one or two are supported", "give one or two"))
         for shape in readers:
-            if len(shape) != 4 or shape[0] not in TOKENIZERS or shape[1] % (2 * shape[3]):
+            if len(shape) != 4 or shape[0] not in TOKENIZERS or min(shape[1:]) < 1 or shape[1] % (2 * shape[3]):
                 example = '[["words", 64, 2, 4], ["pieces", 96, 2, 4]]'
                 problems.append(
                     UserError(
