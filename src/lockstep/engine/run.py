@@ -53,7 +53,7 @@ from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
 from lockstep.plan.plan import make_plan
-from lockstep.precision import check_storage, choose
+from lockstep.precision import check_statistics, check_storage, choose
 from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
@@ -100,6 +100,8 @@ class Run:
         check_plain(model)
         if not self.precision.way:
             check_storage(model)
+        else:
+            check_statistics(model, self.precision)
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
@@ -285,6 +287,11 @@ class Run:
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return found
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the last evaluation was that of these very weights."""
+        return self.evaluation is not None and self._evaluated_at == self.stepper.counters.step
+
     def evaluation_batch(self) -> int:
         """Not the derived micro-batch, which follows the number of ranks: the same batches give the same number."""
         set_to = None if self.config.micro_batch == "auto" else self.config.micro_batch
@@ -437,6 +444,6 @@ class Run:
 
     def _metrics(self) -> dict[str, float]:
         """What checkpoints are compared by: the evaluation of these very weights, if there was one."""
-        if self.evaluation is None or self._evaluated_at != self.stepper.counters.step:
+        if self.evaluation is None or not self.evaluated:
             return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
