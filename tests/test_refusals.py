@@ -28,10 +28,10 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, UserError
 from lockstep.pulse import FOLDER, Pulse
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import Runtime, start
 from lockstep.runtime.signals import Notice
 from lockstep.runtime.world import World
-from lockstep.task import Loss, Task
+from lockstep.task import Loss, MicroBatch, Task
 
 
 class Echo(Collectives):
@@ -147,6 +147,13 @@ class Asked(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         raise FirstStep
+
+
+class Placed(Asked):
+    """Keeps something for every place in the global batch."""
+
+    def before_batch(self, micro: MicroBatch) -> None:
+        pass
 
 
 class FirstStep(Exception):
@@ -337,6 +344,19 @@ MODEL = {
     "BatchNorm of all ranks on a CPU": Row(
         {"ddp.sync_batchnorm": True}, "sync_batchnorm=true", "cpu", "GroupNorm", Asked(Strange)
     ),
+    "statistics beside bf16 weights": Row(
+        {"precision": "bf16-master"},
+        "bf16-master on a CPU",
+        "'beta'",
+        "type precision=bf16",
+        Asked(Strange),
+    ),
+    "places of a batch in a pipeline": Row(
+        {"strategy": "pp"}, "before_batch()", "at once", "type strategy=ddp", Placed(long_row)
+    ),
+    "places of a batch that move": Row(
+        {"speed_weights": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
+    ),
     "tf32 on a CPU": Row({"precision": "tf32"}, "precision=tf32", "no TF32", "type precision=fp32"),
 }
 BATCH = {
@@ -465,6 +485,22 @@ def test_refused_in_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
 )
 def test_a_task_may_prepare_options_and_a_user_may_switch_them_off(task: dict[str, Any]) -> None:
     resolve([("task default", task), ("command line", {"strategy": "ddp", "lr.schedule": "constant"})])
+
+
+def test_blocks_may_be_named_for_fp8() -> None:
+    resolve([("command line", {"precision": "fp8", "blocks": ["Block"]})])
+
+
+def test_places_of_a_batch_that_stay_where_they_are(tmp_path: Path) -> None:
+    row = Row({"speed_weights": [1, 2, 1, 1], "micro_batch": 1}, "", "", "", Placed())
+    with pytest.raises(FirstStep):
+        attempt(row, tmp_path, lambda run, task: loop.fit(task, run))
+
+
+def test_a_process_group_of_another_size_than_the_environment_says() -> None:
+    alone = start(World(), resolve([]).config)
+    with pretended(4), pytest.raises(UserError, match="rank 0 of 4 there, RANK=0 of WORLD_SIZE=1"), alone:
+        pass
 
 
 def test_a_file_may_be_overruled_and_what_a_run_has_written_is_read_back() -> None:

@@ -154,6 +154,18 @@ def check_storage(model: nn.Module) -> None:
         )
 
 
+def check_statistics(model: nn.Module, precision: Precision) -> None:
+    """torch's CPU kernels do not take running statistics in float32 beside weights in bfloat16."""
+    kind = nn.modules.batchnorm._BatchNorm
+    found = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
+    if found and precision.device_type == "cpu":
+        raise UserError(
+            f"precision={precision.name} on a CPU",
+            f"BatchNorm ({found[0]!r}), whose statistics stay in float32",
+            "use GroupNorm, or type precision=bf16",
+        )
+
+
 class DynamicScaler:
     """The fp16 loss scale: large enough that small gradients survive, halved when any rank overflows.
 

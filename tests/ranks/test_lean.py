@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.config import resolve
 from lockstep.engine import adamw8bit
 from lockstep.engine.lean import KINDS, chosen
+from lockstep.engine.masters import Masters
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 from pool import Pool
@@ -76,6 +77,41 @@ def test_bytes_hold_the_moments():
         assert float((found - moment).norm() / moment.norm()) < 0.015
         assert signed or bool((found[moment > 0] > 0).all())
         assert torch.equal(scales[:, 0], moment[:, :150].abs().amax(1))
+
+
+class Beside(torch.optim.Optimizer):
+    """Moves something that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {"lr": 0.1})
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+
+
+def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
+    model, beside = torch.nn.Linear(2, 2).bfloat16(), Beside()
+    config = resolve([("test", {"optimizer": "adamw8bit"})]).config
+    lean, kept = chosen(config, [torch.optim.AdamW(model.parameters()), beside])
+    assert isinstance(lean, adamw8bit.AdamW8bit)
+    assert kept is beside
+    Masters([lean, kept], model, "kept", seed=0).step(kept, None, now=0)
+    assert beside.steps == 1
+
+
+def test_weights_whose_rows_are_not_one_after_another():
+    torch.manual_seed(0)
+    plain = torch.nn.Conv2d(64, 64, 3, bias=False)
+    other = torch.nn.Conv2d(64, 64, 3, bias=False).to(memory_format=torch.channels_last)
+    other.load_state_dict(plain.state_dict())
+    for model in (plain, other):
+        optimizer = adamw8bit.AdamW8bit(model.parameters(), lr=0.1)
+        for step in range(3):
+            model.weight.grad = torch.linspace(-1, 1 + step, 64 * 64 * 9).view(64, 64, 3, 3)
+            optimizer.step()
+    assert not other.weight.is_contiguous()
+    assert torch.equal(other.weight, plain.weight)
 
 
 def test_groups_are_taken_over():

@@ -3,10 +3,15 @@
 import math
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep.config import resolve
 from lockstep.engine.goals import judge
 from lockstep.errors import ConfigError
+from lockstep.task import Loss, Task
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,30 @@ def test_a_goal_is_reached_or_not(goal, value, reached):
 def test_what_is_no_goal_is_refused(goal):
     with pytest.raises(ConfigError, match=r"accuracy >= 0\.9"):
         resolve([("argument", {"goals": [goal]})])
+
+
+class Line(Task):
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def data(self):
+        return TensorDataset(torch.ones(8, 2))
+
+    def eval_data(self):
+        return self.data()
+
+    def loss(self, model, batch):
+        return Loss(model(batch[0]).square().sum(), 8, {"eval_loss": 8.0 * 100})
+
+
+def test_a_finished_run_that_is_started_again_has_still_reached_its_goal(tmp_path):
+    """And a metric cannot take the place of the loss."""
+    values = {"steps": 4, "global_batch": 8, "evaluate.every": 2, "device": "cpu", "log.progress": "off"}
+    values |= {"run_dir": str(tmp_path / "run"), "resume": "auto", "goals": ["eval_loss <= 50"]}
+    first, again = (lockstep.fit(Line(), values, nproc=1).summary for _ in range(2))
+    assert first["pass"]
+    assert again["pass"]
+    assert again["eval_loss"] == first["eval_loss"] < 50

@@ -1,11 +1,16 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep.config import resolve
+from lockstep.engine.masters import Masters
 from lockstep.engine.optim import Clipping, LearningRate, batch_scaling, factor
+from lockstep.engine.zero import ShardedOptimizers
+from lockstep.runtime.world import World
 
 
 def lr_config(**values):
@@ -76,3 +81,18 @@ def test_clipping_by_value_and_relative_to_the_weight():
         [parameter], [short], torch._foreach_norm
     )
     assert short.norm().item() == pytest.approx(0.5)
+
+
+def test_what_an_optimizer_has_set_up_at_once_goes_where_its_parameters_go():
+    """Adagrad makes its state in its constructor. Of another rank's parameters it would be saved as it was at first."""
+    model = nn.Linear(2, 2).bfloat16()
+    made = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    runtime: Any = SimpleNamespace(world=World(0, 2))
+    optimizers = ShardedOptimizers(made, model, runtime)
+    assert list(made.state) == [model.weight]
+    Masters(optimizers.all, model, "kept", seed=0)
+    ((stand_in, state),) = made.state.items()
+    assert stand_in is made.param_groups[0]["params"][0]
+    assert stand_in is not model.weight
+    assert state["sum"].dtype == torch.float32
+    assert state["sum"].tolist() == [[0.5, 0.5], [0.5, 0.5]]

@@ -6,6 +6,7 @@ Judged with their sources: a command line that switches something off may leave 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lockstep.config.schema import KEYS, Leaf, flatten, typed
@@ -24,17 +25,18 @@ class Need(NamedTuple):
     by: tuple[Any, ...]  # its values that do; empty: any but none
     why: str  # nothing comes of them otherwise
     fix: str
-    also: str | None = None  # a key that switches them on as well, by any value but its default
+    also: Mapping[str, tuple[Any, ...]] = MappingProxyType({})  # what switches them on as well; (): all but its default
 
 
 POWERSGD = ("ddp.powersgd_rank", "ddp.powersgd_start", "ddp.error_feedback")
 SPIKES = ("spike.factor", "spike.window")
 SCALER = tuple(key for key in KEYS if key.startswith("scaler."))
+BY_BLOCK = {"remat": (), "precision": ("fp8",)}
 IDLE = (
     Need(("fsdp.offload",), "strategy", CUTTING, "only a model that is cut is kept in host memory", "strategy=fsdp"),
     Need(("fsdp.replicas",), "strategy", ("hsdp",), "only hsdp has groups with a whole copy each", "strategy=hsdp"),
-    Need(("pp.schedule", "pp.stages_per_rank"), "strategy", ("pp",), "no pipeline", "strategy=pp", "mesh.pp"),
-    Need(("blocks",), "strategy", CUTTING, "nothing that is done block by block", "remat=full", "remat"),
+    Need(("pp.schedule", "pp.stages_per_rank"), "strategy", ("pp",), "no pipeline", "strategy=pp", {"mesh.pp": ()}),
+    Need(("blocks",), "strategy", CUTTING, "nothing that is done block by block", "remat=full", BY_BLOCK),
     Need(POWERSGD, "ddp.hook", ("powersgd",), "gradients that are not compressed by it", "ddp.hook=powersgd"),
     Need(("lr.min_ratio",), "lr.schedule", ("linear", "cosine", "wsd"), "a rate that stays", "lr.schedule=cosine"),
     Need(("lr.decay",), "lr.schedule", ("wsd",), "a schedule without that phase", "lr.schedule=wsd"),
@@ -66,7 +68,8 @@ def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, An
 
 def _is_on(need: Need, switch: Leaf, leaves: Mapping[str, Leaf]) -> bool:
     on = switch.value in need.by if need.by else _set(switch.value)
-    return on or (need.also in leaves and _changed(leaves[need.also]))
+    others = [(leaves[key], by) for key, by in need.also.items() if key in leaves]
+    return on or any(leaf.value in by if by else _changed(leaf) for leaf, by in others)
 
 
 def _changed(leaf: Leaf) -> bool:

@@ -55,7 +55,7 @@ class AdamW8bit(torch.optim.Optimizer):
             _adamw_(here, gradient, moments, count, group)
             return
         width = here.shape[-1]
-        rows, gradients = here.view(-1, width), gradient.reshape(-1, width)
+        rows, gradients = here.reshape(-1, width), gradient.reshape(-1, width)
         kept = {key: local(value).flatten(0, -2) for key, value in state.items() if key != "step"}
         size = max(1, PIECE // width)
         for start in range(0, len(rows), size):
@@ -65,6 +65,8 @@ class AdamW8bit(torch.optim.Optimizer):
             _adamw_(rows[piece], gradients[piece], moments, count, group)
             for (name, signed), moment in zip(MOMENTS.items(), moments, strict=True):
                 _to_bytes_(moment, some[name], some[f"{name}_scale"], signed)
+        if rows.data_ptr() != here.data_ptr():  # its rows are not one after another: it was a copy
+            here.copy_(rows.view(here.shape))
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:
@@ -72,9 +74,9 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     small = p.dim() < 2 or p.numel() < SMALLEST
     for name in MOMENTS:
-        zeros = torch.zeros_like(here, dtype=torch.float32 if small else torch.uint8)
-        if not small:  # byte 0 is the smallest number of the table
-            zeros.fill_(int(torch.searchsorted(_table(MOMENTS[name], "cpu"), 0.0)))
+        zero = 0 if small else int(torch.searchsorted(_table(MOMENTS[name], "cpu"), 0.0))  # which byte means 0
+        dtype = torch.float32 if small else torch.uint8
+        zeros = torch.full(here.shape, zero, dtype=dtype, device=here.device)  # row by row, whatever `here` is
         state[name] = like(zeros, p) if isinstance(p, DTensor) else zeros
         if not small:
             blocks = -(-p.shape[-1] // BLOCK)

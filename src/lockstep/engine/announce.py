@@ -136,19 +136,20 @@ def start_record(run: Run) -> dict[str, Any]:
 
 def summary_of(run: Run) -> dict[str, Any]:
     counters = run.stepper.counters
-    found: dict[str, Any] = {"loss": run.recorder.last.get("loss")}
-    if run.evaluation:
-        found |= {"eval_loss": run.evaluation.loss, **run.evaluation.metrics}
-    goals = judge(run.config.goals, found)
+    metrics = run.evaluation.metrics if run.evaluation else {}
+    losses = {
+        "loss": run.recorder.last.get("loss"),
+        "eval_loss": run.evaluation.loss if run.evaluation else None,
+    }
+    goals = judge(run.config.goals, metrics | losses)
     summary = {
         "task": run.name,
         "step": counters.step,
         "applied": counters.applied,
         "skipped": run.stepper.skips.skipped,
         "seconds": time.time() - run.started,
-        "loss": found["loss"],
-        "eval_loss": found.get("eval_loss"),
-        "eval_metrics": run.evaluation.metrics if run.evaluation else {},
+        **losses,
+        "eval_metrics": metrics,
         "world": run.runtime.world.size,
     }
     return summary | ({"goals": goals, "pass": all(goal["pass"] for goal in goals)} if goals else {})

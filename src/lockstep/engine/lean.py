@@ -34,6 +34,9 @@ def chosen(config: RunConfig, made: Any) -> Any:
     for optimizer in every:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return made  # refused later, in words
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            found.append(optimizer)  # it moves something that no gradient reaches: nobody else would
+            continue
         groups = [{key: group[key] for key in ("params", *keys) if key in group} for group in optimizer.param_groups]
         found.append(kind(groups))
     return found

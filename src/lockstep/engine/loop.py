@@ -10,7 +10,7 @@ import torch
 
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
-from lockstep.engine.selfcheck import check_best
+from lockstep.engine.selfcheck import check_best, check_places
 from lockstep.parallel.meta import make_model
 from lockstep.task import MicroBatch, Task
 
@@ -24,13 +24,15 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     run.adopt(make_model(task.model, run.config), task.optimizer, task)
     if hasattr(task, "state_dict"):
         run.others["task"] = task
+    before_batch = task.before_batch if _overrides(task, "before_batch") else None
+    if before_batch is not None:
+        check_places(run.config, run.driver.pipeline is not None, run.runtime.world.alone)
     run.open(task.data(), task.collate)
     held_out = task.eval_data()
     if held_out is not None:
         check_data(held_out)
     check_best(run.config, held_out is not None)
-    before_batch = getattr(task, "before_batch", None)
-    after_step = getattr(task, "after_step", None)
+    after_step = task.after_step if _overrides(task, "after_step") else None
     every = run.config.evaluate.every if held_out is not None else None
     if run.config.evaluate.every and held_out is None:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
@@ -50,10 +52,15 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.keep()
 
     run.save()
-    already = every and run.stepper.counters.step % every == 0
-    if held_out is not None and run.config.evaluate.at_end and not already:
+    if held_out is not None and run.config.evaluate.at_end and not run.evaluated:
         run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
     return run.close(_show(task, run))
+
+
+def _overrides(task: Any, method: str) -> bool:
+    """Whether it has one of its own: nobody calls a method that does nothing in every step."""
+    own = getattr(task, method, None)
+    return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
 
 
 def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:

@@ -33,7 +33,7 @@ class Masters:
         self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [self._stand_in_for(p) for p in group["params"]]
+                group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
 
     def named(self) -> dict[int, str]:
         return {key: self.names[id(p)] for key, p in self._parameters.items()}
@@ -49,6 +49,9 @@ class Masters:
     def step(self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, now: int) -> None:
         """`now` numbers the steps: no two draw the same random bits."""
         groups = optimizer.param_groups
+        if not any(id(p) in self._parameters for group in groups for p in group["params"]):
+            optimizer.step()  # it moves something else
+            return
         try:
             for parts in self._pieces(optimizer):
                 for _, some in parts:
@@ -60,6 +63,15 @@ class Masters:
                     self._take_over(optimizer, some, now)
         finally:
             optimizer.param_groups = groups
+
+    def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
+        """Its stand-in, which takes over what the optimizer may have set up for it already."""
+        made = self._stand_in_for(parameter)
+        state = optimizer.state.pop(parameter, None)
+        if state:
+            kept = {key: _wide(value, parameter) for key, value in state.items()}
+            optimizer.state[made] = kept if made is not parameter else state
+        return made
 
     def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.requires_grad:
@@ -128,6 +140,11 @@ class Masters:
             stand_in.grad = None
             if self.way != "kept":
                 _empty(wide)
+
+
+def _wide(value: Any, parameter: Tensor) -> Any:
+    low = isinstance(value, Tensor) and value.dtype == parameter.dtype
+    return value.float() if low else value
 
 
 def _alike(part: Tensor, model: Tensor) -> Tensor:

@@ -6,25 +6,22 @@ of every transaction. It decides nothing about gradients: that is the Stepper's.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
 from lockstep.config import Resolved
 from lockstep.data.loader import Reader
-from lockstep.data.shard import deal
 from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.announce import facts, resumed_text, start_record, summary_of, tell_launcher
+from lockstep.engine import ending
+from lockstep.engine.announce import facts, resumed_text, start_record, tell_launcher
+from lockstep.engine.attach import attach
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.exact import Exactness
 from lockstep.engine.exhausted import noted_micro_batch
-from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head, write_summary
+from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head
 from lockstep.engine.keeper import Keeper, Resumed
 from lockstep.engine.lean import chosen
 from lockstep.engine.masters import Masters
@@ -49,18 +46,14 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.zero import ShardedOptimizers
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
-from lockstep.observe.report import write_report
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
 from lockstep.plan.plan import make_plan
-from lockstep.precision import check_storage, choose
-from lockstep.pulse import FOLDER
+from lockstep.precision import check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult, Surroundings
-
-LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
+from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
 
 
 class Run:
@@ -100,6 +93,8 @@ class Run:
         check_plain(model)
         if not self.precision.way:
             check_storage(model)
+        else:
+            check_statistics(model, self.precision)
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
@@ -133,7 +128,7 @@ class Run:
         )
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
         check_logged(config, self.source)
-        about_data = self._attach(share)
+        about_data = attach(self.source, share, self.driver, plan, config, runtime)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
         self.stepper.skips.on_skip = self._on_skip
@@ -167,31 +162,6 @@ class Run:
             write_head(self.run_dir, self.resolved, plan.as_dict())
         self.recorder.open(config.log.progress, plan.steps, self.unit, start_record(self) | {"facts": told})
         self.keeper.begin()
-
-    def _attach(self, share: World) -> str | None:
-        """A source that makes its own batches (a rollout) learns where it is. What it says about them."""
-        attach: Callable[[Surroundings], str] | None = getattr(self.source, "attach", None)
-        if attach is None:
-            return None
-        driver, plan, collectives = self.driver, self.plan, self.runtime.collectives
-        if driver.pipeline is not None:
-            raise UserError(
-                f"{type(self.source).__name__}, which calls the model itself, in a pipeline (mesh.pp)",
-                "ranks that hold a part of the model each",
-                "type strategy=ddp or strategy=fsdp",
-            )
-        around = Surroundings(
-            model=driver.model,
-            device=self.runtime.device,
-            seed=self.config.seed,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
-            mine=deal(plan.micro_batches, share.rank, share.size),
-            ranks=share.size,
-            in_step=driver.in_step,
-            add=lambda values: collectives.sum_(values if driver.speaks else values.zero_()),
-        )
-        return attach(around)
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
@@ -250,7 +220,7 @@ class Run:
             self.keeper.prepare()
         self._prepared = True
         if self._leaving:
-            self._leave(self.stepper.counters.step)
+            ending.leave(self, self.stepper.counters.step)
 
     def evaluate(
         self,
@@ -285,6 +255,11 @@ class Run:
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return found
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the last evaluation was that of these very weights."""
+        return self.evaluation is not None and self._evaluated_at == self.stepper.counters.step
+
     def evaluation_batch(self) -> int:
         """Not the derived micro-batch, which follows the number of ranks: the same batches give the same number."""
         set_to = None if self.config.micro_batch == "auto" else self.config.micro_batch
@@ -292,7 +267,7 @@ class Run:
 
     def save(self) -> None:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
-        self._end_loaders()
+        self.end_loaders()
         self._heed(self.stepper.settle())
         if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
@@ -304,51 +279,13 @@ class Run:
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""
-        self.runtime.pulse.beat("end")
-        self.optimizers.release()
-        self.keeper.close()
-        summary = summary_of(self)
-        if text:
-            self.recorder.event("sample", text=text)
-        for goal in summary.get("goals", ()):
-            self.recorder.event("goal", **goal)
-        self.recorder.event("end", **summary)
-        self.recorder.close()
-        if self.runtime.is_main:
-            report = self._write_end(summary)
-            if report and self.config.log.progress != "off":
-                print(f"report   {Path(self.folder.shown) / report.name}")
-        self.runtime.collectives.farewell()  # nobody leaves before the folder is complete
-        self.folder.let_go()
-        return summary
-
-    def _write_end(self, summary: dict[str, Any]) -> Path | None:
-        """The weights are safe: what cannot be written about them is said, and does not spoil the run."""
-        try:
-            write_summary(self.run_dir, summary)
-            return write_report(self.run_dir)
-        except OSError as error:
-            print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
-            return None
+        return ending.close(self, text)
 
     def fail(self, error: BaseException) -> None:
         """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
-        with contextlib.suppress(Exception):
-            self._end_loaders()
-            if hasattr(self, "optimizers"):
-                self.optimizers.release()
-            if hasattr(self, "keeper"):
-                self.keeper.close(patience=LAST_SAVE)
-            if FOLDER in os.environ:
-                self.recorder.hide()  # our launcher shows the first failure, and this may only be its consequence
-            if not isinstance(error, Preempted):
-                self.recorder.event("error", type=type(error).__name__, message=str(error))
-            self.recorder.close()
-            if self.runtime.is_main:
-                write_report(self.run_dir)
-        self.folder.let_go()
+        ending.fail(self, error)
 
-    def _end_loaders(self) -> None:
+    def end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
             self.source.close()
         if self._sample_log:
@@ -410,18 +347,6 @@ class Run:
         self._interval_samples = self._interval_steps = 0
         self.recorder.start_clock()
 
-    def _leave(self, step: int) -> None:
-        """All ranks have saved at the same step."""
-        self._end_loaders()
-        safe = self.keeper.settle()
-        newest = self.keeper.newest_path() if safe else None
-        path = self.folder.as_shown(newest) if newest else None
-        signals = [name for name in self.runtime.collectives.gather_json(self.runtime.notice.signal) if name]
-        signal = signals[0] if signals else "SIGTERM"
-        self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
-        self.runtime.collectives.farewell()
-        raise Preempted(step, signal, path)
-
     def _leave_evaluation(self) -> NoReturn:
         self._leaving = True
         if self.opened:
@@ -437,6 +362,6 @@ class Run:
 
     def _metrics(self) -> dict[str, float]:
         """What checkpoints are compared by: the evaluation of these very weights, if there was one."""
-        if self.evaluation is None or self._evaluated_at != self.stepper.counters.step:
+        if self.evaluation is None or not self.evaluated:
             return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}

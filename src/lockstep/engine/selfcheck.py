@@ -205,6 +205,24 @@ def check_logged(config: RunConfig, source: BatchSource) -> None:
         )
 
 
+def check_places(config: RunConfig, staged: bool, alone: bool) -> None:
+    """For a task with `before_batch`, which keeps something for every place of the global batch, on the rank that runs
+    it."""
+    asked = "before_batch(), with which the task keeps something for every place in the global batch"
+    if staged:
+        raise UserError(
+            f"{asked}, in a pipeline (mesh.pp)",
+            "all micro-batches of a step at once, so that none is the one before its loss",
+            "type strategy=ddp, without mesh.pp",
+        )
+    if config.speed_weights == "auto" and not alone:
+        raise UserError(
+            f"{asked}, with speed_weights=auto",
+            "places that move to other ranks when the speeds have been measured",
+            "leave speed_weights out, or give one number for each rank, such as [1, 2]",
+        )
+
+
 def check_enough_work(plan: Plan) -> None:
     """A pipeline with one micro-batch is a queue of one: all stages but one wait at any time."""
     if plan.micro_batches // plan.world < 2:

@@ -23,6 +23,8 @@ class ShardedOptimizers(Optimizers):
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) in mine]
+            for p in [p for p in optimizer.state if id(p) not in mine]:  # some set it up at once
+                del optimizer.state[p]
 
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         super().step(divisor, skip)

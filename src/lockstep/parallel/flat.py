@@ -40,9 +40,7 @@ class FlatDriver(SingleDriver):
             group = [p for p in live if p.dtype == dtype]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
             flat = torch.cat([grad.flatten() for grad in grads])
-            wide = torch.promote_types(
-                dtype, torch.float32
-            )  # what is stored in less is added in that, and rounded once
+            wide = torch.promote_types(dtype, torch.float32)  # what is stored in less is rounded once
             flat = self.runtime.collectives.sum_(flat.to(wide)).to(dtype)
             for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 p.grad = part.view_as(p)

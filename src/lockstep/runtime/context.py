@@ -64,6 +64,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
     joined = dist.is_initialized()  # by a script, which will leave it too
+    if joined:
+        _check_joined(world)
     backend = dist.get_backend() if joined else join(world, device, store)
     try:
         with heed_signals() as notice:
@@ -116,6 +118,17 @@ def join(
         backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id, timeout=timeout
     )
     return backend
+
+
+def _check_joined(world: World) -> None:
+    """Ranks that take the group for another one would train alone, or wait for ever."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (world.rank, world.size):
+        raise UserError(
+            "a run in the process group that the script has made",
+            f"rank {rank} of {size} there, RANK={world.rank} of WORLD_SIZE={world.size} in the environment",
+            "start the ranks with torchrun, or leave init_process_group() to Lockstep",
+        )
 
 
 def _agent_hosts_store() -> bool:
