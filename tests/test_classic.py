@@ -245,6 +245,19 @@ def one_step_of_four(world: World, store: Any) -> tuple[Tensor, float]:
     return weights(trainer.model), result.weight
 
 
+def same_samples(world: World, store: Any) -> str:
+    among(world, store)
+    with pytest.raises(UserError) as error:
+        DistributedAMPTrainer(net(), FP32).train_epoch([numbers(16)])
+    return str(error.value)
+
+
+def test_a_loader_that_knows_nothing_of_ranks_is_refused(pool: Pool) -> None:
+    for said in pool.run(same_samples, world=2):
+        assert "the same first batch on every rank" in said
+        assert "DDPManager.get_dataloader" in said
+
+
 def test_four_ranks_are_one_process_too(pool: Pool) -> None:
     for found, weight in pool.run(one_step_of_four, world=4):
         assert torch.allclose(found, plain_loop([numbers(16)]), atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep import Task, UserError, fit
+from lockstep import Task, UserError, doors, fit
 
 ROOT = Path(__file__).parent.parent
 TASK = '''
@@ -58,6 +58,9 @@ class Killed(Fit):
 class Bare(Fit):
     def loss(self, model, batch):
         return super().loss(model, batch).total
+
+class Plain(nn.Module):
+    pass
 '''
 
 
@@ -140,7 +143,7 @@ def test_logged_losses_do_not_depend_on_the_world(trained):
 def test_fit_from_a_script_starts_its_own_workers(trained):
     """Without `if __name__ == "__main__"`, with a task that only the script knows."""
     script = TASK + (
-        "\nresult = lockstep.fit(Fit(width=16), 'wide.yaml', nproc=2, run_dir='fitted', **{'lr.warmup': 3})\n"
+        "\nresult = lockstep.fit(Fit, 'wide.yaml', nproc=2, run_dir='fitted', **{'lr.warmup': 3})\n"
         "print(result.summary['step'], result.run_dir, sum(p.numel() for p in result.model.parameters()))\n"
     )
     (trained / "script.py").write_text(script)
@@ -173,13 +176,37 @@ def test_a_killed_rank_is_named(trained, rank):
 
 
 def test_first_mistakes_get_an_answer(trained):
-    """A file without its class, a loss that is a bare tensor, a class instead of an object."""
+    """A file without its class, a class that is no task, a loss that is a bare tensor."""
     done = lockstep("train", "my_task.py", folder=trained, check=False)
     assert (done.returncode, "my_task.py:CLASS" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained, check=False)
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
-    with pytest.raises(UserError, match=r"pass an object: Task\(\)"):
-        fit(Task)
+    done = lockstep("train", "my_task.py:Plain", folder=trained, check=False)
+    assert (done.returncode, "no task: it lacks model, data" in done.stderr) == (2, True)
+
+
+class WithPreset(Task):
+    defaults = {"preset": "large"}
+    presets = {"small": {"task": {"width": 8}}, "large": {"task": {"width": 64}}}
+
+    def __init__(self, width: int = 16):
+        self.width = width
+
+
+@pytest.mark.parametrize("settings", [{"preset": "small"}, {"task": {"width": 8}}, {"task.width": 8}])
+def test_options_that_come_too_late_are_refused(settings):
+    with pytest.raises(UserError, match=r"(?s)task\.width = 8 .* pass the class, lockstep\.fit\(WithPreset, \.\.\.\)"):
+        fit(WithPreset(), settings, steps=1, global_batch=1)
+
+
+def test_options_of_a_preset_that_nobody_asked_for_are_not_recorded(monkeypatch):
+    seen = []
+    monkeypatch.setattr(doors, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
+    fit(WithPreset(), steps=1, global_batch=1)
+    fit(WithPreset, steps=1, global_batch=1)
+    [(made, without), (asked, with_options)] = seen
+    assert (made, without.config.task) == (16, {})
+    assert (asked, with_options.config.task) == (64, {"width": 64})
 
 
 def test_a_broken_environment_is_refused_with_a_hint(trained):

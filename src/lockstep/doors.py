@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, check, from_object, resolve, resolve_for
+from lockstep.config import Layer, Resolved, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
@@ -149,22 +149,26 @@ def run_target(target: str, layers: list[Layer]) -> None:
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
 
-def fit(task: Task, config: Any = None, *, nproc: str | int | None = None, **values: Any) -> RunResult:
+def fit(task: Task | type[Task], config: Any = None, *, nproc: str | int | None = None, **values: Any) -> RunResult:
     """Train `task`. `config` is a mapping, a RunConfig or a file; `values` override it (`fit(task, steps=100)`).
+
+    Of a class an object is made, with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
     (ours or torchrun's) it trains right here.
     """
-    if isinstance(task, type):
-        raise UserError("lockstep.fit(task)", f"the class {task.__name__}", f"pass an object: {task.__name__}()")
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
-    name = type(task).__name__.lower()
     resolved = resolve_for(task.defaults, task.presets, layers)
+    if isinstance(task, type):
+        task = targets.make_task(task, resolved.config.task)
+    else:
+        resolved = _without_options(task, resolved, layers)
+    name = type(task).__name__.lower()
     if nproc is None or World.launched():
         return _fit_here(task, resolved, name)
     run_dir = _run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
-    with _shipped(task) as path:
+    with _shipped(task, resolved.config.task) as path:
         ending = _launch({"task": path, "layers": layers, "again": _again((), run_dir)}, run_dir, count)
     if culprit := ending.failure:
         raise UserError(
@@ -219,8 +223,25 @@ def fit_shipped(path: str, layers: list[Layer]) -> None:
     import cloudpickle
 
     with open(path, "rb") as file:
-        task = cloudpickle.load(file)
-    _fit_here(task, resolve_for(task.defaults, task.presets, layers), type(task).__name__.lower())
+        task, options = cloudpickle.load(file)
+    resolved = resolve_for(task.defaults, task.presets, layers)
+    _fit_here(task, resolved if options else resolved.without_options(), type(task).__name__.lower())
+
+
+def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
+    """An object has its options already. Those that somebody asks for here would not be used, and those of a default
+    preset must not be recorded as if they were."""
+    preset_asked = any(values.get("preset") for _, values in layers)
+    for option, value in resolved.config.task.items():
+        source = resolved.sources.get(f"task.{option}", "argument")
+        if not source.startswith(("preset", "task default")) or (source.startswith("preset") and preset_asked):
+            name = type(task).__name__
+            raise UserError(
+                f"task.{option} = {value} ({source})",
+                f"a {name} object, whose options were given when it was made",
+                f"pass the class, lockstep.fit({name}, ...), which makes an object with these options",
+            )
+    return resolved.without_options()
 
 
 def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
@@ -242,13 +263,14 @@ def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
 
 
 @contextmanager
-def _shipped(task: Task) -> Iterator[str]:
-    """The task in a private file. By value, so that classes of a script or notebook travel too."""
+def _shipped(task: Task, options: dict[str, Any]) -> Iterator[str]:
+    """The task, and the options it was made with here, in a private file. By value, so that classes of a script or
+    notebook travel too."""
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
         path = Path(folder) / "task"
-        path.write_bytes(cloudpickle.dumps(task))
+        path.write_bytes(cloudpickle.dumps((task, options)))
         yield str(path)
 
 

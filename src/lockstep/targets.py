@@ -10,11 +10,12 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lockstep.errors import ConfigError, UserError
 
 RECIPES = Path(__file__).parent / "recipes"
+CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")  # what every task has, see task.py
 
 
 def recipes() -> dict[str, str]:
@@ -73,15 +74,29 @@ def load_class(target: str) -> type[Any]:
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
     module = _load_file(Path(path))
-    if not isinstance(getattr(module, class_name, None), type):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+    found = getattr(module, class_name, None)
+    if not _is_task(found):
+        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+        classes = [value.__name__ for value in own if _is_task(value)]
+        if isinstance(found, type):
+            lacks = ", ".join(name for name in CONTRACT if not hasattr(found, name))
+            raise UserError(
+                f"the class {class_name} in {path}",
+                f"no task: it lacks {lacks}",
+                f"type {path}:{classes[0]}" if classes else f"write class {class_name}(lockstep.Task)",
+            )
         near = difflib.get_close_matches(class_name, classes, n=1)
         raise UserError(
             f"the class {class_name} in {path}",
-            f"the classes {', '.join(classes) or 'none'}",
+            f"the tasks {', '.join(classes) or 'none'}",
             f"type {path}:{near[0] if near else 'MyTask'}",
         )
-    return getattr(module, class_name)
+    return cast(type, found)
+
+
+def _is_task(value: Any) -> bool:
+    """Whether it was derived from Task, or has all that a task has."""
+    return isinstance(value, type) and all(hasattr(value, name) for name in CONTRACT)
 
 
 def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from lockstep.classic.checkpoints import load_state, save_state
 from lockstep.data.loader import to_device
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.selfcheck import digest
 from lockstep.engine.state import RunState
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -94,6 +95,7 @@ class AMPTrainer:
         batch = last = next(batches, None)
         if batch is None:
             raise UserError("train_epoch(loader)", "a loader without a batch", "give every rank at least one batch")
+        self._check_dealt(batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         result = None
         while result is None or not result.exhausted:
@@ -105,6 +107,16 @@ class AMPTrainer:
         self.stepper.settle()  # on a GPU one more outcome is on its way: it must not end the next epoch
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
+
+    def _check_dealt(self, first: Any) -> None:
+        """A loader that knows nothing of ranks gives every rank the same samples, and nothing else would show it."""
+        digests = self.runtime.collectives.gather_json(digest(first))
+        if len(digests) > 1 and len(set(digests)) == 1:
+            raise UserError(
+                f"train_epoch(loader) on {len(digests)} ranks, each with samples of its own",
+                "the same first batch on every rank",
+                "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
+            )
 
     @property
     def scaler(self) -> DynamicScaler | None:

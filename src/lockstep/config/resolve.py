@@ -34,6 +34,11 @@ class Resolved:
     config: RunConfig
     sources: dict[str, str]  # every dotted key, task.* too -> "default" or the name of the layer that set it
 
+    def without_options(self) -> Resolved:
+        """For a task that was made with options of its own."""
+        sources = {key: source for key, source in self.sources.items() if not key.startswith("task.")}
+        return Resolved(self.config.model_copy(update={"task": {}}), sources)
+
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
     """Merge the layers, weakest first, leaf by leaf; raise every problem (`earlier` ones too) at once."""

@@ -36,6 +36,7 @@ from lockstep.engine.selfcheck import (
     check_plain,
     check_replicas,
     check_same_config,
+    check_something_left,
     check_supported,
     first_share,
 )
@@ -151,6 +152,7 @@ class Run:
         self.keeper.check_space()
         self.resumed = self.keeper.resume()
         if self.resumed:
+            check_something_left(plan.steps, self.stepper.counters.step)
             told["resumed"] = resumed_text(self.resumed, self.folder)
             self.started -= self.resumed.seconds
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)

@@ -293,3 +293,13 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
                 )
+
+
+def check_something_left(steps: int, done: int) -> None:
+    """A run that has been trained for longer than is asked now was not meant: its record would be overwritten."""
+    if done > steps:
+        raise UserError(
+            f"steps = {steps}",
+            f"a checkpoint of step {done}: nothing is left to train",
+            f"type steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
+        )

@@ -141,9 +141,7 @@ class RunState:
                 changed.append(f"{name}: has state in the checkpoint, and keeps none here")
             elif here and not saved:
                 changed.append(f"{name}: has no state in the checkpoint, starts afresh")
-        return changed + [
-            f"{name}: in the checkpoint, and nobody here takes it" for name, state in parts.items() if state
-        ]
+        return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in parts.items() if state]
 
     def _part(self, name: str, state: Any, reader: Reader) -> Any:
         """Its owner may know better what this rank needs of the saved tensors; without an owner they are not read."""

@@ -23,6 +23,8 @@ from lockstep.verify.table import Report, Row, json_of, text_of
 
 def main(target: str, layers: list[Layer], wishes: Wishes, json_file: str | None) -> int:
     """Print the table; 0 if all layouts trained the same model, else 1."""
+    if json_file:
+        _write(Path(json_file), "")  # rather now than after all the work
     report = verify(target, layers, wishes)
     print(text_of(report))
     if json_file:

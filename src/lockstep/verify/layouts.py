@@ -81,9 +81,10 @@ def check(wishes: Wishes) -> None:
     """What can be known before anything runs."""
     unknown = [name for name in wishes.strategies or () if name not in STRATEGIES]
     if unknown:
+        found = "whose ranks do not hold or gather every parameter under its own name"
         raise UserError(
             f"--strategies {','.join(wishes.strategies or ())}",
-            f"{unknown[0]}, whose ranks do not hold or gather every parameter under its own name",
+            f"{unknown[0]}, {found if unknown[0] in ('tp', 'pp') else 'which is none'}",
             f"type some of {','.join(STRATEGIES)}",
         )
     inexact = [name for name in wishes.strategies or () if wishes.exact and name not in EXACT]

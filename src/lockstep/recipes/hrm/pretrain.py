@@ -6,7 +6,7 @@ Keys that it does not know are the run's own (`log.every=10`, `precision=bf16`, 
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import json
 import os
 import secrets
@@ -52,6 +52,12 @@ class PretrainConfig:
     def settings(self) -> dict[str, Any]:
         """As `lockstep.fit` takes them."""
         every = self.eval_interval
+        if self.steps(self.epochs) < 1:
+            raise UserError(
+                f"epochs={self.epochs} with global_batch_size={self.global_batch_size}",
+                f"fewer examples in {self.data_path} than one step takes",
+                "type a smaller global_batch_size, or more epochs",
+            )
         constant = self.lr_min_ratio == 1.0
         return {
             "preset": None,
@@ -64,16 +70,14 @@ class PretrainConfig:
             "lr.warmup": self.lr_warmup_steps,
             "evaluate.every": max(1, self.steps(every)) if every is not None else None,
             **{key: value for key, value in self.rest.items() if not key.startswith("task.")},
+            "task": self.options(),
         }
 
-    def task(self) -> HRM:
+    def options(self) -> dict[str, Any]:
+        """Of the task."""
         names = ("data_path", "lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        options |= {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
-        known = inspect.signature(HRM).parameters
-        if wrong := sorted(options.keys() - known):
-            raise UserError(f"task.{wrong[0]}", "no such option", f"type one of {', '.join(known)}")
-        return HRM(**options)
+        options = {name: getattr(self, name) for name in names}
+        return options | {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +104,12 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
     if rank == 0:
         known = {each.name for each in fields(PretrainConfig)} - {"rest"}
         if "data_path" not in hydra_config:
-            raise UserError("data_path=FOLDER", "no data_path", "make one with python -m lockstep.recipes.hrm.build")
+            near = difflib.get_close_matches("data_path", hydra_config, n=1)
+            raise UserError(
+                "data_path=FOLDER",
+                f"{near[0]}, and no data_path" if near else "no data_path",
+                "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
+            )
         config = PretrainConfig(
             **{key: value for key, value in hydra_config.items() if key in known},
             rest={key: value for key, value in hydra_config.items() if key not in known},
@@ -130,7 +139,7 @@ def main(words: Sequence[str]) -> None:
         _join()
     try:
         config = load_synced_config(overrides(words), rank, world_size)
-        lockstep.fit(config.task(), config.settings())
+        lockstep.fit(HRM, config.settings())
     except UserError as error:
         print(f"pretrain: {error}", file=sys.stderr)
         sys.exit(2)
