@@ -357,6 +357,9 @@ class SplitByRank(Tokens):
     def data(self) -> Any:
         return PerRank()
 
+    def eval_data(self) -> None:
+        return None
+
 
 def test_ranks_of_one_group_must_read_the_same_samples(pool: Pool) -> None:
     errors = pool.errors(train, SplitByRank(Transformer), TP | {"data.sharding": "own"}, world=2)

@@ -194,12 +194,12 @@ def writer():
 
 def test_the_cache_changes_nothing(writer):
     model, images, words = writer
-    ids = torch.randint(3, len(words), (3, words.length))
+    ids = torch.randint(3, len(words), (3, words.length), generator=torch.Generator().manual_seed(1))
     cache = Cache()
     with torch.no_grad():
         whole = model(images, ids)
         one_by_one = torch.cat([model(images, ids[:, t : t + 1], cache) for t in range(words.length)], dim=1)
-    torch.testing.assert_close(one_by_one, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one_by_one, whole, rtol=1e-4, atol=1e-4)  # the head multiplies by 20
     assert not torch.allclose(whole[:, 0], whole[:, 1], atol=1e-3)
 
 

@@ -19,7 +19,7 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import stacks
 
 LEFT = Preempted.CODE  # the exit code of a rank that has saved and left because it was asked to
-NODE, ZYGOTE, HANG = "node", "zygote", "hang"  # kinds that are neither an exception nor a signal
+NODE, ZYGOTE, HANG, EXIT = "node", "zygote", "hang", "exit"  # kinds that are neither an exception nor a signal
 SMALLER = SmallerMicroBatch.__name__  # the only exception that does not come again by itself
 LOG_LINES = 10
 
@@ -115,14 +115,18 @@ class Exit:
 
     @property
     def certain(self) -> bool:
-        """Killed by a signal, and not by its own abort, which may be a consequence of what happened elsewhere."""
+        """Killed by a signal, and not by its own abort, which may be a consequence of what happened elsewhere; or gone
+        without an exception: whoever loses the others complains about it."""
+        if self.failure is not None and self.failure.kind == EXIT:
+            return True
         return self.code < 0 and self.code != -signal.SIGABRT
 
 
 def first(ended: Mapping[int, Exit]) -> Failure | None:
-    """The culprit among the ranks that ended by themselves: one killed from outside, or else whoever failed earliest.
+    """The culprit among the ranks that ended by themselves: one that was killed or is gone without a word, or else
+    whoever failed earliest.
 
-    A killed process leaves no record, and the others notice within milliseconds that it is gone.
+    Such a process leaves no record, and the others notice within milliseconds that it is gone.
     """
     killed = [end for end in ended.values() if end.certain]
     found = killed or [end for end in ended.values() if not end.well]
@@ -171,7 +175,7 @@ def _recorded(scene: Scene) -> Failure | None:
 
 def _unrecorded(scene: Scene, code: int, seen: float) -> Failure:
     if code > 0:
-        return Failure(scene.rank, scene.host, seen, "exit", f"ended with code {code}")
+        return Failure(scene.rank, scene.host, seen, EXIT, f"ended with code {code}")
     name, message = signal_name(-code), "ended by this signal"
     if name == "SIGKILL":
         now = oom_kills()

@@ -27,6 +27,12 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
     return examine(Scene(rank, "node-a", tmp_path, None), 1, time.time()).failure
 
 
+def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
+    complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
+    silent = Exit(3, 9e9, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
+    assert first({0: Exit(1, 9e9, complaint), 1: silent}).rank == 1
+
+
 def test_records_survive_the_round_trip(tmp_path):
     found = recorded(tmp_path, 1, KeyError("x"))
     assert (found.rank, found.kind, found.host) == (1, "KeyError", "node-a")
