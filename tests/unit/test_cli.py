@@ -65,7 +65,9 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
     ],
 )
 def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
-    (tmp_path / "toy.py").write_text("class Toy:\n    defaults, presets = {}, {}\n")
+    (tmp_path / "toy.py").write_text(
+        "class Toy:\n    model = data = loss = optimizer = unit = None\n    defaults, presets = {}, {}\n"
+    )
     result = lockstep(*typed.split(), folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
@@ -73,7 +75,9 @@ def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
 
 
 def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_path):
-    (tmp_path / "toy.py").write_text("class Toy:\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n")
+    (tmp_path / "toy.py").write_text(
+        "class Toy:\n    model = data = loss = optimizer = unit = None\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n"
+    )
     result = lockstep("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}
