@@ -33,6 +33,11 @@ def test_all_mistakes_of_a_command_come_in_one_message():
     }
 
 
+def toy(defaults: dict) -> str:
+    """A class that has all a task has, without importing anything."""
+    return f"class Toy:\n    model = data = loss = optimizer = unit = None\n    defaults, presets = {defaults}, {{}}\n"
+
+
 @pytest.mark.parametrize("verb", [["train"], ["config", "show"]])
 def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
     (tmp_path / "a.yaml").write_text("sede: 3\n")
@@ -65,9 +70,7 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
     ],
 )
 def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
-    (tmp_path / "toy.py").write_text(
-        "class Toy:\n    model = data = loss = optimizer = unit = None\n    defaults, presets = {}, {}\n"
-    )
+    (tmp_path / "toy.py").write_text(toy({}))
     result = lockstep(*typed.split(), folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
@@ -75,9 +78,7 @@ def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
 
 
 def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_path):
-    (tmp_path / "toy.py").write_text(
-        "class Toy:\n    model = data = loss = optimizer = unit = None\n    defaults, presets = {'lr': {'reference_batch': 64}}, {}\n"
-    )
+    (tmp_path / "toy.py").write_text(toy({"lr": {"reference_batch": 64}}))
     result = lockstep("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}
