@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+
 EPS = 1e-6  # stated, because the default follows the dtype and is far too large in bf16
 
 
@@ -21,7 +23,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         B, T, W = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
@@ -43,7 +45,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
         hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
         return x + self.dropout(self.down(hidden))
@@ -116,17 +118,3 @@ class GPT(nn.Module):
 def unit(x: Tensor) -> Tensor:
     """Every vector of the last dimension at a root mean square of 1."""
     return F.rms_norm(x, x.shape[-1:], eps=EPS)
-
-
-def rotation_table(context: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, D/2): position t turns pair j by t * 10000^(-2j/D)."""
-    speed = 10000.0 ** -(torch.arange(0, size, 2) / size)
-    angle = torch.arange(context)[:, None] * speed
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x[j], x[j + D/2]) by their position, so that a product q.k depends on distance only."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

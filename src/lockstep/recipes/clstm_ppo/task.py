@@ -21,6 +21,18 @@ from lockstep.task import Loss, Task
 TEST_SEED = 0  # the test episodes are the same ones in every run
 
 
+CPU: dict[str, Any] = {  # 120 updates: minutes on two CPU cores
+    "steps": 1920,
+    "global_batch": 8,
+    "micro_batch": 4,
+    "lr": {"peak": 1e-3},
+    "evaluate": {"every": 320, "batch": 128},
+    "log": {"every": 16},
+    "checks": {"every": 16},
+}
+CPU_WINDOW = 2  # days: so few that memory is needed; with 20 of them an MLP does as well
+
+
 class ClstmPpo(Task):
     """A trader with memory. `global_batch` counts environments: `task.minibatches` times as many trade at once.
 
@@ -47,31 +59,9 @@ class ClstmPpo(Task):
                 "epochs": 2, "test_episodes": 16,
             },
         },
-        # 120 updates: minutes on two CPU cores.
-        "cpu": {
-            "steps": 1920,
-            "global_batch": 8,
-            "micro_batch": 4,
-            "lr": {"peak": 1e-3},
-            "evaluate": {"every": 320, "batch": 128},
-            "log": {"every": 16},
-            "checks": {"every": 16},
-            # So short a window that memory is needed: with 20 days of it an MLP does as well.
-            "task": {"window": 2},
-            "goals": ["score >= 0.58"],  # which the control does not reach
-        },
+        "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},  # which the control does not reach
         # The control: without memory the same windows are worth less.
-        "cpu-control": {
-            "steps": 1920,
-            "global_batch": 8,
-            "micro_batch": 4,
-            "lr": {"peak": 1e-3},
-            "evaluate": {"every": 320, "batch": 128},
-            "log": {"every": 16},
-            "checks": {"every": 16},
-            "task": {"window": 2, "variant": "mlp"},
-            "goals": ["score <= 0.56"],
-        },
+        "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
         # Sized for one large GPU: 300 updates of 4096 environments, 157 million days. Not measured yet.
         "gpu": {
             "steps": 4800,

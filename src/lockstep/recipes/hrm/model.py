@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.hrm.sparse import SparseEmbedding
+from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
 EPS = 1e-5
 CUT_STD = 0.8796256610342398  # the standard deviation of a normal that is cut off at two of its own
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         B, T, W = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
         if rotation is not None:
@@ -89,7 +90,7 @@ class Block(nn.Module):
         self.mix = Attention(config.width, config.heads) if self.attends else SwiGLU(places, config.expansion)
         self.mlp = SwiGLU(config.width, config.expansion)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
         x = rms(x + mixed)
         return rms(x + self.mlp(x))
@@ -102,7 +103,7 @@ class Level(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
-    def forward(self, state: Tensor, injection: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, state: Tensor, injection: Tensor, rotation: Rotation | None) -> Tensor:
         x = state + injection
         for block in self.blocks:
             x = block(x, rotation)
@@ -168,9 +169,7 @@ class HierarchicalReasoningModel(nn.Module):
             x = 0.5**0.5 * (x + self.places.weight)
         return W**0.5 * x
 
-    def _segment(
-        self, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _segment(self, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """h_cycles times: l_cycles fast updates, then a slow one. Only the last ones are remembered for gradients."""
         config = self.config
         high = self.low if self.high is None else self.high
@@ -189,19 +188,6 @@ class HierarchicalReasoningModel(nn.Module):
 
 def rms(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=EPS)
-
-
-def rotation_table(places: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (places, size / 2): place t turns pair j by t * 10000^(-2j / size)."""
-    angle = torch.arange(places)[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x[j], x[j + size / 2]) by their place, so that a product q.k depends on distance only."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _cut_normal(tensor: Tensor, std: float) -> Tensor:

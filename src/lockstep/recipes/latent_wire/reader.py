@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+
 EPS = 1e-6
 Prefix = Sequence[tuple[Tensor, Tensor]]  # keys and values (B, H, M, D) per layer, seen by every position
 
@@ -34,10 +36,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
         B, T, W = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        q, k = rotated(q), rotated(k)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if self.causal else None
         if prefix is not None:
             before_k, before_v = prefix
@@ -59,10 +61,24 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
 
-    def forward(self, x: Tensor, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), prefix)
+    def forward(self, x: Tensor, rotation: Rotation, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, prefix)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
+
+
+class Blocks(nn.ModuleList):
+    """One after another. A prefix has keys and values for each."""
+
+    def __init__(self, width: int, heads: int, layers: int, causal: bool):
+        super().__init__(Block(width, heads, causal) for _ in range(layers))
+        self.head_width = width // heads
+
+    def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
+        rotation = rotation_table(x.shape[1], self.head_width, x.device)
+        for number, block in enumerate(self):
+            x = block(x, rotation, prefix[number] if prefix is not None else None)
+        return x
 
 
 class Reader(nn.Module):
@@ -73,15 +89,13 @@ class Reader(nn.Module):
         self.shape = shape
         self.home: str | None = None
         self.embed = nn.Embedding(tokens, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads, causal=True) for _ in range(shape.layers))
+        self.blocks = Blocks(shape.width, shape.heads, shape.layers, causal=True)
         self.norm = nn.RMSNorm(shape.width, EPS)
         self.head = nn.Linear(shape.width, tokens, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
 
     def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x, prefix[number] if prefix is not None else None)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x, prefix)))
 
     @property
     def device(self) -> torch.device:
@@ -129,13 +143,3 @@ def answer(reader: Reader, before: Tensor, question: Tensor, answer: Tensor, pre
     cost = F.cross_entropy(logits.transpose(1, 2), answer, reduction="none").mean(1)
     right = logits.argmax(-1) == answer
     return Answered(cost, right.all(1).float(), right[:, 0].float(), logits)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """Rotary positions: pairs (x[j], x[j + D/2]) turn by position."""
-    T, D = x.shape[-2:]
-    speed = 10000.0 ** -(torch.arange(0, D, 2, device=x.device) / D)
-    angle = torch.arange(T, device=x.device)[:, None] * speed
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

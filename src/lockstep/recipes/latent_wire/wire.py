@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, Answered, Block, Prefix, Reader, answer
+from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Prefix, Reader, answer
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,12 @@ class Encoder(nn.Module):
         super().__init__()
         Z = shape.width
         self.embed = nn.Embedding(256, Z)
-        self.blocks = nn.ModuleList(Block(Z, shape.heads, causal=False) for _ in range(shape.layers))
+        self.blocks = Blocks(Z, shape.heads, shape.layers, causal=False)
         self.pool = CrossAttention(shape.vectors, Z, shape.heads)
         self.mlp = nn.Sequential(nn.RMSNorm(Z, EPS), nn.Linear(Z, 2 * Z), nn.GELU(), nn.Linear(2 * Z, Z))
 
     def forward(self, context: Tensor) -> Tensor:
-        x = self.embed(context)
-        for block in self.blocks:
-            x = block(x)
-        latents = self.pool(x)
+        latents = self.pool(self.blocks(self.embed(context)))
         return latents + self.mlp(latents)
 
 
@@ -141,7 +138,7 @@ class WireModel(nn.Module):
         super().__init__()
         Z = shape.width
         self.encoder = Encoder(shape)
-        self.refiner = nn.Sequential(*(Block(Z, shape.heads, causal=False) for _ in range(shape.refiner)))
+        self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film) for reader in readers)
         self.prefixes = nn.ModuleList(DeepPrefix(Z, reader) for reader in readers) if shape.deep_prefix else None
         pairs = zip(readers, text_lengths, strict=True)
@@ -150,7 +147,7 @@ class WireModel(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], carries: str = "context") -> list[Read]:
         """`carries`: which text goes through the wire."""
-        latents = self.refiner(self.encoder(batch[carries]))
+        latents = self.latents(batch[carries])
         return [self._read(number, latents, batch) for number in range(len(self.readers))]
 
     def latents(self, context: Tensor) -> Tensor:
