@@ -33,7 +33,7 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     store.claim(token)
     store.clean(token)
     tensors, aliases, values = state.capture()
-    slices = [Slice(name, t, tuple(t.shape), (0,) * t.dim()) for name, t in tensors.items()]
+    slices = [Slice.whole(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(KEEP), asynchronous=False)
     saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
     [report] = saver.wait()

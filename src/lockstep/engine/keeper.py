@@ -21,7 +21,8 @@ from lockstep.checkpoint.store import Store
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import typed
 from lockstep.engine.folder import RunFolder, on_main
-from lockstep.engine.state import RunState, merged, share_out, sizes_of
+from lockstep.engine.state import RunState
+from lockstep.engine.writers import merged, share_out, sizes_of
 from lockstep.errors import UserError
 from lockstep.launch.place import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes

@@ -10,10 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.save import Slice
 from lockstep.engine.masters import CUT_OFF
 from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.reading import fill, read_beside
@@ -22,7 +20,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
-from lockstep.parallel.layout import block_of, local, whole
+from lockstep.parallel.layout import local, whole
 from lockstep.task import BatchSource
 
 Values = dict[str, Any]
@@ -245,7 +243,13 @@ class RunState:
             for name, kept in saved["state"].items()
             if name in {*order} - self.elsewhere
         }
-        state = unpack(mine, lambda name: self._read_for(name, number, reader), self._device)
+        parameters = dict(self.model.named_parameters())
+
+        def read(name: str) -> Tensor:
+            owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
+            return read_beside(name, parameters.get(owner), reader)
+
+        state = unpack(mine, read, self._device)
         numbers = {name: index for index, name in enumerate(order)}
         index = iter(range(len(order)))
         packed = {
@@ -262,10 +266,6 @@ class RunState:
                 moved = isinstance(value, Tensor) and isinstance(place, Tensor)
                 optimizer.state[p][key] = value.to(place.device) if moved else value
         return changed
-
-    def _read_for(self, name: str, number: int, reader: Reader) -> Tensor:
-        owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-        return read_beside(name, dict(self.model.named_parameters()).get(owner), reader)
 
     def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
@@ -289,52 +289,6 @@ class RunState:
                     chosen[key] = kept[group][key]
             groups.append(chosen)
         return changed, groups
-
-
-def merged(everybody: list[Values]) -> Values:
-    """The values of all ranks as one. They differ only in whose parameters they hold, and the optimizers state of."""
-    first = dict(everybody[0])
-    first["model"] = {
-        key: {name: kept for values in reversed(everybody) for name, kept in values["model"][key].items()}
-        for key in first["model"]
-    }
-    first["optimizers"] = [
-        {**one, "state": {n: kept for values in everybody for n, kept in values["optimizers"][k]["state"].items()}}
-        for k, one in enumerate(first["optimizers"])
-    ]
-    return first
-
-
-def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The bytes of those that this rank holds whole."""
-    return {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-
-
-def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, int]]) -> list[Slice]:
-    """What is cut, every rank writes its part of. What several ranks hold, they share: about equally many bytes each.
-
-    `everybody`: the names and bytes of the tensors that each rank holds whole.
-    """
-    holders: dict[str, list[int]] = {}
-    for holder, sizes in enumerate(everybody):
-        for name in sizes:
-            holders.setdefault(name, []).append(holder)
-    loads = [0] * len(everybody)
-    mine = []
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            block = block_of(tensor)
-            if block.first_copy and block.local.numel():
-                mine.append(Slice(name, block.local, block.shape, block.offset))
-    bytes_of = {name: size for one in everybody for name, size in one.items()}
-    for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        # What the user keeps beside the model may differ between ranks: rank 0's is saved, all of it.
-        writer = 0 if name.startswith("part.") else min(holders[name], key=lambda holder: (loads[holder], holder))
-        loads[writer] += size
-        if writer == rank:
-            tensor = tensors[name]
-            mine.append(Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
-    return mine
 
 
 def is_extra(name: str) -> bool:
