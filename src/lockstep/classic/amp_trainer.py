@@ -14,7 +14,7 @@ from lockstep.classic.checkpoints import load_state, save_state
 from lockstep.data.loader import to_device
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.selfcheck import digest
+from lockstep.engine.selfcheck import check_different, digest
 from lockstep.engine.state import RunState
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -110,13 +110,10 @@ class AMPTrainer:
 
     def _check_dealt(self, first: Any) -> None:
         """A loader that knows nothing of ranks gives every rank the same samples, and nothing else would show it."""
-        digests = self.runtime.collectives.gather_json(digest(first))
-        if len(digests) > 1 and len(set(digests)) == 1:
-            raise UserError(
-                f"train_epoch(loader) on {len(digests)} ranks, each with samples of its own",
-                "the same first batch on every rank",
-                "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
-            )
+        check_different(
+            self.runtime.collectives.gather_json(digest(first)),
+            "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
+        )
 
     @property
     def scaler(self) -> DynamicScaler | None:

@@ -37,7 +37,7 @@ class Exactness:
         self.here = _surroundings(runtime)
         self._changes: list[str] = []  # since the checkpoint that was loaded, in words
         self._unfused = _step_one_by_one(optimizers)
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
     def begin(self, source: BatchSource, plan: Plan) -> str:
         """With the data known. What is told before the first step."""
@@ -47,14 +47,16 @@ class Exactness:
                 f"data from a {type(source).__name__}: which samples make up a micro-batch follows the number of ranks",
                 "return a dataset with a length and __getitem__",
             )
+        self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
         told += ["fused optimizers step without their fused kernels"] if self._unfused else []
         told += [f"NOT the bits of before, since this has changed: {', '.join(self._changes)}"] if self._changes else []
         return "; ".join(told)
 
-    def check_buffers(self) -> None:
-        """Buffers that a forward changes (running statistics, counters) follow what a rank has seen. Rank 0's are saved
-        and evaluated, so they would carry the number of ranks into the result."""
+    def end_step(self) -> None:
+        """After the first step, look at the buffers. Those that a forward changes (running statistics, counters) follow
+        what a rank has seen; rank 0's are saved and evaluated, so they would carry the number of ranks into the
+        result."""
         for name, before in self._buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
                 raise UserError(

@@ -196,8 +196,8 @@ class Run:
             self._log(result)
         else:
             self.recorder.poll()
-        if step == 1 and self.exactness:
-            self.exactness.check_buffers()
+        if self.exactness:
+            self.exactness.end_step()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
             if self.driver.replicated:

@@ -66,7 +66,11 @@ def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> Share:
     firsts = _first_batches([(place, value) for value, _, place in everybody])
     # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
     if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
-        _check_different(list(firsts.values()))
+        check_different(
+            list(firsts.values()),
+            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
+            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+        )
     return share
 
 
@@ -84,15 +88,15 @@ def _first_batches(found: list[tuple[int, str | None]]) -> dict[int, str | None]
     return firsts
 
 
-def _check_different(digests: list[str | None]) -> None:
+def check_different(digests: list[str | None], fix: str) -> None:
+    """The first batches of all ranks; None: that rank has none."""
     seen: dict[str, int] = {}
     for rank, value in enumerate(digests):
         if value is not None and value in seen:
             raise UserError(
                 "different samples on every rank",
                 f"ranks {seen[value]} and {rank} read the same first batch",
-                "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
-                "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+                fix,
             )
         if value is not None:
             seen[value] = rank

@@ -125,7 +125,7 @@ class Stepper:
             self._micro = micro
             self.runtime.pulse.beat("compute", self.counters.step)
             place = (stage,) if stage else ()  # the first stage draws what a single process would
-            seed_torch(derive(self.config.seed, "model", self.counters.step, micro.index, *place), self.runtime.device)
+            self._seed("model", micro.index, *place)
 
         def finish(micro: MicroBatch, loss: Loss) -> Tensor:
             start = self._note(loss)  # which may put another total in its place: a fault on purpose

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Whole, trainable
-from lockstep.parallel.exact_hook import OrderedHook
 from lockstep.parallel.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.powersgd import KEPT_AS, PowerSGDHook
 from lockstep.parallel.word import LENGTH, Word, WordCodec
@@ -98,14 +97,14 @@ class Replica(DistributedDataParallel):
 
 
 class DDPDriver(Whole):
-    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0, ordered: bool = False):
-        """`ordered`: in the order of the micro-batches, and as a sum (exact.py)."""
-        self.model, self.runtime, self._ordered = model, runtime, ordered
+    leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
+
+    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
+        self.model, self.runtime = model, runtime
         self.names, self.parameters = trainable(model)
-        # DDP leaves the mean over ranks; we want the sum
-        self.gradient_factor = 1.0 if ordered else float(runtime.world.size)
+        self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
         self._low = self.parameters[-1].dtype == torch.bfloat16
-        dtype = torch.float64 if ordered else torch.float32 if self._low else self.parameters[-1].dtype
+        dtype = self._word_dtype()
         self.codec = WordCodec(runtime.device, dtype)
         carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._frozen = _frozen_names(model)
@@ -160,11 +159,12 @@ class DDPDriver(Whole):
         live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
         self.runtime.collectives.broadcast_(live)
 
+    def _word_dtype(self) -> torch.dtype:
+        return torch.float32 if self._low else self.parameters[-1].dtype
+
     def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
         word, group = self._word_parameter, self._replica.process_group
         assert group is not None
-        if self._ordered:
-            return OrderedHook(word, group)
         if config.hook == "powersgd":
             named = dict(zip(self.names, self.parameters, strict=True))
             return PowerSGDHook(word, group, named, config, seed)

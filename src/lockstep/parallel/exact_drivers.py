@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from lockstep.config import RunConfig
+from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp import DDPDriver, check_reached
 from lockstep.parallel.drivers import Driver, SingleDriver
@@ -31,7 +31,7 @@ def drive_exactly(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driv
         return OrderedSingleDriver(model, runtime.device)
     if config.strategy in ("fsdp", "fsdp-grads"):
         return OrderedFSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, None, config.seed)
-    return OrderedDDPDriver(model, config.ddp, runtime, config.seed, ordered=True)
+    return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 
 class _ByRows:
@@ -69,6 +69,16 @@ class OrderedSingleDriver(_ByRows, SingleDriver):
 
 class OrderedDDPDriver(_ByRows, DDPDriver):
     """Replicas. What a rank has added up of its own micro-batches meets the others' in the hook, with the last one."""
+
+    leaves_sums = True  # a mean would be rounded otherwise by 3 ranks than by 2
+
+    def _word_dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def _make_hook(self, config: DDPConfig, seed: int) -> OrderedHook:
+        group = self._replica.process_group
+        assert group is not None
+        return OrderedHook(self._word_parameter, group)
 
     @property
     def order(self) -> OrderedHook:
