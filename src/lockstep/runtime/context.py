@@ -60,6 +60,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
+    if config.gpu_memory is not None:
+        _limit_memory(config.gpu_memory, device)
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
@@ -143,6 +145,17 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
     elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
         torch.set_num_threads(max(1, available_cores() // world.local_size))
     return torch.get_num_threads()
+
+
+def _limit_memory(gibibytes: float, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError(f"gpu_memory={gibibytes:g}", f"a run on {device.type}", "leave gpu_memory out")
+    there = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if gibibytes > there:
+        raise UserError(
+            f"gpu_memory={gibibytes:g}", f"{there:.1f} GiB on the GPU", f"type gpu_memory={int(there)}, or leave it out"
+        )
+    torch.cuda.set_per_process_memory_fraction(gibibytes / there, device)
 
 
 def _set_numerics(config: RunConfig, device: torch.device) -> None:
