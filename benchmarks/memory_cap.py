@@ -1,6 +1,6 @@
 """A GPT whose training state is larger than the memory it may take: refused with advice, then trained as advised.
 
-    python benchmarks/memory_cap.py               # 0.4 billion parameters, 16 bytes each = 6 GiB, in 4 GiB of a GPU
+    python benchmarks/memory_cap.py               # 0.2 billion parameters, 16 bytes each = 3 GiB, in 2.2 GiB of a GPU
 
 Three runs of `lockstep train char_lm`, each rank with `gpu_memory` of the GPU: one process under ddp, which must end
 with what to type; two ranks that share the GPU under fsdp with offload and recomputation, which must train; and one
@@ -24,7 +24,7 @@ SETTINGS = [
     "task.heads=16",
     "task.context=256",
     "global_batch=16",
-    "micro_batch=4",
+    "micro_batch=8",
     "lr.peak=1e-4",
     "checkpoint.at_end=false",
     "compile=false",
@@ -44,10 +44,10 @@ def lines(folder: Path) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--width", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--gib", type=float, default=2.2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
     options = parser.parse_args()
     size = [f"task.width={options.width}", f"task.layers={options.layers}", f"steps={options.steps}"]
     cap = f"gpu_memory={options.gib:g}"

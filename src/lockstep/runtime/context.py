@@ -75,6 +75,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
+            torch.backends.mha.set_fastpath_enabled(True)
         if backend != "none" and not joined:
             dist.destroy_process_group()
 
@@ -164,6 +165,8 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not (config.deterministic or config.exact)
+    # torch's attention layers take a shorter way in evaluations, but not when their weights are cut: other kernels.
+    torch.backends.mha.set_fastpath_enabled(not config.exact)
     if config.deterministic or config.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
