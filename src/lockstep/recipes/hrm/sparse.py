@@ -39,13 +39,13 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
     def __init__(self, tables: Iterable[Tensor], lr: float, weight_decay: float, world_size: int):
         (self.table,) = tables
         self.world_size = world_size
-        self._touched: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._touched: list[tuple[int, Tensor, Tensor]] = []
         # The table is no parameter: nobody else may exchange, clip or save it as one.
         super().__init__([{"params": []}], {"lr": lr, "weight_decay": weight_decay})
 
-    def note(self, slots: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """These rows take part in the step: `slots` are their places in the global batch."""
-        self._touched.append((slots, ids.long(), rows))
+    def note(self, first: int, ids: Tensor, rows: Tensor) -> None:
+        """These rows take part in the step: their places in the global batch are those from `first` on."""
+        self._touched.append((first, ids.long(), rows))
 
     def forget(self) -> None:
         """The step is over, whether it was applied or not."""
@@ -60,7 +60,7 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         ids = torch.cat([ids for _, ids, _ in self._touched])
         gradients = torch.cat([rows.grad for _, _, rows in self._touched if rows.grad is not None])
         if self.world_size > 1:  # a single process goes through its slots in their order
-            slots = torch.cat([slots for slots, _, _ in self._touched])
+            slots = torch.cat([first + torch.arange(len(i), device=i.device) for first, i, _ in self._touched])
             slots, ids, gradients = gather_rows([slots, ids, gradients], self.world_size)
             order = slots.argsort()
             ids, gradients = ids[order], gradients[order]

@@ -168,16 +168,14 @@ class HRM(Task):
     def loss(self, model: Any, batch: Piece) -> Loss:
         micro, count = self._micro, len(batch["inputs"])
         held = None if micro.padding else self.carry.take(micro.first, count)
-        piece = filled(held, batch, model.start(count))
+        piece = filled(held, batch, partial(model.start, count))
         puzzle = model.puzzle_emb(piece["ids"])
-        thought = model(piece["z_h"], piece["z_l"], piece["inputs"], puzzle, look_ahead=self.variant == "hrm")
+        look_ahead = self.variant == "hrm"
+        thought = model(piece["z_h"], piece["z_l"], piece["inputs"], puzzle, look_ahead, begin=piece.pop("begin"))
+        piece = self._moved_on(piece, thought)
         if not micro.padding:
-            slots = micro.first + torch.arange(count, device=puzzle.device)
-            self._sparse.note(slots, piece["ids"], puzzle)
-            piece = self._moved_on(piece, thought)
+            self._sparse.note(micro.first, piece["ids"], puzzle)
             self.carry.put(micro.first, piece)
-        else:
-            piece["halted"] = torch.ones_like(piece["least"], dtype=torch.bool)
         return self._cost(thought, piece)
 
     def eval_loss(self, model: Any, batch: Piece) -> Loss:
@@ -221,14 +219,20 @@ class HRM(Task):
         total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
         if thought.next_q is not None:
             total = total + 0.5 * self._cost_of_going_on(q[:, 1], thought.next_q.float(), piece["steps"])
-        ended = piece["halted"]
-        metrics: dict[str, Metric] = {
-            "exact": ((exact & ended).sum(), ended.sum()),
-            "cell": ((right & ended[:, None]).sum(), (asked & ended[:, None]).sum()),
-            "q_halt": ((((q[:, 0] > 0) == exact) & ended).sum(), ended.sum()),
-            "segments": ((piece["steps"] * ended).sum(), ended.sum()),
+        return Loss(total.float(), len(exact), self._counts(asked, right, exact, q[:, 0] > 0, piece))
+
+    def _counts(self, asked: Tensor, right: Tensor, exact: Tensor, sure: Tensor, piece: Piece) -> dict[str, Metric]:
+        """Of the puzzles that end here. Added up together: on a GPU every small operation costs a launch."""
+        steps = piece["steps"]
+        of_puzzle = [exact, right.sum(dim=1), asked.sum(dim=1), sure == exact, steps, torch.ones_like(steps)]
+        sums = (torch.stack(of_puzzle) * piece["halted"]).sum(dim=1).double()
+        solved_here, cells, all_cells, known, segments, ended = sums.unbind()
+        return {
+            "exact": (solved_here, ended),
+            "cell": (cells, all_cells),
+            "q_halt": (known, ended),
+            "segments": (segments, ended),
         }
-        return Loss(total.float(), len(ended), metrics)
 
     def _cost_of_going_on(self, q_continue: Tensor, next_q: Tensor, steps: Tensor) -> Tensor:
         """Going on is worth what the best choice after it is worth; after the last segment there is only halting."""
