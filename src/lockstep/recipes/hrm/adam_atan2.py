@@ -84,7 +84,7 @@ class AdamATan2(torch.optim.Optimizer):
     def _held(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Gradients and both moments."""
         grads: list[Tensor] = [p.grad for p in params]  # pyrefly: ignore[bad-assignment]
-        return grads, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        return grads, [self.state[p]["exp_avg"] for p in params], [self.state[p]["exp_avg_sq"] for p in params]
 
     def _count(self, params: list[Tensor]) -> Tensor:
         """The steps so far: one tensor that all share. A checkpoint gives each its own, or a number."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.hrm.score import Question, Score, Scoring
 from lockstep.recipes.hrm.sparse import SparseEmbedding
 from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
@@ -48,6 +49,7 @@ class Thought(NamedTuple):
     logits: Tensor  # (B, S, V)
     q: Tensor  # (B, 2): the worth of halting, and of going on; TRM has only the first
     next_q: Tensor | None  # the same after one more segment, without gradient, where that was asked for
+    score: Score | None  # where there was a question
 
 
 class Attention(nn.Module):
@@ -115,9 +117,9 @@ class Level(nn.Module):
 
 
 class HierarchicalReasoningModel(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, scoring: Scoring | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.scoring = config, scoring
         W, places = config.width, config.puzzle_positions + config.cells
         self.embed = nn.Embedding(config.symbols, W)
         self.places = nn.Embedding(places, W) if config.positions == "learned" else None
@@ -145,9 +147,9 @@ class HierarchicalReasoningModel(nn.Module):
         nn.init.constant_(self.q_head.bias, -5.0)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Its levels: a segment calls them a dozen times, and as a whole it would be compiled a dozen times over."""
-        for level in filter(None, (self.low, self.high)):
-            level.compile(*args, **kwargs)
+        """Its parts: a segment calls a level up to a dozen times, and would be compiled a dozen times over."""
+        for part in filter(None, (self.low, self.high, self.scoring)):
+            part.compile(*args, **kwargs)
 
     def forward(
         self,
@@ -157,9 +159,11 @@ class HierarchicalReasoningModel(nn.Module):
         puzzle: Tensor,
         look_ahead: bool = False,
         begin: Tensor | None = None,
+        question: Question | None = None,
     ) -> Thought:
         """One segment. States (B, P + S, W), `inputs` (B, S), `puzzle` (B, W): the vector of each puzzle's id.
-        `look_ahead` also tells what q would be after one more. Where `begin` (B,) is true the states begin anew."""
+        `look_ahead` also tells what q would be after one more. Where `begin` (B,) is true the states begin anew.
+        With a `question` the answer is scored."""
         rotation = (self.cos, self.sin) if self.config.positions == "rope" else None
         if begin is not None:
             begin = begin[:, None, None]
@@ -173,7 +177,11 @@ class HierarchicalReasoningModel(nn.Module):
         if look_ahead:
             with torch.no_grad():
                 next_q = self.q_head(self._segment(z_h, z_l, x, rotation)[0][:, 0])
-        return Thought(z_h, z_l, logits, q, next_q)
+        score = None
+        if question is not None:
+            assert self.scoring is not None, "a question, and nobody to judge the answer"
+            score = self.scoring(z_h, logits, q, next_q, question)
+        return Thought(z_h, z_l, logits, q, next_q, score)
 
     def start(self, count: int) -> tuple[Tensor, Tensor]:
         """The states in which a puzzle begins, in the format that a segment leaves them in."""
