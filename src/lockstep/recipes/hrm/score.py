@@ -47,7 +47,7 @@ class Scoring(nn.Module):
         total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
         if next_q is not None:
             total = total + 0.5 * self._cost_of_going_on(q[:, 1], next_q.float(), steps)
-        knows = (q[:, 0] > 0) == exact
+        knows = ~((q[:, 0] > 0) ^ exact)
         of_puzzle = [exact, right.sum(dim=1), asked.sum(dim=1), knows, steps, torch.ones_like(steps)]
         return Score(total.float(), halted, (torch.stack(of_puzzle) * halted).sum(dim=1).double())
 
