@@ -18,9 +18,10 @@ import torch
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo.market import HELD_OUT
 from lockstep.recipes.clstm_ppo.model import Agent
-from lockstep.recipes.clstm_ppo.task import ClstmPpo
-from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, test_market
+from lockstep.recipes.clstm_ppo.task import TEST_SEED, ClstmPpo
+from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play
 
 
 class DistributedCLSTMPPOTrainer:
@@ -80,13 +81,13 @@ class DistributedCLSTMPPOTrainer:
         """Optimizer steps: a rollout's worth of days for every environment, until that many episodes are full."""
         settings = self.task.source.settings
         environments = self.processes * self.batch_size * settings.minibatches
-        updates = math.ceil(self.num_episodes * self.task.rules.days / (environments * settings.days))
+        updates = math.ceil(self.num_episodes * self.task.game.days / (environments * settings.days))
         return updates * settings.epochs * settings.minibatches
 
     def _run_episode(self, episode: int = 0) -> dict[str, float]:
         """One test episode of the agent as it is now."""
-        market = test_market(self.task.series, self.task.rules, torch.tensor([episode]))
-        played = play(Greedy(self.agent, market), market)
+        game = self.task.game
+        played = play(Greedy(self.agent), game.open(TEST_SEED, HELD_OUT + torch.tensor([episode])), game.days)
         report = {name: float(values[0]) for name, values in played.report().items()}
         return {"score": float(played.scores[0]), "trades": float(played.trades[0]), **report}
 
