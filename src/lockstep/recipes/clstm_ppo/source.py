@@ -48,6 +48,7 @@ class Rollouts:
         self.update = self.cursor = 0  # rollouts ended; minibatches of this one that are done
         self.rewards, self.values = Moments(), Moments()
         self.days: Days | None = None  # of this rank's environments
+        self._dealt: int | None = None  # the update for which the environments were dealt
         self.norms: list[list[float]] = []  # mean and deviation of the advantages of each minibatch
 
     def attach(self, around: Surroundings) -> str:
@@ -58,7 +59,7 @@ class Rollouts:
                 f"global_batch={around.global_batch}, with which they would trade in different numbers",
                 f"type global_batch={around.micro_batch * around.ranks} or a multiple of it, or strategy=ddp",
             )
-        self.around = around
+        self.around, self._dealt = around, None
         assert isinstance(around.model, Agent)
         self.agent = around.model
         self.count = -(-around.global_batch // around.micro_batch)  # blocks, on all ranks
@@ -128,7 +129,7 @@ class Rollouts:
     def _micro(self, place: int, epoch: int, part: int) -> MicroBatch:
         assert self.days is not None
         chosen, before = self._chosen(place, epoch, part), sum(self.sizes[:place])
-        rows = (before + chosen).to(self.around.device, non_blocking=True)
+        rows = before + self._rows(place, epoch, part)
         data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
         mean, deviation = self.norms[epoch * self.settings.minibatches + part]
         data["advantages"] = (data["advantages"] - mean) / (deviation + 1e-8)
@@ -138,11 +139,20 @@ class Rollouts:
 
     def _chosen(self, place: int, epoch: int, part: int) -> Tensor:
         """Which environments of a block are in a minibatch, counted from its first."""
-        minibatches = self.settings.minibatches
-        envs = torch.arange(self.sizes[place]).view(-1, minibatches)  # (places of the batch, their environments)
-        keys = self.first + sum(self.sizes[:place]) + envs
-        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epoch, keys).argsort(dim=1)
-        return envs.gather(1, order[:, part : part + 1]).flatten()
+        if self._dealt != self.update:
+            self._deals, self._dealt = [self._deal(place) for place in range(len(self.blocks))], self.update
+        return self._deals[place][epoch, :, part]
+
+    def _rows(self, place: int, epoch: int, part: int) -> Tensor:
+        """The same, to index what lies on the device."""
+        return self._chosen(place, epoch, part).to(self.around.device, non_blocking=True)
+
+    def _deal(self, place: int) -> Tensor:
+        """Of all epochs of this update: (epochs, places of the batch, minibatches)."""
+        envs = torch.arange(self.sizes[place]).view(-1, self.settings.minibatches)
+        keys, epochs = self.first + sum(self.sizes[:place]) + envs, torch.arange(self.settings.epochs)[:, None, None]
+        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epochs, keys).argsort(dim=-1)
+        return envs.expand_as(order).gather(-1, order)
 
     # ---- trading ----
 
@@ -170,7 +180,7 @@ class Rollouts:
         """Mean and deviation of the advantages in every minibatch to come, over all ranks, with one exchange."""
         epochs, parts = range(self.settings.epochs), range(self.settings.minibatches)
         per_block = [
-            torch.stack([moments_of(block[self._chosen(place, epoch, part)]) for epoch in epochs for part in parts])
+            torch.stack([moments_of(block[self._rows(place, epoch, part)]) for epoch in epochs for part in parts])
             for place, block in enumerate(gained.split(self.sizes))
         ]
         everybody = self._from_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
