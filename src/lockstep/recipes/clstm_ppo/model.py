@@ -104,7 +104,7 @@ class Agent(nn.Module):
             given,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
             [self._with_shutters(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh],
-            True, 1, 0.0, torch.is_grad_enabled(), False, False,  # biases, layers, dropout, train, two ways, batch first
+            True, 1, 0.0, torch.is_grad_enabled(), False, False,  # biases, layers, dropout, train, ways, batch first
         )  # fmt: skip
         return found.gather(0, places[..., None].expand(-1, -1, found.shape[-1])), state
 

@@ -31,6 +31,15 @@ CPU: dict[str, Any] = {  # 120 updates: minutes on two CPU cores
     "log": {"every": 16},
     "checks": {"every": 16},
 }
+CUE: dict[str, Any] = {  # seconds: who remembers names the cue, who does not guesses
+    "steps": 240,
+    "global_batch": 64,
+    "micro_batch": 32,
+    "lr": {"peak": 1e-2},
+    "evaluate": {"every": 80, "batch": 64},
+    "log": {"every": 16},
+}
+CUE_TASK = {"game": "cue", "hidden": 8, "width": 16, "memory": 32, "rollout": 20, "test_episodes": 64}
 CPU_WINDOW = 2  # days: so few that memory is needed; with 20 of them an MLP does as well
 
 
@@ -66,11 +75,13 @@ class ClstmPpo(Task):
         "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},  # which the control does not reach
         # The control: without memory the same windows are worth less.
         "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
+        "cue": {**CUE, "task": CUE_TASK, "goals": ["score >= 0.95"]},
+        "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
         # Sized for one large GPU: 300 updates of 4096 environments, 157 million days. Not measured yet.
         "gpu": {
             "steps": 4800,
             "global_batch": 1024,
-            "micro_batch": 256,
+            "micro_batch": 1024,  # with two GPUs 512: as large as fits, since a rollout is one small call after another
             "lr": {"peak": 3e-4},
             "precision": "tf32",
             "compile": False,
@@ -177,7 +188,7 @@ class ClstmPpo(Task):
         assert isinstance(model, Agent)
         played = play(Greedy(model), self.game.open(TEST_SEED, HELD_OUT + batch[0]), self.game.days)
         score = played.scores.sum()
-        found = {"score": score}
+        found: dict[str, Any] = {"score": score}
         if isinstance(self.game, Trading):
             found |= {"trades": played.trades.sum()} | {name: part.sum() for name, part in played.report().items()}
         if best := self._yardsticks.get("bayes"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo.gpu_optimizations import launched, processes
 from lockstep.recipes.clstm_ppo.market import HELD_OUT
 from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.task import TEST_SEED, ClstmPpo
@@ -103,29 +103,6 @@ class DistributedCLSTMPPOTrainer:
 
         save_model(self.agent, str(path))
         return Path(path)
-
-
-def processes(num_gpus: int) -> int:
-    """One for each GPU. Without a GPU as many on the CPU as asked for, and it is said. A launcher has decided already:
-    torchrun says how many there are, on all machines."""
-    found = torch.cuda.device_count()
-    if num_gpus == 0 or num_gpus < -1:
-        raise UserError(
-            f"--num_gpus {num_gpus}", "no number of processes", "type --num_gpus -1 for all GPUs, or 1 to 8"
-        )
-    if launched():
-        return int(os.environ["WORLD_SIZE"])
-    if found and num_gpus > found:
-        raise UserError(f"--num_gpus {num_gpus}", f"{found} GPUs here", f"type --num_gpus {found}, or -1 for all")
-    if found:
-        return found if num_gpus == -1 else num_gpus
-    count = max(1, num_gpus)
-    print(f"no GPU here: training in {count} process{'es' * (count > 1)} on the CPU", file=sys.stderr)
-    return count
-
-
-def launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.recipes.clstm_ppo import noise
 from lockstep.recipes.clstm_ppo.game import Environments
 from lockstep.recipes.clstm_ppo.market import HELD_OUT, RegimeSeries, Rules, Series, VectorMarket
-from lockstep.recipes.clstm_ppo.model import Agent
+from lockstep.recipes.clstm_ppo.model import Agent, State
 
 Policy = Callable[[VectorMarket], Tensor]  # actions (n, K) for the coming day
 
@@ -67,7 +67,8 @@ class Greedy:
     """The agent, always with the action it likes best."""
 
     def __init__(self, agent: Agent):
-        self.agent, self.state = agent, None
+        self.agent = agent
+        self.state: State | None = None
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
