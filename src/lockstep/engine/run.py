@@ -302,6 +302,7 @@ class Run:
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
+            self.recorder.micro_batches += 1
             yield micro
 
     def _log(self, result: StepResult | None) -> None:
