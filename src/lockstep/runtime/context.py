@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,7 +70,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         _check_joined(world)
     backend = dist.get_backend() if joined else join(world, device, store)
     try:
-        with heed_signals() as notice:
+        with heed_signals() as notice, _own_stream(device) if device.type == "cuda" else nullcontext():
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
@@ -78,6 +78,17 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             torch.backends.mha.set_fastpath_enabled(True)
         if backend != "none" and not joined:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """All of the run happens on one stream of its own: what the default stream does cannot be recorded (CUDA graphs),
+    nor can backward be where torch's gradient accumulators belong to another stream than the work."""
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
 
 
 def choose_device(asked: str, world: World) -> torch.device:
