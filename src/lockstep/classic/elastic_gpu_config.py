@@ -22,7 +22,9 @@ class GPU(NamedTuple):
 class ElasticPlan:
     """What to start. `batch_size` x `processes` x `grad_accum` is the batch that was asked for, on any hardware."""
 
-    strategy: str  # single, ddp (copies), split (one process over two GPUs), hybrid (several that use GPUs beside theirs)
+    strategy: (
+        str  # single, ddp (copies), split (one process over two GPUs), hybrid (several that use GPUs beside theirs)
+    )
     processes: int
     batch_size: int  # of one forward of one process
     grad_accum: int
@@ -102,7 +104,9 @@ class ElasticGPUConfig:
         if not self.reader_gb:
             raise self._too_large(self._whole(), "nothing can be moved elsewhere: cut the model, strategy=fsdp")
         if 2 * ranks > len(self.gpus):
-            raise self._too_large(self._whole(), f"start {self._most(len(self.gpus) // 2)} processes, with two GPUs each")
+            raise self._too_large(
+                self._whole(), f"start {self._most(len(self.gpus) // 2)} processes, with two GPUs each"
+            )
         largest = max(self._own(), self.reader_gb[-1])
         if largest + self._sample() > self.target_util * self._memory():
             raise self._too_large(largest, "use GPUs with more memory, or smaller models")
