@@ -103,7 +103,7 @@ def test_ranks_that_were_started_are_neither_invented_nor_ignored():
     assert of(1, 139.0).plan(processes=2).strategy == "ddp"  # two on one GPU
     assert of(0, 0.0).plan(processes=2).processes == 2
     assert of(0, 0.0).plan().processes == 1
-    with pytest.raises(UserError, match="start 1 processes"):
+    with pytest.raises(UserError, match="start 1 process, with two"):
         of(2, 39.4).plan(processes=2)
     with pytest.raises(UserError, match="global_batch=66"):
         of(3, 79.1).plan(processes=3)
@@ -136,6 +136,7 @@ def test_flags_become_settings(words, expected, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert main("latent_wire", [*words, "preset=tiny"], readers=2) == 0
+    assert "WORLD_SIZE" not in os.environ  # never made up: a rank that believes in others waits for them
     layers, asked = called[0]
     merged = {key: value for _, values in layers for key, value in values.items()}
     assert asked.nproc == expected[0]

@@ -19,7 +19,7 @@ from lockstep.recipes.hrm.build import Build, build
 from lockstep.recipes.hrm.evaluate import evaluate_checkpoint
 from lockstep.recipes.hrm.evaluate import main as evaluate_main
 from lockstep.recipes.hrm.iterable import PuzzleDataset, PuzzleDatasetConfig
-from lockstep.recipes.hrm.pretrain import PretrainConfig, load_synced_config, overrides
+from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed, SparseEmbedding
 from lockstep.recipes.hrm.train_state import (
     compute_metrics,
@@ -36,7 +36,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 WORDS = (
     "epochs=3 eval_interval=1 global_batch_size=24 lr=5e-3 weight_decay=0.1 lr_warmup_steps=2 seed=3 micro_batch=6 "
-    "task.width=32 task.heads=2 task.layers=1 task.halt_max_steps=2 log.progress=off device=cpu precision=fp32 threads=1"
+    "task.width=32 task.heads=2 task.layers=1 task.halt_max_steps=2 "
+    "log.progress=off device=cpu precision=fp32 threads=1"
 )
 
 

@@ -1,4 +1,4 @@
-"""How many processes, and what lives on which GPU: from the number of GPUs and their memory. Their names do not count."""
+"""How many processes, and what lives on which GPU: by the number of GPUs and their memory, never by their names."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class GPU(NamedTuple):
 class ElasticPlan:
     """What to start. `batch_size` x `processes` x `grad_accum` is the batch that was asked for, on any hardware."""
 
-    strategy: (
-        str  # single, ddp (copies), split (one process over two GPUs), hybrid (several that use GPUs beside theirs)
-    )
+    strategy: str  # single, ddp: copies, split: one process on two GPUs, hybrid: several, with GPUs beside theirs
     processes: int
     batch_size: int  # of one forward of one process
     grad_accum: int
@@ -37,7 +35,7 @@ class ElasticPlan:
 
     def __str__(self) -> str:
         cut = f"{self.processes} x {self.batch_size} x {self.grad_accum} = {self.effective_batch} samples a step"
-        return f"{self.strategy}, {self.processes} process{'es' * (self.processes > 1)}, {cut}: {self.reason}"
+        return f"{self.strategy}, {_processes(self.processes)}, {cut}: {self.reason}"
 
 
 @dataclass
@@ -104,9 +102,8 @@ class ElasticGPUConfig:
         if not self.reader_gb:
             raise self._too_large(self._whole(), "nothing can be moved elsewhere: cut the model, strategy=fsdp")
         if 2 * ranks > len(self.gpus):
-            raise self._too_large(
-                self._whole(), f"start {self._most(len(self.gpus) // 2)} processes, with two GPUs each"
-            )
+            fewer = self._most(len(self.gpus) // 2)
+            raise self._too_large(self._whole(), f"start {_processes(fewer)}, with two GPUs each")
         largest = max(self._own(), self.reader_gb[-1])
         if largest + self._sample() > self.target_util * self._memory():
             raise self._too_large(largest, "use GPUs with more memory, or smaller models")
@@ -164,6 +161,10 @@ class ElasticGPUConfig:
     def _too_large(self, needed: float, fix: str) -> UserError:
         have = ", ".join(f"{gpu.memory_gb:.0f}" for gpu in self.gpus)
         return UserError(f"{needed:.1f} GiB and a sample on one GPU", f"GPUs of {have} GiB", fix)
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
 
 
 def detected() -> list[GPU]:

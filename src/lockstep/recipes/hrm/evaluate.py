@@ -43,7 +43,7 @@ class Recording(HRM):
 def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: Any) -> lockstep.RunResult:
     """`checkpoint`: a run, or one of its checkpoints."""
     run, step = _found(checkpoint)
-    values = {"run_dir": str(Path("runs") / f"{run.name}-at-{step}-{generate_name()}")}
+    values: dict[str, Any] = {"run_dir": str(Path("runs") / f"{run.name}-at-{step}-{generate_name()}")}
     values |= {"resume": str(checkpoint), "steps": step, "goals": [], **more}
     done = lockstep.fit(Recording if save_outputs else HRM, str(run / "config.yaml"), **values)
     answers = getattr(done.task, "answers", [])
