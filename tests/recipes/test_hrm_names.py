@@ -179,6 +179,17 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
         evaluate_main(["checkpoint=nowhere"])
 
 
+def test_words_are_stronger_than_a_file_of_settings(folder):
+    path = folder / "pretrain.yaml"
+    path.write_text("lr: 0.002\nepochs: 7\ntask: {width: 64, heads: 4}\nlog.every: 3\n")
+    found = overrides(["lr=0.5", f"config={path}", "task.heads=2"])
+    assert found == {"lr": 0.5, "epochs": 7, "task.width": 64, "task.heads": 2, "log.every": 3}
+    for text in ("- 1\n", "a: [\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="a YAML file"):
+            overrides([f"config={path}"])
+
+
 def test_pretrain_learns_on_two_machines_under_torchrun(folder):
     """As the document starts them: each has its number, and knows the address of the first."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}

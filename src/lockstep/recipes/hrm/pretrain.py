@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 import lockstep
 from lockstep.errors import UserError
@@ -88,7 +89,8 @@ class PretrainConfig:
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words; a value is a number, true, false or null where it reads like one, else text."""
+    """`key=value` words; a value is a number, true, false or null where it reads like one, else text. `config=F.yaml`
+    stands for the values of a file, which are weaker than words, wherever it stands among them."""
     found: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -98,7 +100,22 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
             found[key] = json.loads(text)
         except ValueError:
             found[key] = text
-    return found
+    return _of_file(found.pop("config", None)) | found
+
+
+def _of_file(path: str | None) -> dict[str, Any]:
+    """`task: {width: 64}` in it is task.width=64."""
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+        return {
+            key if inner is None else f"{key}.{inner}": value
+            for key, group in values.items()
+            for inner, value in (group.items() if isinstance(group, dict) else [(None, group)])
+        }
+    except (OSError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"config={path}", f"{type(error).__name__}: {error}", "give a YAML file of keys") from error
 
 
 def generate_name() -> str:
