@@ -7,7 +7,10 @@ WORLD_SIZE=4 RANK=0 LOCAL_RANK=0 python latentwire/train.py --distributed      (
 
 import sys
 
+from lockstep.classic import DDPManager, ElasticGPUConfig
 from lockstep.classic.train_script import main
 
+__all__ = ["DDPManager", "ElasticGPUConfig"]
+
 if __name__ == "__main__":
-    sys.exit(main("latent_wire"))
+    sys.exit(main("latent_wire", readers=2))

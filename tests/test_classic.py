@@ -29,6 +29,7 @@ from lockstep.classic import (
     DynamicScaler,
     log_gpu_memory,
 )
+from lockstep.classic.distributed_amp_trainer import own_gpu
 from lockstep.classic.train_script import check_processes
 from lockstep.config import ScalerConfig
 from lockstep.errors import ConfigError, UserError
@@ -356,6 +357,34 @@ def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     with pytest.raises(UserError, match="add --distributed"):
         check_processes(distributed=False, elastic_gpu=False)
     assert DistributedAMPTrainer.is_distributed()
+
+
+def test_every_process_of_a_machine_has_its_own_gpu(monkeypatch):
+    world = World(rank=5, size=9, local_rank=2, local_size=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert own_gpu(None, world, True, usual=2) == 2
+    assert own_gpu([4], world, False, usual=2) == 4
+    assert own_gpu([0, 2, 3], world, True, usual=2) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    assert own_gpu([0, 2, 3], world, True, usual=2) == 2
+
+
+def test_a_failed_start_is_never_a_start_alone(monkeypatch):
+    """And the place to meet is the user's."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "12355"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+
+    def nobody_comes(world: World, *_: Any, **__: Any) -> str:
+        asked.append((world.master_addr, world.master_port))
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr("lockstep.classic.ddp_manager.join", nobody_comes)
+    with pytest.raises(RuntimeError, match="nobody came"):
+        DDPManager().initialize()
+    assert asked == [("node7", 12355)]
+    assert {name: os.environ[name] for name in place} == place
 
 
 # ---- DistributedConfig --------------------------------------------------------------------------------------

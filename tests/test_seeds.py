@@ -1,25 +1,59 @@
-"""docs/seeds.md is a map of what the documents ask for: nothing is missing on it, and what it names is there."""
+"""docs/seeds.md maps what the documents ask for: nothing is missing on it, and what it names is there and runs."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import json
 import re
 import runpy
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lockstep.recipes.hrm.build import Build, build
+from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
 
 ROOT = Path(__file__).parent.parent
 # The lines that name a class, method, option, command, script or file.
 ASKED = {
     "S0": [10, 11, *range(16, 29), 33, 34, *range(39, 55), *range(59, 72), 77, 102, 119, 122],
     "S1": [*range(3, 10), 15, *range(27, 33), 75],
+    "S3": [
+        *range(2, 10),
+        13,
+        24,
+        26,
+        32,
+        33,
+        35,
+        37,
+        41,
+        42,
+        *range(49, 55),
+        67,
+        69,
+        71,
+        72,
+        74,
+        82,
+        85,
+        131,
+        132,
+        133,
+    ],
 }
-WAITS_FOR = {"launch scripts", "benchmarks", "planning"}
-ROWS = re.findall(r"^\| (S\d-\d+) \| (\w+) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "seeds.md").read_text(), re.M)
+WIDTH = {"S0": 3, "S1": 2, "S3": 3}
+DEFECTS = [*(f"E-{number:02}" for number in range(1, 13)), *(f"D-{number:02}" for number in range(1, 10))]
+WAITS_FOR = {"planning", "doctor", "benchmarks", "launchers", "course"}
+PAGE = (ROOT / "docs" / "seeds.md").read_text()
+ROWS = re.findall(r"^\| (S\d-\d+) \| (\w+) \| (.+?) \| (.+?) \|$", PAGE, re.M)
+WRONG = re.findall(r"^\| ([DE]-\d+) \| .+? \| (.+?) \|$", PAGE, re.M)
 
 
 def thing(path: str) -> Any:
@@ -36,6 +70,26 @@ def thing(path: str) -> Any:
     raise AssertionError(f"{path}: no such module")
 
 
+@cache
+def functions_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def check_test(name: str) -> None:
+    path, _, function = name.partition("::")
+    assert function in functions_of(path), name
+
+
+def check_file(path: str) -> None:
+    """Code must be importable, a script must be one."""
+    assert (ROOT / path).is_file()
+    if path.startswith("src/"):
+        importlib.import_module(path.removeprefix("src/").removesuffix(".py").replace("/", "."))
+    elif path.endswith((".sh", ".slurm")):
+        subprocess.run(["bash", "-n", ROOT / path], check=True)
+
+
 def help_of(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit):
@@ -43,32 +97,73 @@ def help_of(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return capsys.readouterr().out
 
 
+def check_setting(key: str, text: str, data: str) -> None:
+    """A word of `pretrain.py` is known by name, and another value of it makes another run."""
+    found = load_synced_config(overrides([f"data_path={data}", f"{key}={text}"]), rank=0, world_size=1)
+    assert key not in found.rest
+    if key == "data_path":
+        assert found.options()[key] == found.data_path == text
+        return
+    value = json.loads(text)
+    assert getattr(found, key) == value
+    values = {"run_name": "same", "eval_interval": 1, "data_path": data, "global_batch_size": 2}
+    runs = [
+        load_synced_config(values | {key: other}, rank=0, world_size=1).settings()
+        for other in (value, not value if isinstance(value, bool) else 2 * value)
+    ]
+    assert runs[0] != runs[1]
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("puzzles")
+    build(Build(out=str(folder), puzzle="sudoku4", holes=6, train_size=4, test_size=2))
+    return str(folder)
+
+
 def test_no_line_is_missing_and_none_stands_twice():
     numbers = [line for line, *_ in ROWS]
     assert len(numbers) == len(set(numbers))
-    width = {"S0": 3, "S1": 2}
-    asked = {f"{seed}-{number:0{width[seed]}}" for seed, lines in ASKED.items() for number in lines}
+    asked = {f"{seed}-{number:0{WIDTH[seed]}}" for seed, lines in ASKED.items() for number in lines}
     assert asked <= set(numbers)
+    assert [defect for defect, _ in WRONG] == DEFECTS
 
 
 @pytest.mark.parametrize(("line", "kind", "what", "here"), ROWS, ids=[line for line, *_ in ROWS])
-def test_what_the_map_names_is_there(line, kind, what, here, capsys, monkeypatch):
+def test_what_the_map_names_is_there(line, kind, what, here, puzzles, capsys, monkeypatch):
     if here.startswith("open"):
         assert here.removeprefix("open: ") in WAITS_FOR
         return
-    named = re.fullmatch(r"`(.+)`", here)
-    assert named, here
-    if option := re.fullmatch(r"(\S+\.py) (--\w+)", named[1]):
-        assert re.search(rf"{option[2]}\b", help_of(option[1], capsys, monkeypatch))
-    elif argument := re.fullmatch(r"([\w.]+)\((\w+)\)", named[1]):
-        assert argument[2] in inspect.signature(thing(argument[1])).parameters
-    elif "/" in named[1]:
-        assert (ROOT / named[1]).is_file()
-    else:
-        assert callable(thing(named[1]))
+    assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", here), here
+    monkeypatch.syspath_prepend(str(ROOT))
+    for named in re.findall(r"`([^`]+)`", here):
+        if "::" in named:
+            check_test(named)
+        elif option := re.fullmatch(r"(\S+\.py) (--\w+)", named):
+            assert re.search(rf"{option[2]}\b", help_of(option[1], capsys, monkeypatch))
+        elif setting := re.fullmatch(r"pretrain\.py (\w+)=(\S+)", named):
+            check_setting(setting[1], setting[2], puzzles)
+        elif argument := re.fullmatch(r"([\w.]+)\((\w+)\)", named):
+            assert argument[2] in inspect.signature(thing(argument[1])).parameters
+        elif "/" in named:
+            check_file(named)
+        else:
+            assert callable(thing(named))
 
 
-def test_a_wrong_map_would_be_noticed():
+@pytest.mark.parametrize(("defect", "tests"), WRONG, ids=[defect for defect, _ in WRONG])
+def test_every_defect_is_ruled_out_by_a_test(defect, tests):
+    found = re.findall(r"`([^`]+)`", tests)
+    assert found
+    for name in found:
+        check_test(name)
+
+
+def test_a_wrong_map_would_be_noticed(puzzles):
     with pytest.raises(AttributeError):
         thing("lockstep.classic.DistributedAMPTrainer.train_step")
     assert "modell" not in inspect.signature(thing("lockstep.classic.DistributedAMPTrainer")).parameters
+    with pytest.raises(AssertionError):
+        check_test("tests/test_classic.py::test_that_nobody_has_written")
+    with pytest.raises(AssertionError):
+        check_setting("learning_rate", "1e-4", puzzles)

@@ -133,23 +133,6 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return {name: t for part in folder.glob("*.safetensors") for name, t in load_file(part).items()}
 
 
-def test_pretrain_learns_under_torchrun(tmp_path: Path) -> None:
-    """As the document starts it, on puzzles from disk."""
-    build(Build(out=str(tmp_path / "data"), puzzle="sudoku4", holes=6, train_size=60, test_size=20, augmentations=2))
-    words = (
-        "epochs=12 eval_interval=6 global_batch_size=24 lr=5e-3 puzzle_emb_lr=1e-3 weight_decay=0.1 lr_warmup_steps=2"
-    )
-    model = "task.width=32 task.heads=2 task.layers=1 task.halt_max_steps=2 run_name=first log.every=10"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(ROOT / "pretrain.py"), "data_path=data", *words.split(), *model.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 30]  # 12 epochs of 60 groups in batches of 24
-    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
-    assert json.loads((tmp_path / "runs/first/summary.json").read_text())["world"] == 2
-
-
 def test_a_frozen_table_stays_zero(pool: Pool, tmp_path: Path) -> None:
     """The control, whose goals are not to be exceeded."""
     more = {"task": TINY["task"] | {"puzzle_emb_frozen": True}, "evaluate.at_end": True}

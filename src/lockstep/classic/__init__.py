@@ -5,6 +5,7 @@ amp_trainer              one process: `training_step(batch)`
 distributed_amp_trainer  the same on several ranks
 distributed_config       ranks, nodes and devices; environment, YAML, JSON
 ddp_manager              a process group, wrapped models and dealt batches for a loop of plain PyTorch
+elastic_gpu_config       processes and places by the GPUs that are there
 dynamic_scaler           the fp16 loss scale for such a loop
 checkpoints              a trainer's state in a folder
 train_script             what `train.py` runs
@@ -16,6 +17,7 @@ from lockstep.classic.ddp_manager import DDPManager, log_gpu_memory
 from lockstep.classic.distributed_amp_trainer import DistributedAMPTrainer
 from lockstep.classic.distributed_config import DistributedConfig
 from lockstep.classic.dynamic_scaler import DynamicScaler
+from lockstep.classic.elastic_gpu_config import ElasticGPUConfig
 
 __all__ = [
     "AMPConfig",
@@ -24,5 +26,6 @@ __all__ = [
     "DistributedAMPTrainer",
     "DistributedConfig",
     "DynamicScaler",
+    "ElasticGPUConfig",
     "log_gpu_memory",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class DistributedAMPTrainer(AMPTrainer):
         """`backend`: nccl, where every rank has a GPU of its own, else gloo; or gloo everywhere. `distributed` replaces
         the four arguments before it, and says how DDP works."""
         given = distributed or DistributedConfig(world_size, rank, backend, device_ids=device_ids)
+        self._of_node = distributed is not None  # whether `device_ids` are those of all processes of this machine
         if distributed is not None:
             distributed.validate()
         self.distributed, self.rank, self.world_size = given, given.rank, given.world_size
@@ -56,7 +58,7 @@ class DistributedAMPTrainer(AMPTrainer):
         world = _world(given)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
-            device = torch.device("cuda", given.device_ids[0]) if given.device_ids else device
+            device = torch.device("cuda", own_gpu(given.device_ids, world, self._of_node, device.index))
             torch.cuda.set_device(device)
         if dist.is_initialized():
             backend = dist.get_backend()
@@ -89,6 +91,17 @@ class DistributedAMPTrainer(AMPTrainer):
         if dist.is_initialized():
             return dist.get_world_size() > 1
         return World.launched() and World.from_env().size > 1
+
+
+def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:
+    """The GPU of this process: the first of its own, or its own of those of the machine. Where only the latter are
+    visible, as `DistributedConfig.to_env_dict` asks for, they are counted from 0."""
+    if not ids:
+        return usual
+    if not of_node:
+        return ids[0]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") == ",".join(map(str, ids))
+    return world.local_rank if visible else ids[world.local_rank]
 
 
 def _world(given: DistributedConfig) -> World:

@@ -6,16 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.classic.distributed_config import world_size_not_set
+from lockstep.config import Layer
 from lockstep.errors import UserError
-from lockstep.machine import visible_gpus
 from lockstep.runtime.world import World
 
 
-def main(target: str, arguments: Sequence[str] | None = None) -> int:
-    """The exit code. `target` is what is trained."""
-    asked, settings = _parser(target).parse_known_args(arguments)
+def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
+    """The exit code. `target` is what is trained, with so many frozen models that may live on GPUs of their own."""
+    asked, settings = _parser(target, readers).parse_known_args(arguments)
     try:
         check_processes(asked.distributed, asked.elastic_gpu)
         return _train(target, asked, settings)
@@ -24,15 +25,24 @@ def main(target: str, arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(target: str) -> argparse.ArgumentParser:
+def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py", description=f"Train the recipe {target}.", epilog="More settings are written key=value."
     )
-    parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
-    parser.add_argument(
-        "--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set"
-    )
-    parser.add_argument("--elastic_gpu", action="store_true", help="one process for each GPU of this machine")
+    add = parser.add_argument
+    add("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+    add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
+    add("--elastic_gpu", action="store_true", help="processes and micro-batches by the GPUs of this machine")
+    add("--elastic_target_util", type=float, default=0.75, help="how much of a GPU's memory to use (0.75)")
+    add("--elastic_sample_gb", type=float, help="GiB that a sample takes; without it micro-batches are tried out")
+    add("--elastic_trained_gb", type=float, default=0.5, help="GiB of what is trained, with its optimizer (0.5)")
+    if readers:
+        add("--elastic_reader_gb", type=float, nargs=readers, help="GiB of each frozen model (0.1)")
+    parser.set_defaults(elastic_reader_gb=[0.1] * readers)
+    add("--batch_size", type=int, help="samples per process and forward")
+    add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
+    add("--save_every", type=int, help="optimizer steps between checkpoints")
+    add("--auto_resume", action="store_true", help="go on from the newest checkpoint in run_dir, if there is one")
     return parser
 
 
@@ -53,13 +63,53 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
         )
 
 
+def settings_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say, as settings of a run."""
+    found: dict[str, Any] = {}
+    if asked.batch_size is not None:
+        found |= {"local_batch": asked.batch_size * asked.grad_accum_steps, "micro_batch": asked.batch_size}
+    elif asked.grad_accum_steps != 1:
+        raise UserError("--grad_accum_steps", "no --batch_size", "type --batch_size N too, the samples of one forward")
+    if asked.save_every is not None:
+        found["checkpoint.every"] = asked.save_every
+    if asked.auto_resume:
+        found["resume"] = "auto"
+    return found
+
+
 def _train(target: str, asked: argparse.Namespace, settings: Sequence[str]) -> int:
     from lockstep.config import read_layers
     from lockstep.doors import Processes, train
 
+    layers = [*read_layers(asked.config, settings), ("command line", settings_of(asked))]
     count = None
-    if asked.elastic_gpu and not World.launched():
-        gpus = visible_gpus()
-        print(f"train.py: {gpus} GPU{'s' * (gpus != 1)} here, {max(1, gpus)} process{'es' * (gpus > 1)}", flush=True)
-        count = gpus if gpus > 1 else None
-    return train(target, read_layers(asked.config, settings), Processes(count))
+    if asked.elastic_gpu:
+        count, elastic = _elastic(target, asked, layers)
+        layers.insert(0, elastic)
+    return train(target, layers, Processes(count))
+
+
+def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
+    """How many processes to start, None if that is not for us to do, and settings, weaker than those typed."""
+    from lockstep.classic.elastic_gpu_config import ElasticGPUConfig
+    from lockstep.config import resolve_for
+    from lockstep.targets import load_class
+
+    kind, world = load_class(target), World.from_env()
+    config = resolve_for(kind.defaults, kind.presets, layers).config
+    batch = config.local_batch or config.global_batch
+    if batch is None:
+        raise UserError("--elastic_gpu", "no batch to deal to the processes", "type global_batch=64")
+    elastic = ElasticGPUConfig(
+        base_batch_size=batch if config.local_batch else batch // (world.size // world.local_size),  # of this machine
+        per_gpu=config.local_batch is not None,
+        trained_gb=asked.elastic_trained_gb,
+        reader_gb=asked.elastic_reader_gb,
+        sample_gb=asked.elastic_sample_gb,
+        target_util=asked.elastic_target_util,
+    )
+    plan = elastic.plan(world.local_size if World.launched() else None)
+    if world.rank == 0:
+        print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)
+    several = plan.processes if plan.processes > 1 and not World.launched() else None
+    return several, ("--elastic_gpu", elastic.settings(plan))

@@ -161,6 +161,7 @@ class OwnStep:
         self.index = run.stepper.counters.step
         self.ended = False
         self._taken = 0  # batches handed out so far
+        self.first = 0  # the place of this batch's first sample in the global step, whoever runs it
         self.result: StepResult | None = None
         # What the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
@@ -170,6 +171,7 @@ class OwnStep:
         stepper = self._run.stepper
         for micro in self._share:
             self._taken += 1
+            self.first = micro.first
             stepper.prepare(micro)
             with self._run.precision.autocast():  # on while the loop's body runs
                 yield micro.data

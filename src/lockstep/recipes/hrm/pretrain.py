@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 import lockstep
 from lockstep.errors import UserError
@@ -26,6 +28,8 @@ from lockstep.recipes.hrm.task import HRM
 
 FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
 SECOND = ("badger", "cedar", "delta", "ember", "falcon", "glacier", "harbour", "juniper", "kestrel", "maple", "otter")
+
+SOURCE = ("model.py", "losses.py", "task.py")
 
 
 @dataclass
@@ -41,7 +45,10 @@ class PretrainConfig:
     puzzle_emb_lr: float = 1e-4
     puzzle_emb_weight_decay: float = 1.0
     seed: int = 0
+    project_name: str = ""  # a folder around the folders of its runs
     run_name: str = ""
+    checkpoint_path: str = ""  # the run's folder, if not runs/PROJECT/NAME
+    use_distributed_checkpoint: bool = False  # a whole checkpoint, written by all ranks, with every evaluation
     rest: dict[str, Any] = field(default_factory=dict)  # settings of the run that have no other name here
 
     def steps(self, epochs: int) -> int:
@@ -51,7 +58,7 @@ class PretrainConfig:
 
     def settings(self) -> dict[str, Any]:
         """As `lockstep.fit` takes them."""
-        every = self.eval_interval
+        evaluate_every = None if self.eval_interval is None else max(1, self.steps(self.eval_interval))
         if self.steps(self.epochs) < 1:
             raise UserError(
                 f"epochs={self.epochs} with global_batch_size={self.global_batch_size}",
@@ -61,14 +68,15 @@ class PretrainConfig:
         constant = self.lr_min_ratio == 1.0
         return {
             "preset": None,
-            "run_dir": str(Path("runs") / self.run_name),
+            "run_dir": self.checkpoint_path or str(Path("runs") / self.project_name / self.run_name),
             "steps": self.steps(self.epochs),
             "global_batch": self.global_batch_size,
             "seed": self.seed,
             "lr.schedule": "constant" if constant else "cosine",
             "lr.min_ratio": self.lr_min_ratio if not constant else 0.0,
             "lr.warmup": self.lr_warmup_steps,
-            "evaluate.every": max(1, self.steps(every)) if every is not None else None,
+            "evaluate.every": evaluate_every,
+            "checkpoint.every": evaluate_every if self.use_distributed_checkpoint else None,
             **{key: value for key, value in self.rest.items() if not key.startswith("task.")},
             "task": self.options(),
         }
@@ -81,7 +89,8 @@ class PretrainConfig:
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words; a value is a number, true, false or null where it reads like one, else text."""
+    """`key=value` words; a value is a number, true, false or null where it reads like one, else text. `config=F.yaml`
+    stands for the values of a file, which are weaker than words, wherever it stands among them."""
     found: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -91,7 +100,22 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
             found[key] = json.loads(text)
         except ValueError:
             found[key] = text
-    return found
+    return _of_file(found.pop("config", None)) | found
+
+
+def _of_file(path: str | None) -> dict[str, Any]:
+    """`task: {width: 64}` in it is task.width=64."""
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+        return {
+            key if inner is None else f"{key}.{inner}": value
+            for key, group in values.items()
+            for inner, value in (group.items() if isinstance(group, dict) else [(None, group)])
+        }
+    except (OSError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"config={path}", f"{type(error).__name__}: {error}", "give a YAML file of keys") from error
 
 
 def generate_name() -> str:
@@ -139,13 +163,24 @@ def main(words: Sequence[str]) -> None:
         _join()
     try:
         config = load_synced_config(overrides(words), rank, world_size)
-        lockstep.fit(HRM, config.settings())
+        if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
+            config.rest.setdefault("compile", False)
+        done = lockstep.fit(HRM, config.settings())
+        if rank == 0:
+            keep_source(done.run_dir)
     except UserError as error:
         print(f"pretrain: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def keep_source(run_dir: Path) -> None:
+    """The code of the model beside what it has learned: it may have changed when somebody looks again."""
+    (run_dir / "source").mkdir(exist_ok=True)
+    for name in SOURCE:
+        shutil.copy(Path(__file__).with_name(name), run_dir / "source" / name)
 
 
 def _join() -> None:

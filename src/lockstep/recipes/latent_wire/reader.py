@@ -141,8 +141,10 @@ class Reader(nn.Module):
         return self.embed(torch.zeros(rows, 1, dtype=torch.int64, device=self.device))  # (B, 1, W)
 
     def settle(self, home: str | None) -> Reader:
-        """Frozen from here on, and on the device `home`, if there is one."""
+        """Frozen from here on, and on the device `home`, if there is one. "cuda:+2": two after this rank's own."""
         self.requires_grad_(False).eval()
+        if home is not None and home.startswith("cuda:+"):
+            home = f"cuda:{torch.cuda.current_device() + int(home[6:])}"
         if home is not None:
             self.to(home)
         self.home = home

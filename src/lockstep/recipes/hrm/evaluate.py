@@ -1,0 +1,81 @@
+"""`evaluate.py checkpoint=FOLDER ...`: a trained model looked at again, from what its run has left.
+
+The run is rebuilt from its own configuration; nothing is trained. `save_outputs=true` also keeps the answers: each rank
+writes those it has computed, `answers-rank-0.safetensors` and so on. Further words are settings, `task.eval_steps=8`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.recipes.hrm.carry import Piece
+from lockstep.recipes.hrm.pretrain import generate_name, overrides
+from lockstep.recipes.hrm.task import HRM
+from lockstep.task import Loss
+
+
+class Recording(HRM):
+    """Keeps the last answer to every puzzle that this rank is asked about."""
+
+    answers: list[dict[str, Tensor]]
+
+    def eval_loss(self, model: Any, batch: Piece) -> Loss:
+        last: list[Tensor] = []
+        hook = model.register_forward_hook(lambda module, inputs, thought: last.append(thought.logits.argmax(dim=-1)))
+        try:
+            found = super().eval_loss(model, batch)
+        finally:
+            hook.remove()
+        told = {"inputs": batch["inputs"], "labels": batch["labels"], "predictions": last[-1]}
+        self.answers = [*getattr(self, "answers", []), {name: rows.cpu() for name, rows in told.items()}]
+        return found
+
+
+def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: Any) -> lockstep.RunResult:
+    """`checkpoint`: a run, or one of its checkpoints."""
+    run, step = _found(checkpoint)
+    values: dict[str, Any] = {"run_dir": str(Path("runs") / f"{run.name}-at-{step}-{generate_name()}")}
+    values |= {"resume": str(checkpoint), "steps": step, "goals": [], **more}
+    done = lockstep.fit(Recording if save_outputs else HRM, str(run / "config.yaml"), **values)
+    answers = getattr(done.task, "answers", [])
+    if answers:
+        from safetensors.torch import save_file
+
+        name = f"answers-rank-{os.environ.get('RANK', 0)}.safetensors"
+        save_file({key: torch.cat([each[key] for each in answers]) for key in answers[0]}, done.run_dir / name)
+    return done
+
+
+def _found(checkpoint: Path) -> tuple[Path, int]:
+    """The run's folder, and the step that its weights are of."""
+    run = checkpoint.parent.parent if checkpoint.name.startswith("step-") else checkpoint
+    steps = sorted((run / "checkpoints").glob("step-*")) if run == checkpoint else [checkpoint]
+    if not steps or not (run / "config.yaml").exists():
+        raise UserError(
+            f"checkpoint={checkpoint}", "no run with a checkpoint there", "type the folder of a run, or of a checkpoint"
+        )
+    return run, int(steps[-1].name.removeprefix("step-"))
+
+
+def main(words: Sequence[str]) -> None:
+    """Under torchrun one of several ranks, otherwise alone."""
+    try:
+        values = overrides(words)
+        if "checkpoint" not in values:
+            raise UserError("a model to evaluate", "no checkpoint", "type checkpoint=runs/NAME")
+        done = evaluate_checkpoint(Path(values.pop("checkpoint")), bool(values.pop("save_outputs", False)), **values)
+    except UserError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        sys.exit(2)
+    if os.environ.get("RANK", "0") == "0":
+        found = done.summary["eval_metrics"]
+        print("  ".join(f"{name} {value:.4f}" for name, value in sorted(found.items())))
