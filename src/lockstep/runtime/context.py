@@ -16,6 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.machine import available_cores
 from lockstep.pulse import Pulse
+from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_pulse import DevicePulse
 from lockstep.runtime.signals import Notice, heed_signals
@@ -68,7 +69,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         _check_joined(world)
     backend = dist.get_backend() if joined else join(world, device, store)
     try:
-        with heed_signals() as notice, _own_stream(device) if device.type == "cuda" else nullcontext():
+        own = _own_stream(device) if device.type == "cuda" else nullcontext()
+        with heed_signals() as notice, own, attention(config, device):
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
