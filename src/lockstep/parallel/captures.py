@@ -7,6 +7,7 @@ What is replayed works in memory of its own. So inputs are copied in, and result
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,7 +75,8 @@ class CudaDevice:
     @contextmanager
     def strict(self) -> Iterator[None]:
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # that it does not notice everything
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from lockstep.runtime.signals import Notice, heed_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
+LEAST_PATIENCE = timedelta(minutes=30)  # of a collective; NCCL's own is less than compiling may take
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     joined = dist.is_initialized()  # by a script, which will leave it too
     if joined:
         _check_joined(world)
-    backend = dist.get_backend() if joined else join(world, device, store)
+    # No collective gives up sooner than the launcher, which knows what a rank does.
+    patience = max(LEAST_PATIENCE, timedelta(seconds=config.hang.first + 60))
+    backend = dist.get_backend() if joined else join(world, device, store, timeout=patience)
     try:
         own = _own_stream(device) if device.type == "cuda" else nullcontext()
         with heed_signals() as notice, own, attention(config, device):
