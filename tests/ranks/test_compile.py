@@ -1,4 +1,5 @@
-"""Ranks whose compilers take different times meet before their first exchange, and nothing shows in the result."""
+"""Ranks whose compilers take different times meet before their first exchange; recorded calls exchange as others do.
+Nothing shows in the result."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from again import Again
 from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.run import Run
+from lockstep.parallel import graphs
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -42,7 +45,7 @@ class Plain(Task):
 
 
 def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    values = {**QUIET, "compile": compiled, "steps": 3, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    values = {**QUIET, "compile": compiled, "steps": 6, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
     compiles, phases = nn.Module.compile, []
 
     def slowly(self: nn.Module) -> None:
@@ -67,6 +70,13 @@ def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict
         nn.Module.compile = compiles  # type: ignore[method-assign]
 
 
+def recorded(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
+    device = Again()
+    graphs.wants_graph = lambda config, runtime: True
+    graphs.CudaDevice = lambda _: device
+    return trained(world, store, folder, False)[0], device.replayed
+
+
 def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
     plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
     found = pool.run(trained, str(tmp_path / "compiled"), True, world=2)
@@ -76,3 +86,11 @@ def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
         begin = order.index("compile")
         assert order[begin + 1 : begin + 4] == ["compiled", "agree", "exchange"]
         assert phases.count("compile") == 1
+
+
+def test_recorded_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
+    found = pool.run(recorded, str(tmp_path / "graph"), world=2)
+    for (expected, _), (weights, replayed) in zip(plain, found, strict=True):
+        assert replayed > 6
+        assert all(torch.equal(expected[name], weights[name]) for name in expected)
