@@ -57,6 +57,7 @@ class CudaDevice:
         default = before == torch.cuda.default_stream(self.device)  # which cannot be recorded
         stream = torch.cuda.Stream(self.device) if default else before
         pool, graphs = torch.cuda.graph_pool_handle(), []
+        collects = gc.isenabled()
         gc.collect()
         gc.disable()  # what is thrown away meanwhile may call CUDA in ways that spoil the recording
         try:
@@ -69,7 +70,8 @@ class CudaDevice:
             self._come_back(pool, before, stream)
             raise
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         return [graph.replay for graph in graphs]
 
     @contextmanager
