@@ -148,14 +148,14 @@ def by_lockstep(
             yield
 
 
-def measure(name: str, turns: int, block: int, limit_s: float) -> None:
+def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float) -> None:
     make, values = TASKS[name]
     config = resolve_for({}, {}, [("benchmark", {"precision": "bf16"})]).config
     with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
         batch = values.get("global_batch", 32)
         loops = {"by hand": by_hand(make, block, runtime.device, batch)}
-        for way, settings in WAYS.items():
-            loops[way] = by_lockstep(make, block, runtime, values | settings, f"{folder}/{way}")
+        for way in ways:
+            loops[way] = by_lockstep(make, block, runtime, values | WAYS[way], f"{folder}/{way}")
         for each in loops.values():  # compiled, decided, recorded
             next(each)
             next(each)
@@ -176,7 +176,7 @@ def measure(name: str, turns: int, block: int, limit_s: float) -> None:
             print(
                 f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand  ({len(times)} turns)"
             )
-        for way in WAYS:
+        for way in ways:
             for event in read_jsonl(f"{folder}/{way}/events.jsonl"):
                 if event["event"] == "graph":
                     print(f"{name:6} {way:16} {event['call']}: {event['reason']}")
@@ -185,6 +185,7 @@ def measure(name: str, turns: int, block: int, limit_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(TASKS))
+    parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for the turns of a model")
@@ -192,7 +193,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here")
     for name in asked.models:
-        measure(name, asked.turns, asked.block, asked.limit)
+        measure(name, asked.ways, asked.turns, asked.block, asked.limit)
 
 
 if __name__ == "__main__":

@@ -281,6 +281,9 @@ GRAPHS = {
         ("ddp.find_unused_parameters", True, {}),
     )
 } | {
+    "cuDNN, repeatable": Row(
+        {"attention": "cudnn", "deterministic": True}, "attention = cudnn", "no fixed order", "type attention=flash"
+    ),
     "graphs on a CPU": Row({"graph": True}, "graph=true", "for GPUs", "leave graph out"),
     "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen anew", "leave graph out"),
 }

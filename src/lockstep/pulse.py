@@ -21,6 +21,7 @@ PHASES = (
     "join",  # meeting the other ranks
     "build",  # making the model, the data and the optimizers
     "load",  # reading a checkpoint
+    "compile",  # the model, before the first exchange
     "data",  # waiting for the next micro-batch
     "compute",  # forward, and backward of all micro-batches but the last
     "exchange",  # the last backward, in which the gradients travel

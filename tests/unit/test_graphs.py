@@ -3,63 +3,23 @@ records nothing, and replays by doing the work again. tests/gpu/test_graphs.py h
 
 import copy
 import random
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import lockstep
+from again import Again
 from lockstep.errors import UserError
+from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import graphs
 from lockstep.parallel.graphs import WATCHED, Graphs
 from lockstep.parallel.trees import Opaque, put_together, take_apart
+from lockstep.recipes.hrm import HRM
 
 STEPS = WATCHED + 6
-
-
-class NoWaiting(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("called a synchronizing operation")
-        return func(*args, **(kwargs or {}))
-
-
-class Again:
-    """Does the work again. `seconds` is what the device is said to take."""
-
-    type = "cpu"
-
-    def __init__(self, seconds=0.0, stale=False):
-        self.takes, self.stale, self.replayed = seconds, stale, 0
-
-    def record(self, works):
-        replays = []
-        for work in works:
-            work()
-            replays.append(lambda work=work: self._replay(work))
-        return replays
-
-    def _replay(self, work):
-        self.replayed += 1
-        if not self.stale:
-            work()
-
-    @contextmanager
-    def strict(self):
-        with NoWaiting():
-            yield
-
-    def generator(self):
-        return torch.default_generator
-
-    def mark(self):
-        return None
-
-    def seconds(self, begin, end):
-        return self.takes
 
 
 class Said(list):
@@ -152,6 +112,19 @@ def test_training_does_not_notice(kind):
         assert (one.grad is None) == (other.grad is None), name  # also what no used result reaches
     assert all(reason.startswith("recorded") for _, reason in said)
     assert copy.deepcopy(model)._compiled_call_impl is None  # a copy is a plain model
+
+
+def test_a_run_of_a_recipe(tmp_path, monkeypatch):
+    """Six micro-batches a step, states that go from step to step, and evaluations: to the last bit."""
+    values = {"preset": "tiny", "steps": 6, "evaluate.every": 3, "device": "cpu", "log.progress": "off"}
+    plain = lockstep.fit(HRM, values, run_dir=tmp_path / "plain")
+    monkeypatch.setattr(graphs, "wants_graph", lambda config, runtime: True)
+    monkeypatch.setattr(graphs, "CudaDevice", lambda device: Again())
+    found = lockstep.fit(HRM, values, run_dir=tmp_path / "graph")
+    assert all(torch.equal(plain.weights[name], found.weights[name]) for name in plain.weights)
+    events = [event for event in read_jsonl(tmp_path / "graph" / "events.jsonl") if event["event"] == "graph"]
+    assert [event["reason"].split(",")[0] for event in events] == ["recorded"]
+    assert plain.summary["eval_loss"] == found.summary["eval_loss"]
 
 
 def test_every_way_of_calling_has_its_own_recording():

@@ -31,6 +31,9 @@ _RULES = {
     ),
     "optimizer": _Rule(("task",), "an optimizer whose sums were not put in order", "leave optimizer out"),
     "graph": _Rule(("auto", False), "kernels that may be chosen anew when they are recorded", "leave graph out"),
+    "attention": _Rule(
+        ("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"
+    ),
     "compile": _Rule(("auto", False), "kernels that are put together anew in every layout", "leave compile out"),
 }
 

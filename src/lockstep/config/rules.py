@@ -85,7 +85,15 @@ def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
     found = [_uneven(leaves, leaf) for leaf in _set_leaves(leaves, "speed_weights")]
     found += [_schedules(leaves, leaf) for leaf in _set_leaves(leaves, "pp.stages_per_rank")]
     found += [_unrecordable(leaves, leaf) for leaf in _set_leaves(leaves, "graph") if leaf.value is True]
+    found += [_unrepeatable(leaves, leaf) for leaf in _set_leaves(leaves, "attention") if leaf.value == "cudnn"]
     return [problem for problem in found if problem]
+
+
+def _unrepeatable(leaves: Mapping[str, Leaf], attention: Leaf) -> UserError | None:
+    wanted = _set_leaves(leaves, "deterministic")
+    if not wanted:
+        return None
+    return UserError(f"{attention} with {wanted[0]}", "kernels that add in no fixed order", "type attention=flash")
 
 
 def _unrecordable(leaves: Mapping[str, Leaf], graph: Leaf) -> UserError | None:

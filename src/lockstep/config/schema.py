@@ -210,6 +210,9 @@ class RunConfig(Section):
     graph: Literal["auto"] | bool = _key(
         "auto", "record the model's calls and replay them (CUDA graphs); auto: if it is launch-bound"
     )
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = _key(
+        "auto", "kernels of scaled_dot_product_attention; auto: on Hopper cuDNN's first, elsewhere torch's choice"
+    )
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
     gpu_memory: float | None = _key(None, "the most of its GPU's memory that a rank may take, in GiB", example=20, gt=0)
     exact: bool = _key(False, "the same bits at every number of ranks, from 1 to the number of micro-batches")

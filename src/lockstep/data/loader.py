@@ -116,16 +116,16 @@ def pin(batch: Any) -> Any:
     return pin_memory(batch)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor inside `batch`; asynchronous from pinned memory."""
+def to_device(batch: Any, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Move every tensor inside `batch`; asynchronous from pinned memory. `move` may know another way."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return move(batch) if move and type(batch) is torch.Tensor else batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return type(batch)((key, to_device(value, device)) for key, value in batch.items())
+        return type(batch)((key, to_device(value, device, move)) for key, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(to_device(value, device, move) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(to_device(value, device, move) for value in batch)
     return batch.to(device) if hasattr(batch, "to") else batch

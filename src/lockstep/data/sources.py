@@ -14,6 +14,7 @@ from lockstep.config import DataConfig
 from lockstep.data.loader import Reader, Request, pin, read_ahead, stay_with_the_rank, to_device
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import Window, deal, micro_slice, next_window
+from lockstep.data.side import SideStream, one_ahead
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.runtime.world import World
@@ -93,8 +94,8 @@ class MapSource:
         self.passed_over: list[tuple[int, int]] = []
         self.dealt_until = 0  # the position up to which this rank's share is settled: workers may be reading it
         self._deals: list[tuple[int, tuple[float, ...]]] = []  # (position, from which on these weights count)
-        self._ahead: Iterator[Any] | None = None  # what the worker processes deliver
-        self._ahead_at = 0  # the position they deliver next
+        self._ahead: Iterator[Any] | None = None  # batches that are read, or sent to the device, before their turn
+        self._ahead_at = 0  # the position of the next one
 
     def take(self) -> Share:
         window = self._window(self.position)
@@ -186,19 +187,26 @@ class MapSource:
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
-        ahead = self._read_ahead(window) if self.config.workers else None
+        ahead = self._read_ahead(window) if self.config.workers or self.device.type == "cuda" else None
         for piece in pieces:
-            data = next(ahead) if ahead is not None else self.reader((window.epoch, piece.ids))
-            piece.data = to_device(pin(data) if self.pin_memory and ahead is None else data, self.device)
+            piece.data = next(ahead) if ahead is not None else self.reader((window.epoch, piece.ids))
             yield piece
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
         """The running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
         if self._ahead is None or self._ahead_at != self.position:
-            requests = self._requests(self.position)
-            self._ahead = read_ahead(self.reader, requests, self.config.workers, self.config.prefetch, self.pin_memory)
+            self._ahead = self._batches(self._requests(self.position))
         self._ahead_at = self._after(window)
         return self._ahead
+
+    def _batches(self, requests: Iterator[Request]) -> Iterator[Any]:
+        workers, prefetch = self.config.workers, self.config.prefetch
+        if workers:
+            read = read_ahead(self.reader, requests, workers, prefetch, self.pin_memory)
+        else:
+            read = map(self.reader, requests)
+            read = map(pin, read) if self.pin_memory else read
+        return one_ahead(read, SideStream(self.device)) if self.device.type == "cuda" else read
 
     def _requests(self, position: int) -> Iterator[Request]:
         while True:

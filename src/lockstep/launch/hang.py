@@ -27,7 +27,7 @@ __all__ = ["Limits", "RankView", "Suspicion", "Watch", "collect", "excuse", "exp
 WAITING = ("join", "exchange", "agree")  # phases in which a rank waits for the others
 STEADY = ("compute", "exchange", "update", "agree")  # phases of every step, which take about as long each time
 # Phases without a history in this process, and code of the user's own, which may do something long once in a while.
-UNKNOWN = ("start", "join", "build", "load", "end", "yours")
+UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
 PATIENT = 6.0  # times `least`, for the other phases: they read and write files
 AT_WORK = 12.0  # times `least`, for a rank that uses the processor or a disk, or while no rank waits for another
 STOPPED_S = 3.0  # a process may be stopped for a moment, or be dead before anybody has looked

@@ -20,6 +20,7 @@ from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor import TensorDriver, cut_layers
+from lockstep.parallel.warmup import compile_together
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
 
@@ -50,6 +51,7 @@ def apply(
     recompute_blocks(model, config)
     if wants_compile(config, runtime) and not staged:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
+        compile_together(model, config, runtime)
     record_calls(model, config, runtime, tell)
     driver = _stage(model, task, config, runtime, axes) if axes and staged else _drive(model, config, runtime, axes)
     driver.data_rank, driver.data_size, driver.speaks = mesh.data_rank, mesh.data_size, mesh.speaks

@@ -7,6 +7,7 @@ What is replayed works in memory of its own. So inputs are copied in, and result
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -56,6 +57,7 @@ class CudaDevice:
         default = before == torch.cuda.default_stream(self.device)  # which cannot be recorded
         stream = torch.cuda.Stream(self.device) if default else before
         pool, graphs = torch.cuda.graph_pool_handle(), []
+        collects = gc.isenabled()
         gc.collect()
         gc.disable()  # what is thrown away meanwhile may call CUDA in ways that spoil the recording
         try:
@@ -68,13 +70,15 @@ class CudaDevice:
             self._come_back(pool, before, stream)
             raise
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         return [graph.replay for graph in graphs]
 
     @contextmanager
     def strict(self) -> Iterator[None]:
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # that it does not notice everything
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -154,7 +154,7 @@ class Graphs:
         unreached, why = rehearse(make, way.used, self.model, self.device)
         if why:
             return self._refuse(way, why)
-        around = Surroundings(self.model, self.device)
+        around = Surroundings(self.model, self.device.generator())
         try:
             way.capture = Capture(make(), tuple(way.used), unreached, self.device)
         except Exception as error:

@@ -20,8 +20,8 @@ LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 class Surroundings:
     """What a call changes besides its results: buffers and random numbers. As they are now, to come back to."""
 
-    def __init__(self, model: nn.Module, device: Device):
-        self._generators = [torch.default_generator, device.generator()]
+    def __init__(self, model: nn.Module, generator: torch.Generator):
+        self._generators = [torch.default_generator, generator]
         self._states = [generator.get_state() for generator in self._generators]
         self._host = random.getstate(), np.random.get_state()
         owners = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
@@ -57,7 +57,7 @@ def rehearse(
 ) -> tuple[set[int], str | None]:
     """The call, twice, the second time under supervision. Which sources get no gradient; and what speaks against
     recording it."""
-    around = Surroundings(model, device)
+    around = Surroundings(model, device.generator())
     trip = make()
     try:
         for attempt in range(2):
@@ -92,7 +92,7 @@ def _there_and_back(trip: Trip, used: Sequence[bool]) -> None:
 
 def compare(capture: Capture, trip: Trip, used: Sequence[bool], model: nn.Module, device: Device) -> str | None:
     """A replay against the call itself, `trip`: results, gradients and buffers. What differs. The host waits here."""
-    around = Surroundings(model, device)
+    around = Surroundings(model, device.generator())
     inputs = [tensor.detach().clone() for tensor in trip.inputs]
     try:
         trip.forward()

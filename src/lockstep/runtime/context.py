@@ -16,12 +16,14 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.machine import available_cores
 from lockstep.pulse import Pulse
+from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_pulse import DevicePulse
 from lockstep.runtime.signals import Notice, heed_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
+LEAST_PATIENCE = timedelta(minutes=30)  # of a collective; NCCL's own is less than compiling may take
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,12 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     joined = dist.is_initialized()  # by a script, which will leave it too
     if joined:
         _check_joined(world)
-    backend = dist.get_backend() if joined else join(world, device, store)
+    # No collective gives up sooner than the launcher, which knows what a rank does.
+    patience = max(LEAST_PATIENCE, timedelta(seconds=config.hang.first + 60))
+    backend = dist.get_backend() if joined else join(world, device, store, timeout=patience)
     try:
-        with heed_signals() as notice, _own_stream(device) if device.type == "cuda" else nullcontext():
+        own = _own_stream(device) if device.type == "cuda" else nullcontext()
+        with heed_signals() as notice, own, attention(config, device):
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:

@@ -62,7 +62,7 @@ def test_limits_come_from_the_configuration():
     assert judge(stuck, Limits(least=1.0, factor=50.0)) is None
 
 
-@pytest.mark.parametrize("phase", ["start", "join", "build", "load", "end", "yours"])
+@pytest.mark.parametrize("phase", ["start", "join", "build", "load", "compile", "end", "yours"])
 def test_phases_without_a_history_have_the_long_limit(phase):
     """Rank 0 writes its report, or the user's own loop draws pictures now and then, while the others wait."""
     usual = {} if phase != "yours" else {"yours": 0.001}

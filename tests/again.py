@@ -1,0 +1,48 @@
+"""A device that records nothing (`lockstep.parallel.captures.Device`), and replays by doing the work again."""
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("called a synchronizing operation")
+        return func(*args, **(kwargs or {}))
+
+
+class Again:
+    """Does the work again. `seconds` is what the device is said to take."""
+
+    type = "cpu"
+
+    def __init__(self, seconds=0.0, stale=False):
+        self.takes, self.stale, self.replayed = seconds, stale, 0
+
+    def record(self, works):
+        replays = []
+        for work in works:
+            work()
+            replays.append(lambda work=work: self._replay(work))
+        return replays
+
+    def _replay(self, work):
+        self.replayed += 1
+        if not self.stale:
+            work()
+
+    @contextmanager
+    def strict(self):
+        with NoWaiting():
+            yield
+
+    def generator(self):
+        return torch.default_generator
+
+    def mark(self):
+        return None
+
+    def seconds(self, begin, end):
+        return self.takes

@@ -1,0 +1,96 @@
+"""Ranks whose compilers take different times meet before their first exchange; recorded calls exchange as others do.
+Nothing shows in the result."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from again import Again
+from lockstep.config import resolve
+from lockstep.engine import loop
+from lockstep.engine.run import Run
+from lockstep.parallel import graphs
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from ranks.support import QUIET
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Plain(Task):
+    def model(self) -> nn.Module:
+        return Net()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def data(self) -> Any:
+        return TensorDataset(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    values = {**QUIET, "compile": compiled, "steps": 6, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    compiles, phases = nn.Module.compile, []
+
+    def slowly(self: nn.Module) -> None:
+        """Stands in for a compiler; rank 1's has more to do."""
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            time.sleep(1.0 * world.rank)
+            phases.append("compiled")
+            return graph
+
+        compiles(self, backend=backend)
+
+    nn.Module.compile = slowly  # type: ignore[method-assign]
+    try:
+        resolved = resolve([("test", values)])
+        with context.start(world, resolved.config, store) as runtime:
+            runtime.pulse.hook = lambda step, phase: phases.append(phase)
+            run = Run(resolved, runtime, "test")
+            loop.fit(Plain(), run)
+            return {name: value.clone() for name, value in run.driver.model.state_dict().items()}, phases
+    finally:
+        nn.Module.compile = compiles  # type: ignore[method-assign]
+
+
+def recorded(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
+    device = Again()
+    graphs.wants_graph = lambda config, runtime: True
+    graphs.CudaDevice = lambda _: device
+    return trained(world, store, folder, False)[0], device.replayed
+
+
+def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
+    found = pool.run(trained, str(tmp_path / "compiled"), True, world=2)
+    for (expected, _), (weights, phases) in zip(plain, found, strict=True):
+        assert all(torch.equal(expected[name], weights[name]) for name in expected)
+        order = [phase for phase in phases if phase in ("compile", "compiled", "agree", "exchange")]
+        begin = order.index("compile")
+        assert order[begin + 1 : begin + 4] == ["compiled", "agree", "exchange"]
+        assert phases.count("compile") == 1
+
+
+def test_recorded_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
+    found = pool.run(recorded, str(tmp_path / "graph"), world=2)
+    for (expected, _), (weights, replayed) in zip(plain, found, strict=True):
+        assert replayed > 6
+        assert all(torch.equal(expected[name], weights[name]) for name in expected)
