@@ -181,6 +181,7 @@ class HierarchicalReasoningModel(nn.Module):
         if question is not None:
             assert self.scoring is not None, "a question, and nobody to judge the answer"
             score = self.scoring(z_h, logits, q, next_q, question)
+            logits, q = logits.detach(), q.detach()  # gradients come through the score, and nowhere else
         return Thought(z_h, z_l, logits, q, next_q, score)
 
     def start(self, count: int) -> tuple[Tensor, Tensor]:
