@@ -270,6 +270,20 @@ CONFIGURATION = {
         {"speed_weights": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
     ),
 }
+GRAPHS = {
+    f"graphs with {key}": Row(
+        {"graph": True, key: value} | more, f"graph = true (command line) with {key}", "not recorded", "type graph=auto"
+    )
+    for key, value, more in (
+        ("strategy", "fsdp", {}),
+        ("mesh.tp", 2, {}),
+        ("remat", "full", {}),
+        ("ddp.find_unused_parameters", True, {}),
+    )
+} | {
+    "graphs on a CPU": Row({"graph": True}, "graph=true", "for GPUs", "leave graph out"),
+    "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen anew", "leave graph out"),
+}
 GRID = {
     "a mesh that does not divide": Row({"mesh.tp": 3}, "mesh.tp=3 on 4 ranks", "not a multiple", "type mesh.tp=2"),
     "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "8 places", "type mesh.dp=2"),
@@ -420,7 +434,7 @@ DATA = {
         Asked(held_out=ROWS),
     ),
 }
-TABLE = CONFIGURATION | GRID | MODEL | BATCH | DATA
+TABLE = CONFIGURATION | GRAPHS | GRID | MODEL | BATCH | DATA
 
 
 def attempt(row: Row, folder: Path, train: Callable[[Run, Asked], Any], *fix: str) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.doors import start as start
     from lockstep.errors import ConfigError as ConfigError
     from lockstep.errors import UserError as UserError
+    from lockstep.losses import linear_cross_entropy as linear_cross_entropy
     from lockstep.precision import DynamicScaler as DynamicScaler
     from lockstep.task import BatchSource as BatchSource
     from lockstep.task import Loss as Loss
@@ -33,6 +34,7 @@ _HOMES = {
     "start": "doors",
     "ConfigError": "errors",
     "UserError": "errors",
+    "linear_cross_entropy": "losses",
     "DynamicScaler": "precision",
     "BatchSource": "task",
     "Loss": "task",

@@ -47,7 +47,7 @@ SOME = [
     (Case("mlp", "sgd", "bf16", 12), "ddp", 5),
     (Case("mlp", "sgd", "bf16", 12), "fsdp", 3),
     (Case("transformer", "adamw", "fp32", 8), "ddp", 8),
-    (Case("transformer", "adamw", "fp32", 8), "fsdp", 4),
+    (Case("transformer", "adamw", "bf16", 8), "fsdp", 4),
     (Case("lstm", "adamw", "fp32", 7), "ddp", 6),
     (Case("lstm", "adamw", "fp32", 7), "fsdp", 2),
     (Case("conv", "sgd", "fp32", 8), "ddp", 2),

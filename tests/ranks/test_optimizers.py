@@ -49,16 +49,23 @@ class Claims(torch.optim.SGD):
     _step_supports_amp_scaling = True
 
 
+class Own(torch.optim.SGD):
+    """Says it in our words."""
+
+    divides_and_skips = True
+
+
 @pytest.mark.parametrize(
     ("make", "folds", "skips"),
     [
+        (lambda p: Own(p, lr=0.1), True, True),
         (lambda p: torch.optim.AdamW(p, fused=True), True, True),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), True, False),
         (lambda p: torch.optim.AdamW(p), False, False),
         (lambda p: Claims(p, lr=0.1), False, False),
     ],
 )
-def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor(make, folds, skips):
+def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, folds, skips):
     model = nn.Linear(2, 2)
     optimizers = Optimizers(make(model.parameters()), model)
     assert (optimizers.folds, optimizers.skips_by_itself) == (folds, skips)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -18,15 +19,28 @@ from gymnasium.utils.env_checker import check_env
 from safetensors.torch import load_file
 from torch import nn
 
+import lockstep
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo import ClstmPpo, noise
+from lockstep.recipes.clstm_ppo import ClstmPpo, gpu_setup, noise
+from lockstep.recipes.clstm_ppo.cost import price_per_hour, table
+from lockstep.recipes.clstm_ppo.game import CueRecall
+from lockstep.recipes.clstm_ppo.gpu_optimizations import (
+    launch_distributed_training,
+    print_gpu_info,
+    print_training_speedup_estimates,
+    processes,
+)
+from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
 from lockstep.recipes.clstm_ppo.gym_env import RegimeMarket
 from lockstep.recipes.clstm_ppo.indicators import indicators
 from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, VectorMarket
+from lockstep.recipes.clstm_ppo.model import Agent, AgentShape
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
 from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
-from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer, processes
+from lockstep.recipes.clstm_ppo.task import surprise
+from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
+from lockstep.recipes.clstm_ppo.turbulence import halted
 from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
 from lockstep.task import Surroundings, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
@@ -207,6 +221,65 @@ def test_moments_in_parts_are_those_of_the_whole():
     assert Moments().deviation == 1.0
 
 
+# ---- a game of memory -----------------------------------------------------------------------------------
+
+
+def test_who_remembers_names_the_cue_and_who_does_not_guesses(tmp_path):
+    quiet = {"log": {"progress": "off"}}
+    for preset in ("cue", "cue-control"):
+        done = lockstep.fit(ClstmPpo, preset=preset, run_dir=str(tmp_path / preset), **quiet)
+        assert [goal["pass"] for goal in done.summary["goals"]] == [True], done.summary
+
+
+def test_the_cue_is_shown_once_and_pays_at_the_end():
+    game = CueRecall(days=4)
+    worlds = game.open(0, torch.arange(64))
+    shown, cue = [], worlds.cue()
+    assert 16 < cue.sum() < 48
+    for day in range(4):
+        shown.append(worlds.windows()[:, 0])
+        earned, ended = worlds.step(torch.where(torch.arange(64) < 32, cue, 1 - cue)[:, None])
+        assert ended.all() == (day == 3)
+        assert earned.tolist() == [float(day == 3)] * 32 + [0.0] * 32
+    assert (shown[0][:, 0] == 2 * cue - 1).all()
+    assert not torch.stack(shown)[1:, :, 0].any()
+    assert torch.stack(shown)[:, :, 1].mean(dim=1).tolist() == [0, 0, 0, 1]
+    assert not torch.equal(worlds.cue(), cue)  # another episode
+
+
+# ---- the agent ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("episode", "days"), [(5, 12), (252, 7), (3, 4)])
+def test_days_at_once_are_the_days_one_by_one(episode, days):
+    """With gradients, and with as many new episodes on the way as there can be."""
+    torch.manual_seed(0)
+    agent = Agent(AgentShape(3, 2, 1, 3, episode, hidden=4, width=6, memory=7)).double()
+    begun = torch.arange(9) % episode
+    starts = torch.stack([(begun + day) % episode == 0 for day in range(days)])
+    seen = torch.randn(days, 9, 6, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(2, 9, 7, dtype=torch.float64).unbind(0)
+    found = []
+    for way in (agent.recall_daily, agent.recall_at_once):
+        out, _ = way(seen, state, starts)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [seen, *agent.recall.parameters()])])
+    for one_by_one, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
+
+
+def test_foresight_teaches_the_first_stage_before_ppo_begins(pool):
+    """In the first two updates the policy stays as it is; then PPO takes over."""
+    lessons = trained(pool, 2, {"foresight": 2}, steps=12)[0]
+    weights = [lessons.initial, *(step.weights for step in lessons.steps)]
+    policy = [step["policy.weight"] for step in weights]
+    assert all(torch.equal(policy[0], later) for later in policy[:9])
+    assert not torch.equal(policy[0], policy[9])
+    assert not torch.equal(weights[0]["foresee.weight"], weights[8]["foresee.weight"])
+    moved = torch.tensor([[1.0, -2.0]])
+    good, bad = torch.tensor([[[9.0, 1.0], [-9.0, 2.0]]]), torch.tensor([[[-9.0, 1.0], [9.0, 2.0]]])
+    assert surprise(good, moved) < 0.01 < 10 < surprise(bad, moved)
+
+
 # ---- the market -----------------------------------------------------------------------------------------
 
 
@@ -230,6 +303,39 @@ def test_after_the_last_day_a_new_episode_begins():
     assert market.episode.tolist() == [1] * 3
     assert market.day.tolist() == [1] * 3
     assert not (market.returns == before).any()
+
+
+def test_episodes_end_without_anybody_asking():
+    """Longer than two episodes, with staggered ends, day for day the returns of each environment's own series."""
+    series, rules = RegimeSeries(0, assets=2), Rules(window=3, days=5, cost=0.0)
+    market = VectorMarket(series, rules, torch.arange(8), stagger=True)
+    for number in range(14):
+        if number == 7:
+            market.renew()
+        episode, day = market.episode.clone(), market.day.clone()
+        earned, ended = market.step(torch.full((8, 2), 2))
+        own = series.draw(market.envs, episode, 8)[torch.arange(8), 3 + day]
+        torch.testing.assert_close(earned, own.mean(dim=1))
+        assert torch.equal(ended, day == 4)
+        assert torch.equal(market.episode, episode + ended)
+        assert torch.equal(market.position == 0, ended[:, None].expand(-1, 2))
+    assert market.episode.min() >= 2
+
+
+def test_after_a_turbulent_day_nobody_trades():
+    series, rules = RegimeSeries(0, assets=4, correlation=0.3), Rules(window=3, days=60, halt=0.9)
+    market = VectorMarket(series, rules, torch.arange(200))
+    returns, calm = market.returns, series.calm(0.9)
+    halts = halted(returns, calm)
+    assert abs(halts[:, 1:].double().mean() - 0.1) < 0.02  # of other days than those the limit was found on
+    wild = torch.linalg.vector_norm(returns, dim=-1)
+    assert wild[:, :-1][halts[:, 1:]].mean() > 1.3 * wild[:, :-1][~halts[:, 1:]].mean()
+    for day in range(6):
+        before, actions = market.position.clone(), torch.full((200, 4), 2 * (day % 2))
+        market.step(actions)
+        stopped = halts[:, 3 + day]
+        assert torch.equal(market.position[stopped], before[stopped])
+        assert torch.equal(market.position[~stopped], rules.positions(actions)[~stopped])
 
 
 def test_assets_move_together_by_their_correlation():
@@ -376,6 +482,51 @@ def test_processes_are_never_made_up(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert processes(-1) == 4  # torchrun's: the number of episodes is shared by all of them
+
+
+def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_an_estimate():
+    words = [line.split() for line in table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
+    assert [(row[0], row[1], row[2], row[3], row[5]) for row in words] == [
+        ("1", "1.0x", "100%", "10.2", "$0.17"),
+        ("2", "1.9x", "95%", "5.4", "$0.18"),
+        ("4", "3.6x", "90%", "2.8", "$0.19"),
+        ("8", "6.8x", "85%", "1.5", "$0.20"),
+    ]
+    assert {row[-1] for row in words} == {"estimate"}
+    rows = {line.split()[0]: line for line in table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
+    assert "75%" in rows["2"]
+    assert [rows[gpus].split()[-1] for gpus in "1248"] == ["measured", "measured", "estimate", "estimate"]
+    assert price_per_hour("Some GPU") is None
+
+
+def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_setup(["--preset", "tiny", "--num_episodes", "10"]) == 0
+    said = capsys.readouterr().out
+    for name in ("CUDA", "NCCL", "GPU memory", "model memory", "distributed training", "training time"):
+        assert f"] {name}: " in said
+    assert "two processes trained 4 steps together" in said
+    assert re.search(r"[\d,]+ environment steps/s measured here: 10 episodes take", said)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_that_does_not_fit_is_said_with_what_to_type(monkeypatch):
+    monkeypatch.setattr(gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
+    assert gpu_setup.need("gpu", 16).state == "ok"
+    found = gpu_setup.need("gpu", 4096)
+    assert found.state == "fail"
+    fits = int(found.advice.split()[2].rstrip(","))
+    assert gpu_setup.need("gpu", fits).state == "ok"
+
+
+def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MASTER_PORT", "12355")
+    done = launch_distributed_training(tiny(), 1, config=SETTINGS | {"steps": 4, "run_dir": str(tmp_path / "run")})
+    assert done.summary["step"] == 4
+    assert os.environ["MASTER_PORT"] == "12355"
+    print_gpu_info()
+    print_training_speedup_estimates(1.0)
+    assert "8      6.8x" in capsys.readouterr().out
 
 
 def test_no_policy_can_reach_the_goal_and_pass_for_the_control():

@@ -166,7 +166,7 @@ def sparse_step(world: World, store: Any, ids: list[int], gradients: Tensor, cut
         mine = slice(edges[world.rank], edges[world.rank + 1])
         rows = embedding(torch.tensor(ids[mine]))
         rows.grad = gradients[mine].clone()
-        optimizer.note(torch.arange(len(ids))[mine], torch.tensor(ids[mine]), rows)
+        optimizer.note(edges[world.rank], torch.tensor(ids[mine]), rows)
         optimizer.step()
         return embedding.table
 
@@ -203,6 +203,44 @@ def test_adam_atan2_follows_its_formula_and_no_scale_of_the_gradient() -> None:
         expected = expected * (1 - 0.1 * 0.5) - 0.1 * angle
     assert torch.allclose(weights[1.0], expected, atol=1e-6)
     assert torch.allclose(weights[1e-12], expected, atol=1e-5)
+
+
+def test_a_fused_step_is_the_same_step() -> None:
+    """As on a GPU: divided, skipped and counted there, without the host."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in ((3, 4), (5,), ())]
+    plain, fused = ([t.clone().requires_grad_() for t in start] for _ in range(2))
+    one, other = (AdamATan2(p, lr=0.1, weight_decay=0.5, fused=flag) for p, flag in ((plain, False), (fused, True)))
+    assert (one.divides_and_skips, other.divides_and_skips) == (False, True)
+    for skip in (0.0, 1.0, 0.0, 0.0):
+        gradients = [torch.randn_like(t) for t in start]
+        for p, gradient in zip(fused, gradients, strict=True):
+            p.grad = gradient * (float("nan") if skip else 8.0)
+        other.grad_scale, other.found_inf = torch.tensor(8.0), torch.tensor(skip)
+        other.step()
+        if not skip:
+            for p, gradient in zip(plain, gradients, strict=True):
+                p.grad = gradient
+            one.step()
+        for a, b in zip(plain, fused, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+    assert [int(other.state[p]["step"]) for p in fused] == [3, 3, 3]
+    other.param_groups[0]["fused"] = False  # a run may go on elsewhere
+    other.step()
+    assert [other.state[p]["step"] for p in fused] == [4, 4, 4]
+
+
+def test_a_skipped_step_leaves_the_table() -> None:
+    embedding = SparseEmbedding(3, 2)
+    optimizer = CastedSparseEmbeddingSignSGD_Distributed(embedding.buffers(), lr=0.5, weight_decay=0.1, world_size=1)
+    for skip in (1.0, 0.0):
+        rows = embedding(torch.tensor([1, 1]))
+        rows.grad = torch.full((2, 2), float("nan") if skip else 2.0)
+        optimizer.note(0, torch.tensor([1, 1]), rows)
+        optimizer.found_inf = torch.tensor(skip)
+        optimizer.step()
+        optimizer.forget()
+        assert embedding.table[1].tolist() == ([0.0, 0.0] if skip else [-0.5, -0.5])
 
 
 def test_an_average_stands_in_for_the_weights_and_leaves_them() -> None:
@@ -309,10 +347,10 @@ def test_halted_slots_take_the_next_puzzle() -> None:
         "z_h": torch.ones(2, 1, 1), "z_l": torch.ones(2, 1, 1), "steps": torch.tensor([3, 3]),
         "halted": torch.tensor([True, False]),
     }  # fmt: skip
-    now = filled(old, batch, start)
+    now = filled(old, batch, lambda: start)
     assert now["inputs"].flatten().tolist() == [7, 6]
     assert now["steps"].tolist() == [0, 3]
-    assert now["z_h"].flatten().tolist() == [0.0, 1.0]
+    assert now["begin"].tolist() == [True, False]
     assert now["least"].tolist() == [1, 2]
 
 

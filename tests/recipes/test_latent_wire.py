@@ -5,20 +5,26 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.utils.data import default_collate
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.latent_wire import LatentWire
-from lockstep.recipes.latent_wire.frozen import Schooling, frozen_reader
-from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer
-from lockstep.recipes.latent_wire.wire import from_text
-from lockstep.recipes.latent_wire.world import TOKENIZERS, WORDS, Fact, FactData, FactWorld
+from lockstep.recipes.latent_wire.data import WireData
+from lockstep.recipes.latent_wire.frozen import frozen_reader
+from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer, decode
+from lockstep.recipes.latent_wire.school import School, Schooling, lesson, lesson_cost
+from lockstep.recipes.latent_wire.tokens import TOKENIZERS
+from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWorld
+from lockstep.recipes.latent_wire.wire import from_replay, from_text
+from lockstep.recipes.latent_wire.world import FactWorld
 from lockstep.testing import fail_at
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,13 +42,19 @@ def task_of(folder, **options):
 
 
 def batch_of(task, rows=4):
-    data = task.data()
-    return default_collate([data[i] for i in range(rows)])
+    return task.data().__getitems__(range(rows))
 
 
 def train(folder, name, *more):
     words = [sys.executable, "-m", "lockstep.cli", "train", "latent_wire", "preset=tiny", f"run_dir={name}"]
-    words += ["micro_batch=8", "threads=1", "checkpoint.every=5", f"task.frozen={folder / 'frozen'}", *more]
+    words += [
+        "micro_batch=8",
+        "threads=1",
+        "checkpoint.every=5",
+        "log.every=5",
+        f"task.frozen={folder / 'frozen'}",
+        *more,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,54 +89,84 @@ def test_frozen_readers_are_left_out_of_checkpoints(runs):
 def test_the_cost_falls(runs):
     lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
 
 
-# ---- the world ----
+# ---- the worlds ----
+
+WORLDS = [FactWorld(facts=2, questions=3), TopicWorld()]
 
 
-def test_every_text_of_a_kind_has_one_length():
-    world = FactWorld(facts=2, questions=3)
-    tokenizers = [make() for make in TOKENIZERS.values()]
-    data = FactData(world, "train", 50, tokenizers)
-    shapes = {tuple((name, tuple(tensor.shape)) for name, tensor in data[i].items()) for i in range(50)}
-    assert len(shapes) == 1
+def said(world, split, count):
+    """(context, [(question, answer)]) in words."""
+    drawn = world.draw(split, np.arange(count))
+    words = np.array(world.words)
+    for context, questions, answers in zip(drawn.context, drawn.question, drawn.answer, strict=True):
+        yield list(words[context]), [(list(words[q]), words[a]) for q, a in zip(questions, answers, strict=True)]
 
 
+@pytest.mark.parametrize("world", WORLDS, ids=["facts", "topics"])
+@pytest.mark.parametrize("mode", ["context", "prompt"])
+def test_a_sample_is_the_same_alone_and_in_a_batch(world, mode):
+    data = WireData(world, "train", 50, [make(world.words) for make in TOKENIZERS.values()], mode)
+    batch = data.__getitems__([7, 3, 49])
+    for row, index in enumerate([7, 3, 49]):
+        assert all(torch.equal(tensor, batch[name][row]) for name, tensor in data[index].items())
+    other = data[(49 + 1) % 50]["context"]
+    part = slice(None) if mode == "context" else (..., slice(0, 8 * 10))  # the question is this sample's
+    assert torch.equal(batch["other"][2][part], other[part])
+    assert not torch.equal(batch["other"][2], batch["context"][2])
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=["facts", "topics"])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_no_two_words_look_alike(kind):
-    tokenizer = TOKENIZERS[kind]()
-    written = {tuple(tokenizer.ids(word)) for word in WORDS}
-    assert len(written) == len(WORDS)
+def test_no_two_words_look_alike(kind, world):
+    tokenizer = TOKENIZERS[kind](world.words)
+    written = {tuple(tokenizer.encode(np.array([number]))) for number in range(len(world.words))}
+    assert len(written) == len(world.words)
     assert max(max(ids) for ids in written) < tokenizer.size
     assert 0 not in set(itertools.chain(*written))  # that begins a sequence
 
 
 def test_training_never_sees_a_held_out_fact():
-    world = FactWorld(facts=2)
-    seen, kept = ({fact for i in range(300) for fact in world.sample(split, i).facts} for split in ("train", "test"))
-    assert not any(fact.held_out for fact in seen)
-    assert all(fact.held_out for fact in kept)
+    facts = {
+        split: {tuple(context[i : i + 4]) for context, _ in said(FactWorld(facts=2), split, 3000) for i in (0, 5)}
+        for split in ("train", "test")
+    }
+    assert len(facts["train"]) > 1500  # of 2048
+    assert len(facts["test"]) == 256
+    assert not facts["train"] & facts["test"]
 
 
 def test_questions_about_a_context_are_different_and_their_answers_true():
-    world = FactWorld(facts=2, questions=8)
-    for i in range(50):
-        sample = world.sample("train", i)
-        asked = [" ".join(words) for words, _ in sample.questions]
-        assert len(set(asked)) == 8
-        assert len({fact.name for fact in sample.facts}) == len({fact.item for fact in sample.facts}) == 2
-        for words, expected in sample.questions:
-            [fact] = [fact for fact in sample.facts if words[1] in (fact.name, fact.item)]
-            kinds = {"colour": fact.colour, "item": fact.item, "place": fact.place, "who": fact.name}
-            assert expected == kinds[words[0]]
+    for context, questions in said(FactWorld(facts=2, questions=8), "train", 50):
+        facts = [context[:4], context[5:9]]
+        assert context[4] == context[9] == "."
+        assert len({name for name, *_ in facts}) == len({item for _, _, item, _ in facts}) == 2
+        assert len({" ".join(words) for words, _ in questions}) == 8
+        for (kind, about, mark), expected in questions:
+            [(name, colour, item, place)] = [fact for fact in facts if about in fact]
+            assert (about, mark) == (item if kind == "who" else name, "?")
+            assert expected == {"colour": colour, "item": item, "place": place, "who": name}[kind]
 
 
-def test_a_sample_depends_on_nothing_but_its_index():
-    once, again = (FactData(FactWorld(), "test", 9, [TOKENIZERS["pieces"]()]) for _ in range(2))
-    [again[i] for i in range(5)]
-    assert all(torch.equal(tensor, again[8][name]) for name, tensor in once[8].items())
-    assert torch.equal(once[8]["other"], once[0]["context"])
+def test_a_sentence_is_about_the_topic_that_most_of_its_words_belong_to():
+    topic_of = {word: topic for topic, words in KEYWORDS.items() for word in words.split()}
+    assert len(topic_of) == 72
+    answers, lengths = Counter(), set()
+    for context, [(question, expected)] in said(TopicWorld(), "test", 600):
+        assert question == ["topic", "?"]
+        words = context[: context.index(BLANK)] if BLANK in context else context
+        assert set(context[len(words) :]) <= {BLANK}
+        [(best, most), *rest] = Counter(topic_of[word] for word in words if word in topic_of).most_common()
+        assert best == expected
+        assert most > (rest[0][1] if rest else 0)
+        answers[expected] += 1
+        lengths.add(len(words))
+    assert lengths == set(range(12, 21))
+    assert set(answers) == set(TOPICS)
+    assert min(answers.values()) > 60
 
 
 # ---- readers ----
@@ -152,6 +194,51 @@ def test_a_reader_that_does_not_learn_is_not_frozen(tmp_path):
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_a_school_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    """Two worlds, of one fact and of two; a look at step 4 opens the second, one at step 8 ends it."""
+
+    def school(kept):
+        torch.manual_seed(0)
+        pupil = Reader(TOKENIZERS["words"](FactWorld().words).size, SHAPE)
+        schooling = Schooling(enough=0.0, most_steps=20, batch=8, look_every=4, save_every=6)
+        return School(pupil, FactWorld(facts=2), schooling, tmp_path / kept)
+
+    whole, broken = school("whole"), school("broken")
+    assert whole.run()["steps"] == 8
+    step = broken._step
+    monkeypatch.setattr(broken, "_step", lambda: step() if broken.progress.step < 7 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.run()
+    again = school("broken")
+    assert (again.progress.step, again.progress.stage) == (6, 1)
+    assert again.run()["steps"] == 8
+    pairs = zip(whole.reader.parameters(), again.reader.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_facts_are_learned_one_two_four_at_a_time():
+    assert [world.facts for world in FactWorld(facts=4, questions=8).easier()] == [1, 2]
+    assert [world.questions for world in FactWorld(facts=4, questions=8).easier()] == [4, 8]
+    assert FactWorld(facts=1).easier() == []
+
+
+def test_a_lesson_costs_what_its_first_answer_costs_alone():
+    """Later questions of a lesson cannot reach back."""
+    torch.manual_seed(0)
+    world = FactWorld(facts=2, questions=3)
+    reader = Reader(TOKENIZERS["pieces"](world.words).size, SHAPE)
+    rows = WireData(world, "train", 99, [TOKENIZERS["pieces"](world.words)]).__getitems__(range(5))
+    first = {
+        name: tensor[:, :1] if name.startswith(("question", "answer")) else tensor for name, tensor in rows.items()
+    }
+    ids, places = lesson(world.draw("train", np.arange(5)), TOKENIZERS["pieces"](world.words), "cpu")
+    assert places.shape == (3 * 2,)
+    assert torch.equal(ids[:, places], rows["answer_0"].flatten(1))
+    alone = from_text(reader, first, 0).cost.mean()
+    assert torch.allclose(lesson_cost(reader, ids, places[:2]), alone, atol=1e-5)
+
+
 def test_a_reader_stays_at_home_when_the_model_moves():
     reader = Reader(9, SHAPE).settle("cpu")
     around = torch.nn.ModuleList([torch.nn.Linear(2, 2), reader]).to("meta")
@@ -174,6 +261,7 @@ def test_teacher_forced_answers_are_those_of_greedy_decoding():
     for _ in range(2):
         ids = torch.cat((ids, reader(torch.cat((before, reader.embed(ids)), 1))[:, -1:].argmax(-1)), 1)
     expected = ids[:, 2:].clone()
+    assert torch.equal(decode(reader, before, question, 2), expected)
     expected[::3, 0] = (expected[::3, 0] + 1) % 9
     right = answer(reader, before, question, expected).right
     assert right[::3].sum() == 0
@@ -189,50 +277,22 @@ def test_a_reader_without_context_cannot_see_it(folder):
     assert not torch.equal(from_text(reader, batch, 0).logits, none.logits)
 
 
-# ---- the wire ----
-
-EVERYTHING = {"refiner": 1, "deep_prefix": True, "gist": True, "film": True, "teacher": 1.0}
-
-
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-def test_gradients_reach_every_trainable_part_and_no_frozen_one(folder, options):
-    task = task_of(folder, **options)
-    model = task.model()
-    task.loss(model, batch_of(task)).total.backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == (not name.startswith("readers.")), name
-
-
-def test_the_loss_is_a_sum_over_questions(folder):
-    task = task_of(folder, **EVERYTHING)
-    model, batch = task.model(), batch_of(task)
-    whole = task.loss(model, batch)
-    parts = [task.loss(model, {name: t[i : i + 1] for name, t in batch.items()}) for i in range(4)]
-    assert whole.weight == sum(part.weight for part in parts) == 8
-    assert torch.allclose(whole.total, sum(part.total for part in parts), rtol=1e-5)
-
-
-def test_vectors_arrive_at_the_size_of_the_readers_embeddings(folder):
-    model = (task := task_of(folder)).model()
-    vectors = model.adapters[1](model.latents(batch_of(task)["context"]))
-    size = model.readers[1].embed.weight.pow(2).mean().sqrt()
-    assert torch.allclose(vectors.pow(2).mean().sqrt(), size, rtol=0.05)
-
-
-def test_what_the_wire_carries_is_what_is_read(folder):
+def test_embeddings_in_place_of_the_wire_are_the_text(folder):
     task = task_of(folder)
-    model, batch = task.model(), batch_of(task)
-    other = model(batch, "other")[0].answered.logits
-    assert torch.equal(other, model(batch | {"context": batch["other"]})[0].answered.logits)
-    assert not torch.equal(other, model(batch)[0].answered.logits)
+    reader, batch = task.model().readers[1], batch_of(task)
+    assert torch.allclose(from_replay(reader, batch, 1).logits, from_text(reader, batch, 1).logits, atol=1e-5)
+    shuffled = batch | {"text_1": batch["text_1"].flip(0)}
+    assert not torch.allclose(from_replay(reader, shuffled, 1).logits, from_text(reader, batch, 1).logits, atol=1e-3)
 
 
-def test_wrong_options_are_named_together():
-    with pytest.raises(ConfigError) as error:
-        LatentWire(questions=5, width=50, readers=[["runes", 64, 2, 4]], reader_homes=["cpu", "cpu"])
-    assert len(error.value.problems) == 4
-
-
-def test_a_fact_says_its_words():
-    fact = Fact("anna", "red", "ball", "barn")
-    assert fact.question(3) == (["who", "ball", "?"], "anna")
+def test_positions_near_each_other_are_mixed_and_only_backwards():
+    torch.manual_seed(0)
+    plain, mixing = Reader(9, SHAPE), Reader(9, replace(SHAPE, near=3))
+    mixing.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(1, 8, 16)
+    assert torch.equal(mixing(x), plain(x))  # at first nothing is
+    torch.nn.init.normal_(mixing.blocks[0].near.weight)
+    changed = x.clone()
+    changed[:, 4] += 1.0
+    differs = (mixing.blocks[0].near(x) - mixing.blocks[0].near(changed)).abs().amax((0, 2)) > 1e-6
+    assert differs.nonzero().flatten().tolist() == [4, 5, 6]

@@ -110,7 +110,7 @@ def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
     found = explain(a_run(tmp_path), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
     assert found.asked == "step 3 with micro-batches of 8"
-    assert found.found.startswith("out of memory: 2.00 GiB wanted, 512.00 MiB free; it holds parameters 160 B, ")
+    assert found.found.startswith("out of memory: 2.0 GiB wanted, 512.0 MiB free; it holds parameters 160 B, ")
     assert "gradients 160 B, optimizer 336 B" in found.found  # two moments, and four step counters
     order = [found.fix.index(word) for word in ("micro_batch=4", "remat=full", "strategy=fsdp", "fsdp.offload=true")]
     assert order == sorted(order)
@@ -126,9 +126,24 @@ def test_what_is_enough_by_itself_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_path: Path) -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 600 bytes. GPU 0 has a total capacity of 139.80 GiB of which 130.00 GiB "
+        "is free. 2000 bytes allowed; Of the allocated memory 1700 bytes is allocated by PyTorch, and 0 bytes is "
+        "reserved by PyTorch but unallocated."
+    )
+    run = a_run(tmp_path)
+    run.optimizers = Optimizers(torch.optim.AdamW(run.driver.model.parameters()), run.driver.model)
+    found = str(explain(run, torch.OutOfMemoryError(message)))
+    assert "600 B wanted, 300 B free of the 2.0 KiB that gpu_memory allows" in found
+    assert "optimizer 0 B (and 320 B from its first step on)" in found
+    assert "strategy=fsdp --nproc 2 (about 320 B less)" in found  # 620 are missing
+    assert "strategy=fsdp fsdp.offload=true --nproc 2 (about 640 B less, enough by itself)" in found
+
+
 def test_host_memory_too(tmp_path: Path) -> None:
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
-    assert "64 bytes wanted" in str(explain(a_run(tmp_path), error))
+    assert "64 B wanted" in str(explain(a_run(tmp_path), error))
 
 
 def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:

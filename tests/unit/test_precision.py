@@ -6,6 +6,8 @@ from lockstep import precision
 from lockstep.config import ScalerConfig, resolve
 from lockstep.errors import UserError
 from lockstep.precision import WAYS, DynamicScaler, check_storage, choose, store
+from lockstep.runtime.context import start
+from lockstep.runtime.world import World
 
 CPU = torch.device("cpu")
 
@@ -143,3 +145,8 @@ def test_fp8_is_refused_where_it_cannot_work(monkeypatch):
         choose(config(precision="fp8", strategy="tp"), cuda)
     found = choose(config(precision="fp8"), cuda)
     assert found.contract(torch.float32).startswith("stored float32, computed float8 in blocks, else bfloat16")
+
+
+def test_a_limit_of_memory_needs_a_gpu():
+    with pytest.raises(UserError, match="leave gpu_memory out"), start(World(), config(gpu_memory=2, device="cpu")):
+        pass

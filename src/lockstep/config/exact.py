@@ -30,6 +30,7 @@ _RULES = {
         ("auto", "fp32", "tf32", "bf16", "fp16"), "a format whose sums were not put in order", "type precision=bf16"
     ),
     "optimizer": _Rule(("task",), "an optimizer whose sums were not put in order", "leave optimizer out"),
+    "graph": _Rule(("auto", False), "kernels that may be chosen anew when they are recorded", "leave graph out"),
     "compile": _Rule(("auto", False), "kernels that are put together anew in every layout", "leave compile out"),
 }
 

@@ -85,7 +85,20 @@ def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
     """What no other setting can make work."""
     found = [_uneven(leaves, leaf) for leaf in _set_leaves(leaves, "speed_weights")]
     found += [_schedules(leaves, leaf) for leaf in _set_leaves(leaves, "pp.stages_per_rank")]
+    found += [_unrecordable(leaves, leaf) for leaf in _set_leaves(leaves, "graph") if leaf.value is True]
     return [problem for problem in found if problem]
+
+
+def _unrecordable(leaves: Mapping[str, Leaf], graph: Leaf) -> UserError | None:
+    """Forwards that wait for other ranks, that compute again, or that are another at every call."""
+    rivals = [leaf for leaf in _set_leaves(leaves, "strategy") if leaf.value not in REPLICAS]
+    rivals += [leaf for key in ("mesh.tp", "mesh.pp") for leaf in _set_leaves(leaves, key) if leaf.value > 1]
+    options = ("ddp.sync_batchnorm", "ddp.find_unused_parameters", "remat")
+    rivals += [leaf for key in options for leaf in _set_leaves(leaves, key)]
+    if not rivals:
+        return None
+    why = "a model that is cut, waits for other ranks or computes twice, which is not recorded"
+    return UserError(f"{graph} with {rivals[0]}", why, f"type graph=auto, or leave {rivals[0].key} out")
 
 
 def _set_leaves(leaves: Mapping[str, Leaf], key: str) -> list[Leaf]:

@@ -206,7 +206,11 @@ class RunConfig(Section):
     init: Literal["host", "meta"] = _key("host", "where the model is made; meta: nowhere, then block by block (fsdp)")
     remat: Remat = _key("none", "compute blocks again in backward: none, full, selective or every-2", example="full")
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
+    graph: Literal["auto"] | bool = _key(
+        "auto", "record the model's calls and replay them (CUDA graphs); auto: if it is launch-bound"
+    )
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train")
+    gpu_memory: float | None = _key(None, "the most of its GPU's memory that a rank may take, in GiB", example=20, gt=0)
     exact: bool = _key(False, "the same bits at every number of ranks, from 1 to the number of micro-batches")
     deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
     resume: PathText = _key("never", "go on from a checkpoint: auto, never, or the folder of a run or a checkpoint")

@@ -16,6 +16,7 @@ from lockstep.engine.goals import judge
 from lockstep.engine.lean import KEEPS
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.speeds import about_speeds
+from lockstep.parallel.graphs import wants_graph
 from lockstep.parallel.hooks import about
 from lockstep.parallel.mesh import plan_mesh
 from lockstep.plan.plan import Plan
@@ -66,6 +67,10 @@ def facts(
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
     if config.speed_weights != "none" and not runtime.world.alone:
         told["speeds"] = about_speeds(config.speed_weights, plan)
+    if wants_graph(config, runtime):
+        told["graph"] = "the model's calls are recorded" + " if launch-bound, which is told then" * (
+            config.graph == "auto"
+        )
     if config.optimizer != "task":
         told["optimizer"] = f"{config.optimizer} in place of the task's: {KEEPS[config.optimizer]}"
     if config.ddp.hook != "none" and not runtime.world.alone:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from lockstep.engine.folder import on_main
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.plan.memory import Footprint, Option, bytes_of, options
+from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
@@ -27,6 +28,7 @@ from lockstep.runtime.context import Runtime
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
 
+SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -70,7 +72,7 @@ def _explanation(error: RuntimeError, run: Run) -> Exception:
             return SmallerMicroBatch(f"{asked} does not fit: {found}; going on with micro-batches of {smaller}")
         blocks = len(find_blocks(run.driver.model, run.config.blocks))
         less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks)
-    missing = _missing(str(error))
+    missing = _missing(str(error), held.to_come)
     advice = "; ".join(option.text(missing) for option in [*first, *less])
     return UserError(asked, f"{found}; it holds {held}", f"type one of these, the first first: {advice}")
 
@@ -103,34 +105,59 @@ def _footprint(run: Run) -> Footprint:
         parameters=count([*model.parameters(), *model.buffers()]),
         gradients=count(p.grad for p in model.parameters()),
         optimizer=count([*masters, *(value for state in states for value in state.values())]),
+        to_come=sum(
+            moments * count(parameters)
+            for optimizer in (made.all if made else [])
+            for moments, parameters in _moments_to_come(optimizer)
+        ),
     )
     if device.type != "cuda":
         return held
     worst = torch.cuda.max_memory_allocated(device)
-    return Footprint(held.parameters, held.gradients, held.optimizer, max(0, worst - held.state))
+    return replace(held, activations=max(0, worst - held.parameters - held.gradients - held.optimizer))
+
+
+def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
+    """How many, each as large as these parameters, torch's own optimizers make in a first step. Of others nothing is
+    known."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for group in optimizer.param_groups:
+        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
+        yield moments, [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
 
 
 def _what_was_missing(message: str) -> str:
-    wanted, free = _sizes(message)
+    wanted, free = _wanted(message), _free(message)
     if wanted is None:
         return f"out of memory: {message.splitlines()[0] if message else 'no details'}"
-    return f"out of memory: {wanted} wanted" + (f", {free} free" if free else "")
+    allowed = _size(rf"({SIZE}) allowed", message)
+    of = f" of the {amount(allowed)} that gpu_memory allows" if allowed is not None else ""
+    return f"out of memory: {amount(wanted)} wanted" + ("" if free is None else f", {amount(free)} free{of}")
 
 
-def _sizes(message: str) -> tuple[str | None, str | None]:
-    """As torch writes them: `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`."""
-    wanted = re.search(r"allocate ([\d.]+ (?:[KMGT]i)?B|\d+ bytes)", message)
-    free = re.search(r"of which ([\d.]+ (?:[KMGT]i)?B|\d+ bytes) is free", message)
-    return wanted and wanted[1], free and free[1]
+def _missing(message: str, to_come: int) -> int | None:
+    wanted, free = _wanted(message), _free(message)
+    return None if wanted is None or free is None else max(0, wanted - free + to_come)
 
 
-def _missing(message: str) -> int | None:
-    wanted, free = (_bytes(size) for size in _sizes(message))
-    return None if wanted is None or free is None else max(0, wanted - free)
+def _wanted(message: str) -> int | None:
+    return _size(rf"allocate ({SIZE})", message)
 
 
-def _bytes(size: str | None) -> int | None:
-    if size is None:
+def _free(message: str) -> int | None:
+    """As torch writes it: `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`; with a limit, also
+    `4.00 GiB allowed; Of the allocated memory 3.50 GiB is allocated by PyTorch`."""
+    free = _size(rf"of which ({SIZE}) is free", message)
+    allowed, taken = _size(rf"({SIZE}) allowed", message), _size(rf"({SIZE}) is allocated by PyTorch", message)
+    if free is None or allowed is None or taken is None:
+        return free
+    return max(0, min(free, allowed - taken))
+
+
+def _size(pattern: str, message: str) -> int | None:
+    found = re.search(pattern, message)
+    if found is None:
         return None
-    number, unit = size.split()
+    number, unit = found[1].split()
     return round(float(number) * UNITS[unit.removesuffix("bytes").removesuffix("B").removesuffix("i")])

@@ -18,6 +18,9 @@ from lockstep.parallel.layout import grid_of
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
+# One of the user's own may say `divides_and_skips = True`: it divides gradients by its `grad_scale`, and leaves all as
+# it was where its `found_inf` is not 0 (tensors on the device, or None).
+OWN_WORD = "divides_and_skips"
 
 
 class Optimizers:
@@ -27,10 +30,10 @@ class Optimizers:
             _check_kind(optimizer)
         _check_coverage(self.all, model)
         self.groups = [[list(group["params"]) for group in o.param_groups] for o in self.all]  # all, whoever steps them
-        fused = all(type(o) in FOLDING and _fused(o) for o in self.all)
+        fused = all(_divides_and_skips(o) or (type(o) in FOLDING and _fused(o)) for o in self.all)
         # They hold the divisor in float32: float64 parameters are scaled before the step instead.
         self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())
-        self.skips_by_itself = self.folds and all(type(o) in SKIPPING for o in self.all)
+        self.skips_by_itself = self.folds and all(map(_divides_and_skips, self.all))
         self._mixed = len({grid_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
@@ -43,7 +46,7 @@ class Optimizers:
     def stand_in(self, masters: Masters) -> None:
         """The optimizers have float32 parameters now, and these divide gradients as they make them float32."""
         self.masters, self.folds = masters, True
-        self.skips_by_itself = all(type(o) in SKIPPING and _fused(o) for o in self.all)
+        self.skips_by_itself = all(map(_divides_and_skips, self.all))
 
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them."""
@@ -112,6 +115,10 @@ def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _divides_and_skips(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, OWN_WORD, False) or (type(optimizer) in SKIPPING and _fused(optimizer))
 
 
 def _check_kind(optimizer: Any) -> None:

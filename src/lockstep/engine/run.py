@@ -99,7 +99,7 @@ class Run:
         check_supported(model)
         check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
         before = dict(model.named_parameters())
-        self.driver = apply(model, self.config, self.runtime, task)
+        self.driver = apply(model, self.config, self.runtime, task, self.recorder.event)
         self.others.update(self.driver.kept)
         made = optimizers(self.driver.model)
         rebind(made, before, dict(model.named_parameters()))
@@ -302,6 +302,7 @@ class Run:
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
+            self.recorder.micro_batches += 1
             yield micro
 
     def _log(self, result: StepResult | None) -> None:

@@ -37,7 +37,7 @@ class Recorder:
         self._waiting: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
         self._process = psutil.Process()
         self._since = time.perf_counter()
-        self.data_wait_s = 0.0
+        self.data_wait_s, self.micro_batches = 0.0, 0  # of this rank, in the running interval
         self.last: dict[str, Any] = {}
 
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Recorder:
         self.event("start", **start)
 
     def start_clock(self) -> None:
-        self._since, self.data_wait_s = time.perf_counter(), 0.0
+        self._since, self.data_wait_s, self.micro_batches = time.perf_counter(), 0.0, 0
 
     def exclude(self, seconds: float) -> None:
         """Something other than training took this long: the steps of the running interval keep their own time."""
@@ -105,11 +105,12 @@ class Recorder:
 
     def _times(self, steps: int) -> torch.Tensor:
         """Every rank's seconds, each in its own place, so that one sum shows them all."""
-        world, width = self.runtime.world, len(stragglers.COLUMNS)
+        world, width = self.runtime.world, stragglers.WIDTH
         slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
         now = dict(self.runtime.pulse.spent)
         mine = slice(world.rank * width, (world.rank + 1) * width)
-        slots[mine] = torch.tensor(stragglers.pack(self._spent, now, steps), dtype=torch.float64)
+        packed = stragglers.pack(self._spent, now, steps, self.micro_batches)
+        slots[mine] = torch.tensor(packed, dtype=torch.float64)
         self._spent = now
         return slots.to(self.runtime.device, non_blocking=True)
 

@@ -1,8 +1,9 @@
-"""Which rank do the others wait for, and why? From three figures of every rank, which travel with the metrics.
+"""Which rank do the others wait for, and why? From four figures of every rank, which travel with the metrics.
 
 All ranks leave a step together, so that a step is as long on each of them: whoever works longer, waits less. A slow
 rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow communication
 takes the same time from all ranks, whosever cable it is; these figures cannot name a rank for it, and none is named.
+A rank that was given more micro-batches than others is compared with what they would take for as many.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from statistics import median
 
 # What counts as what, of the phases of a pulse.
 COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchange": ("exchange", "agree")}
+WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its micro-batches
 LEAST_SHARE = 0.1  # of a step: less is not worth a word
 CONSECUTIVE = 2  # intervals, before anything is said or taken back
 
@@ -22,7 +24,7 @@ class Slow:
     rank: int
     cause: str  # "data" or "compute"
     own: float  # seconds a step that this rank spends on the cause
-    others: float  # the median of the other ranks
+    others: float  # the median of what the other ranks would, with as many micro-batches
     share: float  # of every rank's step that is lost by waiting
 
     def __str__(self) -> str:
@@ -33,34 +35,48 @@ class Slow:
         )
 
 
-def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int) -> list[float]:
-    """One rank's seconds per step between two readings of `Pulse.spent`, in the order of COLUMNS."""
-    return [sum(now[phase] - before[phase] for phase in phases) / max(1, steps) for phases in COLUMNS.values()]
+def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micro_batches: int) -> list[float]:
+    """One rank's seconds per step between two readings of `Pulse.spent`, in the order of COLUMNS, and its
+    micro-batches per step."""
+    spent = [sum(now[phase] - before[phase] for phase in phases) for phases in COLUMNS.values()]
+    return [figure / max(1, steps) for figure in (*spent, micro_batches)]
 
 
 def unpack(values: Sequence[float]) -> list[dict[str, float]]:
     """The ranks' figures, one after another, as rows."""
-    width = len(COLUMNS)
-    return [dict(zip(COLUMNS, values[i : i + width], strict=True)) for i in range(0, len(values), width)]
+    names = (*COLUMNS, "micro_batches")
+    return [dict(zip(names, values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)]
 
 
 def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow | None:
     """The rank whose own work takes `threshold` times as long as that of the others, if they do wait for it."""
     if len(rows) < 2:
         return None
-    own = [row["data"] + row["compute"] for row in rows]
-    rank = max(range(len(rows)), key=own.__getitem__)
-    others = [row for other, row in enumerate(rows) if other != rank]
-    usual = median(row["data"] + row["compute"] for row in others)
-    excess = own[rank] - usual
-    waits = median(row["exchange"] for row in others) - rows[rank]["exchange"]
+    rank = max(range(len(rows)), key=lambda rank: _own(rows[rank]) / _micro_batches(rows[rank]))
+    mine, others = rows[rank], [row for other, row in enumerate(rows) if other != rank]
+    own, usual = _own(mine), median(_own(row) * _as_many(mine, row) for row in others)
+    excess = own - usual
+    waits = median(row["exchange"] for row in others) - mine["exchange"]
     lost = min(excess, waits)
-    share = lost / max(own[rank] + rows[rank]["exchange"], 1e-9)
-    if own[rank] < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
+    share = lost / max(own + mine["exchange"], 1e-9)
+    if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
         return None
-    more = {cause: rows[rank][cause] - median(row[cause] for row in others) for cause in ("data", "compute")}
-    cause = max(more, key=more.__getitem__)
-    return Slow(rank, cause, rows[rank][cause], median(row[cause] for row in others), share)
+    theirs = {cause: median(row[cause] * _as_many(mine, row) for row in others) for cause in ("data", "compute")}
+    cause = max(theirs, key=lambda cause: mine[cause] - theirs[cause])
+    return Slow(rank, cause, mine[cause], theirs[cause], share)
+
+
+def _own(row: Mapping[str, float]) -> float:
+    return row["data"] + row["compute"]
+
+
+def _micro_batches(row: Mapping[str, float]) -> float:
+    return row["micro_batches"] or 1.0
+
+
+def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
+    """What a rank's time must be multiplied by, to be that of as many micro-batches as `mine`."""
+    return _micro_batches(mine) / _micro_batches(row)
 
 
 class Watch:

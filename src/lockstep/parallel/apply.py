@@ -15,6 +15,7 @@ from lockstep.parallel.exact_drivers import drive_exactly
 from lockstep.parallel.flat import FlatDriver
 from lockstep.parallel.float8 import compute_in_float8
 from lockstep.parallel.fsdp import FSDPDriver, check_offload
+from lockstep.parallel.graphs import Tell, record_calls
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
@@ -23,8 +24,11 @@ from lockstep.precision import store
 from lockstep.runtime.context import Runtime
 
 
-def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = None) -> Driver:
-    """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model."""
+def apply(
+    model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = None, tell: Tell = lambda *_, **__: None
+) -> Driver:
+    """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model;
+    `tell` hears what is decided later, while it runs."""
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     staged = mesh.sizes["pp"] > 1
@@ -46,6 +50,7 @@ def apply(model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = Non
     recompute_blocks(model, config)
     if wants_compile(config, runtime) and not staged:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
+    record_calls(model, config, runtime, tell)
     driver = _stage(model, task, config, runtime, axes) if axes and staged else _drive(model, config, runtime, axes)
     driver.data_rank, driver.data_size, driver.speaks = mesh.data_rank, mesh.data_size, mesh.speaks
     return driver

@@ -21,16 +21,18 @@ class Footprint:
     gradients: int
     optimizer: int
     activations: int | None = None  # what else was in use at the worst moment; None: nobody counts it (on a CPU)
+    to_come: int = 0  # what the optimizer's first step will make
 
     @property
     def state(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.to_come
 
     def __str__(self) -> str:
         rest = "activations not known" if self.activations is None else f"activations {amount(self.activations)}"
+        coming = f" (and {amount(self.to_come)} from its first step on)" if self.to_come else ""
         return (
             f"parameters {amount(self.parameters)}, gradients {amount(self.gradients)}, "
-            f"optimizer {amount(self.optimizer)}, {rest}"
+            f"optimizer {amount(self.optimizer)}{coming}, {rest}"
         )
 
 

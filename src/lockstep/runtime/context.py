@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,6 +60,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
+    if config.gpu_memory is not None:
+        _limit_memory(config.gpu_memory, device)
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
@@ -68,13 +70,25 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         _check_joined(world)
     backend = dist.get_backend() if joined else join(world, device, store)
     try:
-        with heed_signals() as notice:
+        with heed_signals() as notice, _own_stream(device) if device.type == "cuda" else nullcontext():
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
+            torch.backends.mha.set_fastpath_enabled(True)
         if backend != "none" and not joined:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """All of the run happens on one stream of its own: what the default stream does cannot be recorded (CUDA graphs),
+    nor can backward be where torch's gradient accumulators belong to another stream than the work."""
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
 
 
 def choose_device(asked: str, world: World) -> torch.device:
@@ -145,12 +159,25 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
     return torch.get_num_threads()
 
 
+def _limit_memory(gibibytes: float, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError(f"gpu_memory={gibibytes:g}", f"a run on {device.type}", "leave gpu_memory out")
+    there = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if gibibytes > there:
+        raise UserError(
+            f"gpu_memory={gibibytes:g}", f"{there:.1f} GiB on the GPU", f"type gpu_memory={int(there)}, or leave it out"
+        )
+    torch.cuda.set_per_process_memory_fraction(gibibytes / there, device)
+
+
 def _set_numerics(config: RunConfig, device: torch.device) -> None:
     if device.type == "cuda":
         # fp32 stays fp32 when asked for by name; the faster modes also let stray fp32 matmuls use TF32.
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not (config.deterministic or config.exact)
+    # torch's attention layers take a shorter way in evaluations, but not when their weights are cut: other kernels.
+    torch.backends.mha.set_fastpath_enabled(not config.exact)
     if config.deterministic or config.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

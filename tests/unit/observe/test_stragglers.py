@@ -8,10 +8,15 @@ from lockstep.observe.stragglers import Watch, pack, slowest, unpack
 from lockstep.pulse import Pulse
 
 
-def job(works, exchange=0.05):
+def row(data, compute, exchange, micro_batches=1):
+    return {"data": data, "compute": compute, "exchange": exchange, "micro_batches": micro_batches}
+
+
+def job(works, exchange=0.05, micro_batches=None):
     """Rows of ranks that leave every step together: who works longer, waits less."""
     longest = max(data + compute for data, compute in works)
-    return [{"data": d, "compute": c, "exchange": longest - d - c + exchange} for d, c in works]
+    dealt = micro_batches or [1] * len(works)
+    return [row(d, c, longest - d - c + exchange, many) for (d, c), many in zip(works, dealt, strict=True)]
 
 
 def test_a_rank_that_waits_for_its_data():
@@ -46,8 +51,19 @@ def test_a_slow_part_of_a_long_step_is_no_news():
 def test_nobody_is_slow_if_nobody_waits():
     """More work on one rank that costs the others nothing: a loader that works ahead, say."""
     for waited in (0.0, 0.08):
-        rows = [{"data": 0.0, "compute": 0.1, "exchange": 0.3}, {"data": 0.2, "compute": 0.1, "exchange": 0.3 - waited}]
-        assert slowest(rows) is None
+        assert slowest([row(0.0, 0.1, 0.3), row(0.2, 0.1, 0.3 - waited)]) is None
+
+
+def test_more_micro_batches_do_not_make_a_rank_slow():
+    works = [(0.01, 0.4), (0.005, 0.2), (0.005, 0.2)]
+    assert slowest(job(works)).rank == 0
+    assert slowest(job(works, micro_batches=[2, 1, 1])) is None
+
+
+def test_a_slow_rank_with_fewer_micro_batches_is_found():
+    slow = slowest(job([(0.0, 0.4), (0.0, 0.2), (0.0, 0.2)], micro_batches=[1, 2, 2]))
+    assert (slow.rank, slow.own, slow.others) == (0, 0.4, 0.1)
+    assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # dealt by speed: nobody waits
 
 
 def test_one_rank_alone_is_never_slow():
@@ -74,10 +90,10 @@ def test_figures_travel_as_plain_numbers():
     pulse = Pulse()
     before = dict(pulse.spent)
     pulse.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "agree": 0.5, "evaluate": 99.0}
-    packed = pack(before, pulse.spent, 10)
-    assert packed == pytest.approx([0.1, 0.25, 0.35])
-    assert unpack([*packed, 1.0, 2.0, 3.0])[1] == {"data": 1.0, "compute": 2.0, "exchange": 3.0}
-    assert pack(before, pulse.spent, 0) == pytest.approx([1.0, 2.5, 3.5])
+    packed = pack(before, pulse.spent, 10, 40)
+    assert packed == pytest.approx([0.1, 0.25, 0.35, 4.0])
+    assert unpack([*packed, 1.0, 2.0, 3.0, 4.0])[1] == row(1.0, 2.0, 3.0, 4.0)
+    assert pack(before, pulse.spent, 0, 0) == pytest.approx([1.0, 2.5, 3.5, 0.0])
 
 
 def test_a_finding_is_said_once_and_again_after_a_change():

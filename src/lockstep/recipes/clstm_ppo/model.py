@@ -6,61 +6,80 @@ Shapes in comments: T days, n environments, W days of window, F features, K asse
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 Variant = Literal["clstm", "lstm_only", "mlp"]
 State = tuple[Tensor, Tensor]
+PADDING = 8  # inputs, of which one is needed: matrix units want multiples of 8
+SHUT = -1e4  # what closes a gate for good: its sigmoid is 0, in any number format
+
+
+@dataclass(frozen=True)
+class AgentShape:
+    """What an agent sees and decides, and how large it is."""
+
+    features: int  # of a day: F
+    window: int  # W
+    assets: int  # K
+    choices: int  # A
+    episode: int  # days: no two episodes begin within fewer
+    variant: Variant = "clstm"
+    hidden: int = 32  # of the LSTM over the window
+    width: int = 64  # of what it tells
+    linears: int = 1  # layers between the two
+    cascade: int = 1  # LSTMs over the window
+    memory: int = 64  # of the LSTM across days
+    foresight: bool = False  # a head that says what the coming day brings, to teach the first stage
 
 
 class Agent(nn.Module):
     """`clstm` is the whole cascade. `lstm_only` sees one day at a time, and remembers. `mlp` sees the window, and
     remembers nothing: the control."""
 
-    def __init__(
-        self,
-        features: int,
-        window: int,
-        assets: int,
-        choices: int,
-        variant: Variant = "clstm",
-        hidden: int = 32,
-        width: int = 64,
-        linears: int = 1,
-        cascade: int = 1,
-        memory: int = 64,
-    ):
+    def __init__(self, shape: AgentShape):
         super().__init__()
-        self.assets, self.choices, self.remembers = assets, choices, memory
-        if variant == "clstm":
-            self.look: nn.Module = WindowReader(features, hidden, width, linears, cascade)
-        elif variant == "lstm_only":
-            self.look = nn.Sequential(LastDay(), nn.Linear(features, width), nn.Tanh())
+        self.shape, memory, width = shape, shape.memory, shape.width
+        if shape.variant == "clstm":
+            self.look: nn.Module = WindowReader(shape)
+        elif shape.variant == "lstm_only":
+            self.look = nn.Sequential(LastDay(), nn.Linear(shape.features, width), nn.Tanh())
         else:
-            wide = nn.Linear(window * features, memory)
+            wide = nn.Linear(shape.window * shape.features, memory)
             self.look = nn.Sequential(nn.Flatten(), wide, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
-        self.recall = None if variant == "mlp" else nn.LSTMCell(width, memory)
-        self.policy, self.value = nn.Linear(memory, assets * choices), nn.Linear(memory, 1)
+        self.recall = None if shape.variant == "mlp" else nn.LSTMCell(width, memory)
+        self.policy, self.value = nn.Linear(memory, shape.assets * shape.choices), nn.Linear(memory, 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):  # begins by choosing everything equally often
             nn.init.orthogonal_(head.weight, gain)
             nn.init.zeros_(head.bias)
+        seen = memory if shape.variant == "mlp" else width
+        self.foresee = nn.Linear(seen, 2 * shape.assets) if shape.foresight else None
 
-    def forward(self, windows: Tensor, state: State, starts: Tensor) -> tuple[Tensor, Tensor, State]:
+    def forward(self, windows: Tensor, state: State, starts: Tensor) -> tuple[Any, ...]:
         """`windows` (T, n, W, F); `state` is what was remembered before the first of the T days; where `starts` (T, n)
-        an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), the state after."""
+        an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), the state after; and
+        with foresight what the first stage alone expects of the coming day (T, n, K, 2)."""
         T, n = starts.shape
         seen = self.look(windows.flatten(0, 1)).unflatten(0, (T, n))
+        expected = () if self.foresee is None else (self.foresee(seen).unflatten(-1, (-1, 2)),)
         if self.recall is not None:
-            seen, state = self._recall(seen, state, starts)
-        return self.policy(seen).unflatten(-1, (self.assets, self.choices)), self.value(seen).squeeze(-1), state
+            # On a GPU a rollout's worth of days, one at a time, is thousands of small kernels: the library takes them
+            # in one call. It does not say what is remembered afterwards, which only trading asks for, day by day.
+            at_once = seen.is_cuda and T > 1
+            seen, state = (self.recall_at_once if at_once else self.recall_daily)(seen, state, starts)
+        shape = self.shape
+        logits = self.policy(seen).unflatten(-1, (shape.assets, shape.choices))
+        return logits, self.value(seen).squeeze(-1), state, *expected
 
     def blank(self, n: int, device: torch.device) -> State:
         """Nothing remembered."""
-        return torch.zeros(n, self.remembers, device=device), torch.zeros(n, self.remembers, device=device)
+        memory = self.shape.memory
+        return torch.zeros(n, memory, device=device), torch.zeros(n, memory, device=device)
 
-    def _recall(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
+    def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         assert self.recall is not None
         kept, found = (~starts)[..., None].to(seen.dtype), []
         for day in range(len(seen)):
@@ -68,18 +87,47 @@ class Agent(nn.Module):
             found.append(state[0])
         return torch.stack(found), state
 
+    def recall_at_once(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
+        """The same outputs from one LSTM over all days. It cannot forget on the way; so before each start a day is put
+        in that shuts the gates for input, memory and output, after which nothing is left. How many starts there are
+        differs; room is made for as many as there can be, and what is not needed stays at the end. Gives the state
+        as it was: the one after the last day is not known."""
+        cell, (T, n), width = self.recall, starts.shape, seen.shape[-1]
+        assert cell is not None
+        days = T + 1 + (T - 1) // self.shape.episode
+        places = torch.arange(T, device=seen.device)[:, None] + starts.cumsum(dim=0)  # (T, n): where each day goes
+        shutters = seen.new_zeros(days, n, width + PADDING)
+        shutters[..., width] = 1.0
+        given = nn.functional.pad(seen, (0, PADDING))
+        given = shutters.scatter(0, places[..., None].expand(-1, -1, width + PADDING), given)
+        found, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
+            given,
+            (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
+            [self._with_shutters(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh],
+            True, 1, 0.0, torch.is_grad_enabled(), False, False,  # biases, layers, dropout, train, ways, batch first
+        )  # fmt: skip
+        return found.gather(0, places[..., None].expand(-1, -1, found.shape[-1])), state
+
+    def _with_shutters(self, weight: Tensor) -> Tensor:
+        """Columns for `PADDING` more inputs, of which the first shuts three of the gates: in, forget, (cell), out."""
+        columns, memory = weight.new_zeros(len(weight), PADDING), self.shape.memory
+        columns[: 2 * memory, 0] = SHUT
+        columns[3 * memory :, 0] = SHUT
+        return torch.cat([weight, columns], dim=1)
+
 
 class WindowReader(nn.Module):
     """The last output of LSTMs over the window, through tanh layers. With `cascade` above 1 the LSTMs stand on each
     other, each followed by attention over the days."""
 
-    def __init__(self, features: int, hidden: int, width: int, linears: int, cascade: int):
+    def __init__(self, shape: AgentShape):
         super().__init__()
-        sizes = [features, *[hidden] * cascade]
+        hidden, cascade = shape.hidden, shape.cascade
+        sizes = [shape.features, *[hidden] * cascade]
         self.lstms = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in itertools.pairwise(sizes))
         several = range(cascade if cascade > 1 else 0)
         self.attentions = nn.ModuleList(nn.MultiheadAttention(hidden, 4, batch_first=True) for _ in several)
-        sizes = [hidden, *[width] * linears]
+        sizes = [hidden, *[shape.width] * shape.linears]
         pairs = itertools.pairwise(sizes)
         self.out = nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.Tanh())))
 

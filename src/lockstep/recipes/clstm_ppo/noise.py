@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # One stream for each use: no two uses may see the same numbers.
-REGIME, RETURN, OFFSET, EXPLORE, ORDER, EPISODE, RANDOM_POLICY = range(1, 8)
+REGIME, RETURN, OFFSET, EXPLORE, ORDER, EPISODE, RANDOM_POLICY, CUE = range(1, 9)
 
 _STRIDE, _FIRST, _SECOND = (  # the 64-bit constants of splitmix64, as signed numbers
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

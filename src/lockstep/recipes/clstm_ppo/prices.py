@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo import noise
 from lockstep.recipes.clstm_ppo.market import HELD_OUT
+from lockstep.recipes.clstm_ppo.turbulence import Calm
 
 NEEDED = ("date", "close")
 TEST_SHARE = 0.2  # the last part of the days is for tests: a policy must not have seen its future
@@ -46,6 +47,9 @@ class PriceSeries:
 
     def seeded(self, seed: int) -> PriceSeries:
         return replace(self, seed=seed)
+
+    def calm(self, share: float) -> Calm:
+        return Calm.of(self.returns[: self.split], share)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
         split = self.split

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.clstm_ppo import noise
-from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, VectorMarket
+from lockstep.recipes.clstm_ppo.game import Environments
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE
 from lockstep.recipes.clstm_ppo.model import Agent, State
 
 Days = dict[str, Tensor]
+DAILY = ("windows", "starts", "actions", "logp", "values", "rewards", "moved")
 
 
 @dataclass
@@ -22,32 +24,31 @@ class Block:
     """Environments that go through every forward together: those of a micro-batch's places. A block is the same on
     whichever rank holds it, so with a fixed `micro_batch` it trades the same to the last bit on any number of ranks."""
 
-    market: VectorMarket
+    market: Environments
     state: State  # what the agent remembers of each environment
     discounted: Tensor  # (n,) what each has earned lately, for the scale of rewards
 
     @torch.no_grad()
-    def trade(self, agent: Agent, days: int, seed: int, update: int, cost: float) -> Days:
+    def trade(self, agent: Agent, days: int, seed: int, update: int, costs: float) -> Days:
         """`days` steps in every environment; episodes that end are followed by new ones."""
-        market, assets = self.market, self.market.series.assets
+        market, assets = self.market, self.market.position.shape[1]
+        market.renew()
         device, (hidden, cell) = market.envs.device, self.state
         clock, kinds = torch.arange(days, device=device)[:, None], torch.arange(assets, device=device)
         drawn = noise.uniform(seed, noise.EXPLORE, update, market.envs[:, None, None], clock, kinds)  # (n, T, K)
-        found: dict[str, list[Tensor]] = {name: [] for name in ("windows", "starts", "actions", "logp", "values")}
-        rewards = []
+        found: dict[str, list[Tensor]] = {name: [] for name in DAILY}
         for day in range(days):
             windows, starts = market.windows(), market.day == 0
-            logits, value, self.state = agent(windows[None], self.state, starts[None])
+            logits, value, self.state, *_ = agent(windows[None], self.state, starts[None])
             actions = sampled(logits[0], drawn[:, day])
-            earned, _ = market.step(actions, cost)
-            rewards.append(earned * REWARD_SCALE)
-            taken = log_chance(logits[0], actions)
-            for name, part in zip(found, (windows, starts, actions, taken, value[0]), strict=True):
+            earned, _ = market.step(actions, costs)
+            taken, reward = log_chance(logits[0], actions), earned * REWARD_SCALE
+            parts = windows, starts, actions, taken, value[0], reward, market.moved
+            for name, part in zip(DAILY, parts, strict=True):
                 found[name].append(part)
-        _, after, _ = agent(market.windows()[None], self.state, (market.day == 0)[None])
+        _, after, *_ = agent(market.windows()[None], self.state, (market.day == 0)[None])
         done = {name: torch.stack(parts, dim=1) for name, parts in found.items()}
         return done | {
-            "rewards": torch.stack(rewards, dim=1),
             "hidden": hidden,
             "cell": cell,
             "after": after[0],  # the value of what comes next

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo import noise
-from lockstep.recipes.clstm_ppo.market import Rules, Series, VectorMarket
+from lockstep.recipes.clstm_ppo.game import Game
 from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.rollout import Block, Days, advantages
 from lockstep.task import MicroBatch, Share, StepResult, Surroundings
 
 KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
+TAUGHT = ("moved",)  # also kept while the agent is taught to foresee
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,19 @@ class Settings:
     target_kl: float | None = None  # leave out the rest of the epochs when the policy has moved this far
     cost_warmup: int = 0  # updates until trading costs what it costs; before, less
     normalise: bool = True  # rewards, and what values are compared with
+    foresight: int = 0  # updates that only teach the first stage what the coming day brings, before PPO begins
 
 
 class Rollouts:
     """A BatchSource. Its state is the same on every rank: what the environments of all of them need to go on."""
 
-    def __init__(self, series: Series, rules: Rules, settings: Settings):
-        self.series, self.rules, self.settings = series, rules, settings
+    def __init__(self, game: Game, settings: Settings):
+        self.game, self.settings = game, settings
+        self.kept = KEPT + TAUGHT * bool(settings.foresight)
         self.update = self.cursor = 0  # rollouts ended; minibatches of this one that are done
         self.rewards, self.values = Moments(), Moments()
         self.days: Days | None = None  # of this rank's environments
+        self._dealt: int | None = None  # the update for which the environments were dealt
         self.norms: list[list[float]] = []  # mean and deviation of the advantages of each minibatch
 
     def attach(self, around: Surroundings) -> str:
@@ -55,7 +59,7 @@ class Rollouts:
                 f"global_batch={around.global_batch}, with which they would trade in different numbers",
                 f"type global_batch={around.micro_batch * around.ranks} or a multiple of it, or strategy=ddp",
             )
-        self.around, self.series = around, self.series.seeded(around.seed)
+        self.around, self._dealt = around, None
         assert isinstance(around.model, Agent)
         self.agent = around.model
         self.count = -(-around.global_batch // around.micro_batch)  # blocks, on all ranks
@@ -71,6 +75,11 @@ class Rollouts:
     def environments(self) -> int:
         """On all ranks."""
         return self.around.global_batch * self.settings.minibatches
+
+    @property
+    def teaching(self) -> bool:
+        """This update teaches the first stage only."""
+        return self.update < self.settings.foresight
 
     @property
     def first(self) -> int:
@@ -120,28 +129,37 @@ class Rollouts:
     def _micro(self, place: int, epoch: int, part: int) -> MicroBatch:
         assert self.days is not None
         chosen, before = self._chosen(place, epoch, part), sum(self.sizes[:place])
-        rows = (before + chosen).to(self.around.device, non_blocking=True)
-        data: dict[str, Any] = {name: self.days[name][rows] for name in KEPT}
+        rows = before + self._rows(place, epoch, part)
+        data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
         mean, deviation = self.norms[epoch * self.settings.minibatches + part]
         data["advantages"] = (data["advantages"] - mean) / (deviation + 1e-8)
         block = self.around.mine[place]
-        return MicroBatch(data | {"block": block}, block, len(chosen), self.update, self.first + before + chosen)
+        data |= {"block": block, "teaching": self.teaching}
+        return MicroBatch(data, block, len(chosen), self.update, self.first + before + chosen)
 
     def _chosen(self, place: int, epoch: int, part: int) -> Tensor:
         """Which environments of a block are in a minibatch, counted from its first."""
-        minibatches = self.settings.minibatches
-        envs = torch.arange(self.sizes[place]).view(-1, minibatches)  # (places of the batch, their environments)
-        keys = self.first + sum(self.sizes[:place]) + envs
-        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epoch, keys).argsort(dim=1)
-        return envs.gather(1, order[:, part : part + 1]).flatten()
+        if self._dealt != self.update:
+            self._deals, self._dealt = [self._deal(place) for place in range(len(self.blocks))], self.update
+        return self._deals[place][epoch, :, part]
+
+    def _rows(self, place: int, epoch: int, part: int) -> Tensor:
+        """The same, to index what lies on the device."""
+        return self._chosen(place, epoch, part).to(self.around.device, non_blocking=True)
+
+    def _deal(self, place: int) -> Tensor:
+        """Of all epochs of this update: (epochs, places of the batch, minibatches)."""
+        envs = torch.arange(self.sizes[place]).view(-1, self.settings.minibatches)
+        keys, epochs = self.first + sum(self.sizes[:place]) + envs, torch.arange(self.settings.epochs)[:, None, None]
+        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epochs, keys).argsort(dim=-1)
+        return envs.expand_as(order).gather(-1, order)
 
     # ---- trading ----
 
     def _collect(self) -> None:
         settings = self.settings
-        warm = min(1.0, self.update / settings.cost_warmup) if settings.cost_warmup else 1.0
-        cost = warm * self.rules.cost
-        blocks = [b.trade(self.agent, settings.days, self.around.seed, self.update, cost) for b in self.blocks]
+        costs = min(1.0, self.update / settings.cost_warmup) if settings.cost_warmup else 1.0
+        blocks = [b.trade(self.agent, settings.days, self.around.seed, self.update, costs) for b in self.blocks]
         sums = [b.running_sums(days, settings.discount) for b, days in zip(self.blocks, blocks, strict=True)]
         if settings.normalise:
             self.rewards = self._merged(sums, self.rewards)
@@ -155,14 +173,14 @@ class Rollouts:
             self.values = self._merged(list(returns.split(self.sizes)), self.values)
         days["advantages"] = gained.float()
         days["targets"] = ((returns - self.values.mean) / self.values.deviation).float()
-        self.days = {name: days[name] for name in KEPT}
+        self.days = {name: days[name] for name in self.kept}
         self.norms = self._norms(gained)
 
     def _norms(self, gained: Tensor) -> list[list[float]]:
         """Mean and deviation of the advantages in every minibatch to come, over all ranks, with one exchange."""
         epochs, parts = range(self.settings.epochs), range(self.settings.minibatches)
         per_block = [
-            torch.stack([moments_of(block[self._chosen(place, epoch, part)]) for epoch in epochs for part in parts])
+            torch.stack([moments_of(block[self._rows(place, epoch, part)]) for epoch in epochs for part in parts])
             for place, block in enumerate(gained.split(self.sizes))
         ]
         everybody = self._from_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
@@ -245,6 +263,6 @@ class Rollouts:
         device, each = self.around.device, self.settings.minibatches
         first, beyond = index * self.around.micro_batch, (index + 1) * self.around.micro_batch
         envs = torch.arange(first * each, min(beyond, self.around.global_batch) * each, device=device)
-        market = VectorMarket(self.series, self.rules, envs, stagger=True)
+        market = self.game.open(self.around.seed, envs, stagger=True)
         blank = self.agent.blank(len(envs), device)
         return Block(market, blank, torch.zeros(len(envs), dtype=torch.float64, device=device))

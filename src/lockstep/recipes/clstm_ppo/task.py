@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo.market import RegimeSeries, Rules, Series
-from lockstep.recipes.clstm_ppo.model import Agent, Variant
+from lockstep.recipes.clstm_ppo.game import CueRecall, Game
+from lockstep.recipes.clstm_ppo.market import HELD_OUT, RegimeSeries, Rules, Series, Trading
+from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, Variant
 from lockstep.recipes.clstm_ppo.prices import PriceSeries
 from lockstep.recipes.clstm_ppo.rollout import log_chance
 from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
-from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, test_market, yardsticks
+from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, yardsticks
 from lockstep.task import Loss, Task
 
 TEST_SEED = 0  # the test episodes are the same ones in every run
@@ -30,7 +31,19 @@ CPU: dict[str, Any] = {  # 120 updates: minutes on two CPU cores
     "log": {"every": 16},
     "checks": {"every": 16},
 }
+CUE: dict[str, Any] = {  # seconds: who remembers names the cue, who does not guesses
+    "steps": 240,
+    "global_batch": 64,
+    "micro_batch": 32,
+    "lr": {"peak": 1e-2},
+    "evaluate": {"every": 80, "batch": 64},
+    "log": {"every": 16},
+}
+CUE_TASK = {"game": "cue", "hidden": 8, "width": 16, "memory": 32, "rollout": 20, "test_episodes": 64}
 CPU_WINDOW = 2  # days: so few that memory is needed; with 20 of them an MLP does as well
+
+
+DAYS = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")  # (n, T, ...) in a batch
 
 
 class ClstmPpo(Task):
@@ -62,11 +75,13 @@ class ClstmPpo(Task):
         "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},  # which the control does not reach
         # The control: without memory the same windows are worth less.
         "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
+        "cue": {**CUE, "task": CUE_TASK, "goals": ["score >= 0.95"]},
+        "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
         # Sized for one large GPU: 300 updates of 4096 environments, 157 million days. Not measured yet.
         "gpu": {
             "steps": 4800,
             "global_batch": 1024,
-            "micro_batch": 256,
+            "micro_batch": 1024,  # with two GPUs 512: as large as fits, since a rollout is one small call after another
             "lr": {"peak": 3e-4},
             "precision": "tf32",
             "compile": False,
@@ -85,6 +100,7 @@ class ClstmPpo(Task):
     def __init__(
         self,
         *,
+        game: Literal["market", "cue"] = "market",
         variant: Variant = "clstm",
         hidden: int = 32,
         width: int = 64,
@@ -100,6 +116,7 @@ class ClstmPpo(Task):
         cost: float = 0.0005,
         cost_warmup: int = 0,
         indicators: bool = False,
+        halt: float | None = None,
         rollout: int = 64,
         minibatches: int = 4,
         epochs: int = 4,
@@ -110,36 +127,28 @@ class ClstmPpo(Task):
         entropy: float = 0.02,
         target_kl: float | None = None,
         normalise: bool = True,
+        foresight: int = 0,
         test_episodes: int = 256,
     ):
-        """`prices` is a CSV file to trade in, in place of the generated market."""
-        self.variant: Variant = variant
-        self.hidden, self.width, self.linears = hidden, width, linears
-        self.cascade, self.memory = cascade, memory
+        """`prices` is a CSV file to trade in, in place of the generated market. `game=cue` is a test of memory in
+        place of a market; its window is one day, and it has 10 of them."""
         self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
         self.test_episodes = test_episodes
-        self.rules = Rules(window, days, cost, lots, indicators)
-        self.series: Series = (
+        rules = Rules(window, days, cost, lots, indicators, halt)
+        series: Series = (
             PriceSeries(prices, TEST_SEED) if prices else RegimeSeries(TEST_SEED, assets, correlation=correlation)
         )
-        settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise)
-        self._check(settings)
-        self.source = Rollouts(self.series, self.rules, settings)
+        self.game: Game = Trading(series, rules) if game == "market" else CueRecall()
+        self.shape = AgentShape(
+            self.game.features, self.game.window, self.game.assets, self.game.choices, self.game.days,
+            variant, hidden, width, linears, cascade, memory, foresight=foresight > 0,
+        )  # fmt: skip
+        settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise, foresight)
+        self._check(settings, rules)
+        self.source = Rollouts(self.game, settings)
 
     def model(self) -> Agent:
-        assets = self.series.assets
-        return Agent(
-            self.rules.features(assets),
-            self.rules.window,
-            assets,
-            self.rules.choices,
-            self.variant,
-            self.hidden,
-            self.width,
-            self.linears,
-            self.cascade,
-            self.memory,
-        )
+        return Agent(self.shape)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
@@ -149,14 +158,17 @@ class ClstmPpo(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
         """`batch` holds n environments, T days each: (n, T, ...). The model wants the days first."""
-        days = {name: part.transpose(0, 1) for name, part in batch.items() if name not in ("hidden", "cell", "block")}
-        logits, values, _ = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
+        days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAYS}
+        logits, values, _, *expected = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
         change = log_chance(logits, days["actions"]) - days["logp"]  # (T, n)
         ratio, gained = change.exp(), days["advantages"]
         gain = torch.minimum(ratio * gained, ratio.clamp(1 - self.clip, 1 + self.clip) * gained)
         off = (values.float() - days["targets"]).square()
         spread = entropy_of(logits)
         total = (self.value_weight * off - gain - self.entropy * spread).sum()
+        if expected:  # one of the two counts, and the other is in the graph: every parameter gets a gradient
+            taught = surprise(expected[0], days["moved"])
+            total = 0 * total + taught if batch["teaching"] else total + 0 * taught
         kl = ((ratio - 1) - change).detach().sum()
         self.source.note_kl(batch["block"], kl, ratio.numel())
         metrics = {
@@ -174,13 +186,14 @@ class ClstmPpo(Task):
     def eval_loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
         """The loss is what an episode lost. Every episode is played by the greedy policy, from its first day."""
         assert isinstance(model, Agent)
-        market = test_market(self.series, self.rules, batch[0])
-        played = play(Greedy(model, market), market)
-        report = {name: values.sum() for name, values in played.report().items()}
+        played = play(Greedy(model), self.game.open(TEST_SEED, HELD_OUT + batch[0]), self.game.days)
         score = played.scores.sum()
+        found: dict[str, Any] = {"score": score}
+        if isinstance(self.game, Trading):
+            found |= {"trades": played.trades.sum()} | {name: part.sum() for name, part in played.report().items()}
         if best := self._yardsticks.get("bayes"):
-            report["of_bayes"] = score / best
-        return Loss(-score, len(batch[0]), {"score": score, "trades": played.trades.sum(), **report})
+            found["of_bayes"] = score / best
+        return Loss(-score, len(batch[0]), found)
 
     def show(self, model: nn.Module) -> str:
         """What other policies earn in the test episodes."""
@@ -188,12 +201,15 @@ class ClstmPpo(Task):
 
     @cached_property
     def _yardsticks(self) -> dict[str, float]:
-        return yardsticks(self.series, self.rules, self.test_episodes)
+        if isinstance(self.game, Trading):
+            return yardsticks(self.game.series, self.game.rules, self.test_episodes)
+        return {"guessing": 1 / self.game.choices, "remembering": 1.0}
 
-    def _check(self, settings: Settings) -> None:
+    def _check(self, settings: Settings, rules: Rules) -> None:
         """Every wrong option at once."""
-        counts = {name: getattr(self, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
-        counts |= {"window": self.rules.window, "days": self.rules.days, "lots": self.rules.lots}
+        shape = self.shape
+        counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
+        counts |= {"window": rules.window, "days": rules.days, "lots": rules.lots}
         counts |= {"rollout": settings.days, "minibatches": settings.minibatches, "epochs": settings.epochs}
         counts |= {"test_episodes": self.test_episodes}
         problems = [
@@ -201,13 +217,17 @@ class ClstmPpo(Task):
             for name, value in counts.items()
             if value < 1
         ]
-        if self.cascade > 1 and self.hidden % 4:
+        if shape.cascade > 1 and shape.hidden % 4:
             problems.append(
                 UserError(
-                    f"task.hidden={self.hidden} with task.cascade={self.cascade}",
+                    f"task.hidden={shape.hidden} with task.cascade={shape.cascade}",
                     "attention in 4 heads between the LSTMs, so the size must divide by 4",
-                    f"type task.hidden={-(-self.hidden // 4) * 4}",
+                    f"type task.hidden={-(-shape.hidden // 4) * 4}",
                 )
+            )
+        if rules.halt is not None and not 0 < rules.halt < 1:
+            problems.append(
+                UserError(f"task.halt={rules.halt}", "no share of days between 0 and 1", "type task.halt=0.9")
             )
         if problems:
             raise ConfigError(problems)
@@ -217,3 +237,10 @@ def entropy_of(logits: Tensor) -> Tensor:
     """Of the choice for all assets together, (..., K, A) -> (...)."""
     chances = logits.float().log_softmax(-1)
     return -(chances.exp() * chances).sum((-1, -2))
+
+
+def surprise(expected: Tensor, moved: Tensor) -> Tensor:
+    """What foresight costs, summed: for each asset whether it rose (a logit) and how far it went, (..., K, 2)."""
+    rose, far = expected.float().unbind(-1)
+    wrong = nn.functional.binary_cross_entropy_with_logits(rose, (moved > 0).float(), reduction="sum")
+    return wrong + (far - moved.abs().float()).square().sum()

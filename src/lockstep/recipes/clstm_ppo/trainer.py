@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,11 @@ import torch
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo.gpu_optimizations import launched, processes
+from lockstep.recipes.clstm_ppo.market import HELD_OUT
 from lockstep.recipes.clstm_ppo.model import Agent
-from lockstep.recipes.clstm_ppo.task import ClstmPpo
-from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, test_market
+from lockstep.recipes.clstm_ppo.task import TEST_SEED, ClstmPpo
+from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play
 
 
 class DistributedCLSTMPPOTrainer:
@@ -80,13 +81,13 @@ class DistributedCLSTMPPOTrainer:
         """Optimizer steps: a rollout's worth of days for every environment, until that many episodes are full."""
         settings = self.task.source.settings
         environments = self.processes * self.batch_size * settings.minibatches
-        updates = math.ceil(self.num_episodes * self.task.rules.days / (environments * settings.days))
+        updates = math.ceil(self.num_episodes * self.task.game.days / (environments * settings.days))
         return updates * settings.epochs * settings.minibatches
 
     def _run_episode(self, episode: int = 0) -> dict[str, float]:
         """One test episode of the agent as it is now."""
-        market = test_market(self.task.series, self.task.rules, torch.tensor([episode]))
-        played = play(Greedy(self.agent, market), market)
+        game = self.task.game
+        played = play(Greedy(self.agent), game.open(TEST_SEED, HELD_OUT + torch.tensor([episode])), game.days)
         report = {name: float(values[0]) for name, values in played.report().items()}
         return {"score": float(played.scores[0]), "trades": float(played.trades[0]), **report}
 
@@ -102,29 +103,6 @@ class DistributedCLSTMPPOTrainer:
 
         save_model(self.agent, str(path))
         return Path(path)
-
-
-def processes(num_gpus: int) -> int:
-    """One for each GPU. Without a GPU as many on the CPU as asked for, and it is said. A launcher has decided already:
-    torchrun says how many there are, on all machines."""
-    found = torch.cuda.device_count()
-    if num_gpus == 0 or num_gpus < -1:
-        raise UserError(
-            f"--num_gpus {num_gpus}", "no number of processes", "type --num_gpus -1 for all GPUs, or 1 to 8"
-        )
-    if launched():
-        return int(os.environ["WORLD_SIZE"])
-    if found and num_gpus > found:
-        raise UserError(f"--num_gpus {num_gpus}", f"{found} GPUs here", f"type --num_gpus {found}, or -1 for all")
-    if found:
-        return found if num_gpus == -1 else num_gpus
-    count = max(1, num_gpus)
-    print(f"no GPU here: training in {count} process{'es' * (count > 1)} on the CPU", file=sys.stderr)
-    return count
-
-
-def launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

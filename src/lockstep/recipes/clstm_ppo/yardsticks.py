@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.recipes.clstm_ppo import noise
+from lockstep.recipes.clstm_ppo.game import Environments
 from lockstep.recipes.clstm_ppo.market import HELD_OUT, RegimeSeries, Rules, Series, VectorMarket
-from lockstep.recipes.clstm_ppo.model import Agent
+from lockstep.recipes.clstm_ppo.model import Agent, State
 
 Policy = Callable[[VectorMarket], Tensor]  # actions (n, K) for the coming day
 
@@ -46,13 +48,13 @@ class Played:
         }
 
 
-def play(policy: Policy, market: VectorMarket) -> Played:
-    """A whole episode with every environment of a market that has just begun."""
+def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Played:
+    """A whole episode of `days` with every environment, of which none has begun."""
     earned, trades = [], torch.zeros(len(market.envs), dtype=torch.float64, device=market.envs.device)
-    for _ in range(market.rules.days):
-        actions = policy(market)
-        trades += (market.rules.positions(actions) != market.position).sum(dim=1)
-        earned.append(market.step(actions)[0])
+    for _ in range(days):
+        before = market.position
+        earned.append(market.step(policy(market))[0])
+        trades += (market.held != before).sum(dim=1)
     return Played(torch.stack(earned, dim=1), trades)
 
 
@@ -64,12 +66,14 @@ def test_market(series: Series, rules: Rules, episodes: Tensor) -> VectorMarket:
 class Greedy:
     """The agent, always with the action it likes best."""
 
-    def __init__(self, agent: Agent, market: VectorMarket):
-        self.agent, self.state = agent, agent.blank(len(market.envs), market.envs.device)
+    def __init__(self, agent: Agent):
+        self.agent = agent
+        self.state: State | None = None
 
     @torch.no_grad()
-    def __call__(self, market: VectorMarket) -> Tensor:
-        logits, _, self.state = self.agent(market.windows()[None], self.state, (market.day == 0)[None])
+    def __call__(self, market: Environments) -> Tensor:
+        self.state = self.state or self.agent.blank(len(market.envs), market.envs.device)
+        logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, (market.day == 0)[None])
         return logits[0].argmax(-1)
 
 
@@ -106,12 +110,13 @@ class Bayes:
         assert isinstance(market.series, RegimeSeries)
         self.series, self.threshold = market.series, threshold
         self.odds = torch.zeros_like(market.position)  # logarithm of up against down, for the coming day
+        self.returns = market.returns
         for day in range(market.rules.window):
-            self._see(market.returns[:, day])
+            self._see(self.returns[:, day])
 
     def __call__(self, market: VectorMarket) -> Tensor:
         if market.day[0]:  # what the last day brought
-            self._see(market.returns[:, market.rules.window + int(market.day[0]) - 1])
+            self._see(self.returns[:, market.rules.window + int(market.day[0]) - 1])
         up, lots = torch.sigmoid(self.odds), market.rules.lots
         now = ((market.position + 1) * lots).round().long()
         now = torch.where(up > self.threshold, 2 * lots, now)
@@ -129,7 +134,7 @@ def yardsticks(series: Series, rules: Rules, episodes: int) -> dict[str, float]:
 
     def score(make: Callable[[VectorMarket], Policy]) -> float:
         market = test_market(series, rules, torch.arange(episodes))
-        return float(play(make(market), market).scores.mean())
+        return float(play(make(market), market, rules.days).scores.mean())
 
     found = {"hold": score(lambda _: hold), "random": score(lambda _: at_random)}
     if isinstance(series, RegimeSeries):

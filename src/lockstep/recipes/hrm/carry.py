@@ -7,6 +7,7 @@ micro-batches, a checkpoint holds all of them, and whoever resumes takes those t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,14 +62,18 @@ class Carry:
         self._held, self._saved, self._first_step = {}, state, True
 
 
-def filled(piece: Piece | None, batch: Piece, start: tuple[Tensor, Tensor]) -> Piece:
-    """Where a slot has halted, the next puzzle, with states that begin anew; elsewhere what was there."""
-    z_h, z_l = start
-    fresh = {**batch, "z_h": z_h, "z_l": z_l, "steps": torch.zeros_like(batch["least"])}
+def filled(piece: Piece | None, batch: Piece, start: Callable[[], tuple[Tensor, Tensor]]) -> Piece:
+    """Where a slot has halted, the next puzzle; elsewhere what was there. `begin` says where: the states are those of
+    before, and whoever thinks on lets them begin anew there."""
+    fresh = {**batch, "steps": torch.zeros_like(batch["least"])}
     if piece is None:
-        return fresh
-    here = {name: piece[name].to(rows.device) for name, rows in fresh.items()}  # a checkpoint may come from elsewhere
-    halted = piece["halted"].to(z_h.device)
-    return {
-        name: torch.where(halted.view(-1, *[1] * (rows.dim() - 1)), rows, here[name]) for name, rows in fresh.items()
+        z_h, z_l = start()
+        return {**fresh, "z_h": z_h, "z_l": z_l, "begin": torch.ones_like(batch["least"], dtype=torch.bool)}
+    device = batch["least"].device
+    here = {name: rows.to(device) for name, rows in piece.items()}  # a checkpoint may come from elsewhere
+    halted = here["halted"]
+    taken = {
+        name: torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, here[name])
+        for name, rows in fresh.items()
     }
+    return {**taken, "z_h": here["z_h"], "z_l": here["z_l"], "begin": halted}

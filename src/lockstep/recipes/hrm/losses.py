@@ -41,4 +41,4 @@ def right_cells(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def solved(asked: Tensor, right: Tensor) -> Tensor:
     """(B,): nothing that was asked for is wrong."""
-    return (right == asked).all(dim=1)
+    return (right | ~asked).all(dim=1)

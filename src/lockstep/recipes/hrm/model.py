@@ -9,12 +9,13 @@ Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.hrm.score import Question, Score, Scoring
 from lockstep.recipes.hrm.sparse import SparseEmbedding
 from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
@@ -48,6 +49,7 @@ class Thought(NamedTuple):
     logits: Tensor  # (B, S, V)
     q: Tensor  # (B, 2): the worth of halting, and of going on; TRM has only the first
     next_q: Tensor | None  # the same after one more segment, without gradient, where that was asked for
+    score: Score | None  # where there was a question
 
 
 class Attention(nn.Module):
@@ -81,7 +83,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-norm: x = rms(x + mix(x)), then x = rms(x + mlp(x)); the norm has no weights."""
+    """Post-norm: x = rms(x + mix(x)), then x = rms(x + mlp(x)); the norm has no weights.
+
+    What it returns has the format that its products are computed in: under autocast, which would have norms return
+    float32, that halves what has to be moved."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -92,8 +97,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
-        x = rms(x + mixed)
-        return rms(x + self.mlp(x))
+        x = rms(x + mixed).to(mixed.dtype)
+        change = self.mlp(x)
+        return rms(x + change).to(change.dtype)
 
 
 class Level(nn.Module):
@@ -111,9 +117,9 @@ class Level(nn.Module):
 
 
 class HierarchicalReasoningModel(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, scoring: Scoring | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.scoring = config, scoring
         W, places = config.width, config.puzzle_positions + config.cells
         self.embed = nn.Embedding(config.symbols, W)
         self.places = nn.Embedding(places, W) if config.positions == "learned" else None
@@ -140,11 +146,30 @@ class HierarchicalReasoningModel(nn.Module):
         nn.init.zeros_(self.q_head.weight)
         nn.init.constant_(self.q_head.bias, -5.0)
 
-    def forward(self, z_h: Tensor, z_l: Tensor, inputs: Tensor, puzzle: Tensor, look_ahead: bool = False) -> Thought:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Its parts: a segment calls a level up to a dozen times, and would be compiled a dozen times over."""
+        for part in filter(None, (self.low, self.high, self.scoring)):
+            part.compile(*args, **kwargs)
+
+    def forward(
+        self,
+        z_h: Tensor,
+        z_l: Tensor,
+        inputs: Tensor,
+        puzzle: Tensor,
+        look_ahead: bool = False,
+        begin: Tensor | None = None,
+        question: Question | None = None,
+    ) -> Thought:
         """One segment. States (B, P + S, W), `inputs` (B, S), `puzzle` (B, W): the vector of each puzzle's id.
-        `look_ahead` also tells what q would be after one more."""
+        `look_ahead` also tells what q would be after one more. Where `begin` (B,) is true the states begin anew.
+        With a `question` the answer is scored."""
         rotation = (self.cos, self.sin) if self.config.positions == "rope" else None
-        x = self._embedded(inputs, puzzle)
+        if begin is not None:
+            begin = begin[:, None, None]
+            z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)
+            z_l = torch.where(begin, self.l_start.to(z_l.dtype), z_l)
+        x = self._embedded(inputs, puzzle).to(z_h.dtype)
         z_h, z_l = self._segment(z_h, z_l, x, rotation)
         logits, q = self.head(z_h)[:, self.config.puzzle_positions :], self.q_head(z_h[:, 0])
         z_h, z_l = z_h.detach(), z_l.detach()
@@ -152,13 +177,19 @@ class HierarchicalReasoningModel(nn.Module):
         if look_ahead:
             with torch.no_grad():
                 next_q = self.q_head(self._segment(z_h, z_l, x, rotation)[0][:, 0])
-        return Thought(z_h, z_l, logits, q, next_q)
+        score = None
+        if question is not None:
+            assert self.scoring is not None, "a question, and nobody to judge the answer"
+            score = self.scoring(z_h, logits, q, next_q, question)
+        return Thought(z_h, z_l, logits, q, next_q, score)
 
     def start(self, count: int) -> tuple[Tensor, Tensor]:
-        """The states in which a puzzle begins."""
+        """The states in which a puzzle begins, in the format that a segment leaves them in."""
         shape = (count, self.config.puzzle_positions + self.config.cells, self.config.width)
+        device = self.h_start.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.h_start.dtype
         # Written out: code that was compiled for states of this layout need not be compiled again for others.
-        return self.h_start.expand(shape).contiguous(), self.l_start.expand(shape).contiguous()
+        return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
 
     def _embedded(self, inputs: Tensor, puzzle: Tensor) -> Tensor:
         """(B, P + S, W); the puzzle's vector stands first, with zeros in the places that it does not fill."""

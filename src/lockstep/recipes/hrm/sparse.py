@@ -33,16 +33,19 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
     slots before they are added.
     """
 
+    divides_and_skips = True  # a sign is the same whatever the divisor, as long as it is positive
+    found_inf: Tensor | None = None
+
     def __init__(self, tables: Iterable[Tensor], lr: float, weight_decay: float, world_size: int):
         (self.table,) = tables
         self.world_size = world_size
-        self._touched: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._touched: list[tuple[int, Tensor, Tensor]] = []
         # The table is no parameter: nobody else may exchange, clip or save it as one.
         super().__init__([{"params": []}], {"lr": lr, "weight_decay": weight_decay})
 
-    def note(self, slots: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """These rows take part in the step: `slots` are their places in the global batch."""
-        self._touched.append((slots, ids.long(), rows))
+    def note(self, first: int, ids: Tensor, rows: Tensor) -> None:
+        """These rows take part in the step: their places in the global batch are those from `first` on."""
+        self._touched.append((first, ids.long(), rows))
 
     def forget(self) -> None:
         """The step is over, whether it was applied or not."""
@@ -54,19 +57,21 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        slots = torch.cat([slots for slots, _, _ in self._touched])
         ids = torch.cat([ids for _, ids, _ in self._touched])
         gradients = torch.cat([rows.grad for _, _, rows in self._touched if rows.grad is not None])
-        slots, ids, gradients = gather_rows([slots, ids, gradients], self.world_size)
-        order = slots.argsort()
-        self._update(ids[order], gradients[order])
+        if self.world_size > 1:  # a single process goes through its slots in their order
+            slots = torch.cat([first + torch.arange(len(i), device=i.device) for first, i, _ in self._touched])
+            slots, ids, gradients = gather_rows([slots, ids, gradients], self.world_size)
+            order = slots.argsort()
+            ids, gradients = ids[order], gradients[order]
+        self._update(ids, gradients)
 
     def _update(self, ids: Tensor, gradients: Tensor) -> None:
         """Of the same shapes in any world, and without asking the device how many ids there are."""
         group = self.param_groups[0]
         same = ids[:, None] == ids[None, :]
-        places = torch.arange(len(ids), device=ids.device)
-        first = torch.where(same, places, len(ids)).amin(dim=1)  # where an id occurs first: equal ids get equal bits
+        first = same.to(torch.uint8).argmax(dim=1)  # where an id occurs first: equal ids get equal bits
         total = (same.double() @ gradients.double())[first]
-        decayed = self.table[ids] * (1 - group["lr"] * group["weight_decay"])
-        self.table[ids] = decayed - group["lr"] * total.sign().to(self.table.dtype)
+        rows = self.table[ids]
+        moved = rows * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * total.sign().to(self.table.dtype)
+        self.table[ids] = moved if self.found_inf is None else torch.where(self.found_inf > 0, rows, moved)

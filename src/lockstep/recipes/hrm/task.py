@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -18,9 +17,10 @@ from lockstep.recipes.hrm.carry import Carry, Piece, filled
 from lockstep.recipes.hrm.data import PuzzleDataset, PuzzleExamples, Puzzles, collate, least_steps, read_puzzles
 from lockstep.recipes.hrm.exchange import world_size
 from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells, solved
-from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, Thought
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
+from lockstep.recipes.hrm.score import COUNTS, Question, Scoring
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
@@ -33,7 +33,7 @@ WORDS = {
     "loss": tuple(LOSSES),
     "puzzle": KINDS,
 }
-COUNTS = ("halt_max_steps", "eval_steps", "layers", "h_cycles", "l_cycles", "puzzle_positions")
+AT_LEAST_ONE = ("halt_max_steps", "eval_steps", "layers", "h_cycles", "l_cycles", "puzzle_positions")
 
 
 class HRM(Task):
@@ -46,6 +46,7 @@ class HRM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.1},
     }
     presets = PRESETS
+    scoring = Scoring
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class HRM(Task):
                 positions=self.positions,
                 mixer=self.mixer,
                 puzzle_positions=self.puzzle_positions,
-            )
+            ),
+            self.scoring(self.loss_kind, self.halt_max_steps),
         )
 
     def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
@@ -168,17 +170,21 @@ class HRM(Task):
     def loss(self, model: Any, batch: Piece) -> Loss:
         micro, count = self._micro, len(batch["inputs"])
         held = None if micro.padding else self.carry.take(micro.first, count)
-        piece = filled(held, batch, model.start(count))
+        piece = filled(held, batch, partial(model.start, count))
+        steps = piece["steps"] + 1
         puzzle = model.puzzle_emb(piece["ids"])
-        thought = model(piece["z_h"], piece["z_l"], piece["inputs"], puzzle, look_ahead=self.variant == "hrm")
+        thought = model(
+            piece["z_h"], piece["z_l"], piece["inputs"], puzzle,
+            look_ahead=self.variant == "hrm",
+            begin=piece.pop("begin"),
+            question=Question(piece["labels"], steps, piece["least"]),
+        )  # fmt: skip
+        total, halted, counts = thought.score
         if not micro.padding:
-            slots = micro.first + torch.arange(count, device=puzzle.device)
-            self._sparse.note(slots, piece["ids"], puzzle)
-            piece = self._moved_on(piece, thought)
-            self.carry.put(micro.first, piece)
-        else:
-            piece["halted"] = torch.ones_like(piece["least"], dtype=torch.bool)
-        return self._cost(thought, piece)
+            self._sparse.note(micro.first, piece["ids"], puzzle)
+            now = {"z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+            self.carry.put(micro.first, piece | now)
+        return Loss(total, count, _metrics(counts))
 
     def eval_loss(self, model: Any, batch: Piece) -> Loss:
         """All segments, with the average of the weights where there is one. `exact_K` is the share solved after K."""
@@ -201,39 +207,6 @@ class HRM(Task):
         self.carry.load_state_dict(state["carry"])
         if self.average is not None:
             self.average.weights = state["average"]
-
-    def _moved_on(self, piece: Piece, thought: Thought) -> Piece:
-        """The slots after this segment: which of them have halted, and the states of all."""
-        steps = piece["steps"] + 1
-        q = thought.q.detach()
-        wants = q[:, 0] > (q[:, 1] if self.variant == "hrm" else 0.0)
-        # A state that is not finite would spoil every step until its puzzle is through.
-        broken = ~thought.z_h.flatten(1).isfinite().all(dim=1)
-        halted = (steps >= self.halt_max_steps) | (wants & (steps >= piece["least"])) | broken
-        return {**piece, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
-
-    def _cost(self, thought: Thought, piece: Piece) -> Loss:
-        """Sums over puzzles. Metrics look at the puzzles that end here: the others are not finished."""
-        asked, right = right_cells(thought.logits, piece["labels"])
-        exact = solved(asked, right)
-        q = thought.q.float()
-        total = cell_loss(self.loss_kind, thought.logits, piece["labels"]).sum()
-        total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
-        if thought.next_q is not None:
-            total = total + 0.5 * self._cost_of_going_on(q[:, 1], thought.next_q.float(), piece["steps"])
-        ended = piece["halted"]
-        metrics: dict[str, Metric] = {
-            "exact": ((exact & ended).sum(), ended.sum()),
-            "cell": ((right & ended[:, None]).sum(), (asked & ended[:, None]).sum()),
-            "q_halt": ((((q[:, 0] > 0) == exact) & ended).sum(), ended.sum()),
-            "segments": ((piece["steps"] * ended).sum(), ended.sum()),
-        }
-        return Loss(total.float(), len(ended), metrics)
-
-    def _cost_of_going_on(self, q_continue: Tensor, next_q: Tensor, steps: Tensor) -> Tensor:
-        """Going on is worth what the best choice after it is worth; after the last segment there is only halting."""
-        best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
-        return F.binary_cross_entropy_with_logits(q_continue, best.sigmoid(), reduction="sum")
 
     def _think(self, model: Any, batch: Piece) -> Loss:
         (z_h, z_l), puzzle = model.start(len(batch["inputs"])), model.puzzle_emb(batch["ids"])
@@ -275,7 +248,7 @@ class HRM(Task):
                 )
             )
         sizes = {name: getattr(self.asked, name) for name in ("train_size", "test_size", "rules")}
-        sizes |= {name: getattr(self, name) for name in COUNTS}
+        sizes |= {name: getattr(self, name) for name in AT_LEAST_ONE}
         problems += [
             UserError(f"task.{name}={value}", f"less than {least}", f"type task.{name}={least} or more")
             for name, value in (sizes | {"maze_size": self.asked.size}).items()
@@ -283,6 +256,12 @@ class HRM(Task):
         ]
         if problems:
             raise ConfigError(problems)
+
+
+def _metrics(counts: Tensor) -> dict[str, Metric]:
+    of = dict(zip(COUNTS, counts.unbind(), strict=True))
+    share = {name: (of[name], of["ended"]) for name in ("exact", "q_halt", "segments")}
+    return {**share, "cell": (of["cells"], of["all_cells"])}
 
 
 def _given(value: int | None, otherwise: int) -> int:

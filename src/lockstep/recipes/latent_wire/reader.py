@@ -16,7 +16,20 @@ from torch import Tensor, nn
 from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
 EPS = 1e-6
-Prefix = Sequence[tuple[Tensor, Tensor]]  # keys and values (B, H, M, D) per layer, seen by every position
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Aid:
+    """What trained parts add to one layer, whose own weights stay as they are."""
+
+    prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D), seen by every position
+    qkv: Change | None = None  # added to the layer's queries, keys and values, from the same input
+    out: Change | None = None  # added to what its attention gives
+    look: Change | None = None  # added to the stream behind its attention
+
+
+NO_AID = Aid()
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class ReaderShape:
     width: int
     layers: int
     heads: int = 4
+    near: int = 0  # positions that each layer mixes before it attends: the last so many, itself among them
 
 
 class Attention(nn.Module):
@@ -36,48 +50,70 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, aid: Aid = NO_AID) -> Tensor:
         B, T, W = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        qkv = self.qkv(x) if aid.qkv is None else self.qkv(x) + aid.qkv(x)
+        q, k, v = qkv.view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         q, k = rotate(q, rotation), rotate(k, rotation)
-        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if self.causal else None
-        if prefix is not None:
-            before_k, before_v = prefix
+        mask = None
+        if aid.prefix is not None:
+            before_k, before_v = aid.prefix
             k, v = torch.cat((before_k.to(k), k), 2), torch.cat((before_v.to(v), v), 2)
-            if mask is not None:
-                mask = torch.cat((mask.new_ones(T, before_k.shape[2]), mask), 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+            if self.causal:
+                mask = torch.ones(T, k.shape[2], dtype=torch.bool, device=x.device).tril(k.shape[2] - T)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
+        y = y.transpose(1, 2).reshape(B, T, W)
+        return self.out(y) if aid.out is None else self.out(y) + aid.out(y)
+
+
+class Near(nn.Module):
+    """Adds to each position the last few before it, channel by channel. To tell which words stand together is then no
+    longer a matter of attention, which learns it late."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width, EPS)
+        self.weight = nn.Parameter(torch.zeros(count, width))  # at first nothing is mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        T, count = x.shape[1], len(self.weight)
+        padded = F.pad(self.norm(x), (0, 0, count - 1, 0))
+        return x + sum(padded[:, count - 1 - back : count - 1 - back + T] * self.weight[back] for back in range(count))
 
 
 class Block(nn.Module):
     """Attention and a gated MLP of twice the width, each behind a norm."""
 
-    def __init__(self, width: int, heads: int, causal: bool):
+    def __init__(self, width: int, heads: int, causal: bool, near: int = 0):
         super().__init__()
+        self.near = Near(width, near) if near else None
         self.attention_norm = nn.RMSNorm(width, EPS)
         self.attention = Attention(width, heads, causal)
         self.mlp_norm = nn.RMSNorm(width, EPS)
         self.up = nn.Linear(width, 2 * 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, prefix: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, prefix)
+    def forward(self, x: Tensor, rotation: Rotation, aid: Aid = NO_AID) -> Tensor:
+        if self.near is not None:
+            x = self.near(x)
+        x = x + self.attention(self.attention_norm(x), rotation, aid)
+        if aid.look is not None:
+            x = x + aid.look(x)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
 
 
 class Blocks(nn.ModuleList):
-    """One after another. A prefix has keys and values for each."""
+    """One after another, each with its aid, if there are any."""
 
-    def __init__(self, width: int, heads: int, layers: int, causal: bool):
-        super().__init__(Block(width, heads, causal) for _ in range(layers))
+    def __init__(self, width: int, heads: int, layers: int, causal: bool, near: int = 0):
+        super().__init__(Block(width, heads, causal, near) for _ in range(layers))
         self.head_width = width // heads
 
-    def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
+    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None) -> Tensor:
         rotation = rotation_table(x.shape[1], self.head_width, x.device)
         for number, block in enumerate(self):
-            x = block(x, rotation, prefix[number] if prefix is not None else None)
+            x = block(x, rotation, aids[number] if aids is not None else NO_AID)
         return x
 
 
@@ -89,13 +125,13 @@ class Reader(nn.Module):
         self.shape = shape
         self.home: str | None = None
         self.embed = nn.Embedding(tokens, shape.width)
-        self.blocks = Blocks(shape.width, shape.heads, shape.layers, causal=True)
+        self.blocks = Blocks(shape.width, shape.heads, shape.layers, causal=True, near=shape.near)
         self.norm = nn.RMSNorm(shape.width, EPS)
         self.head = nn.Linear(shape.width, tokens, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
 
-    def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
-        return self.head(self.norm(self.blocks(x, prefix)))
+    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None) -> Tensor:
+        return self.head(self.norm(self.blocks(x, aids)))
 
     @property
     def device(self) -> torch.device:
@@ -134,14 +170,27 @@ class Answered:
     logits: Tensor  # (rows, answer, V)
 
 
-def answer(reader: Reader, before: Tensor, question: Tensor, answer: Tensor, prefix: Prefix | None = None) -> Answered:
+def answer(
+    reader: Reader, before: Tensor, question: Tensor, answer: Tensor, aids: Sequence[Aid] | None = None
+) -> Answered:
     """Teacher-forced: [before] [question] [answer]. All tokens right here means that greedy decoding is right.
 
     before (rows, T, W); question (rows, q), answer (rows, a): ids.
     """
     asked = torch.cat((question, answer[:, :-1]), 1)
-    logits = reader(torch.cat((before, reader.embed(asked)), 1), prefix)
+    logits = reader(torch.cat((before, reader.embed(asked)), 1), aids)
     logits = logits[:, -answer.shape[1] :].float()  # the position of the question mark predicts the first token
     cost = F.cross_entropy(logits.transpose(1, 2), answer, reduction="none").mean(1)
     right = logits.argmax(-1) == answer
     return Answered(cost, right.all(1).float(), right[:, 0].float(), logits)
+
+
+@torch.compiler.disable  # rarely run, and a graph of it would be long
+def decode(reader: Reader, before: Tensor, question: Tensor, length: int, aids: Sequence[Aid] | None = None) -> Tensor:
+    """The answer (rows, length) that the reader writes by itself, always the likeliest token."""
+    x = torch.cat((before, reader.embed(question)), 1)
+    said: list[Tensor] = []
+    for _ in range(length):
+        said.append(reader(x, aids)[:, -1:].argmax(-1))
+        x = torch.cat((x, reader.embed(said[-1]).to(x.dtype)), 1)
+    return torch.cat(said, 1)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Prefix, Reader, answer
+from lockstep.recipes.latent_wire.aids import Aids
+from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, decode
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,18 @@ class WireShape:
     deep_prefix: bool = False
     gist: bool = False
     film: bool = False
+    colour: bool = False
+    private: int = 0  # vectors for each reader alone, beside the M
+    looks: tuple[int, ...] = ()  # layers of the readers that look at the wire
+    rank: int = 0  # of a change to the readers' attention
+
+    @property
+    def read(self) -> int:
+        """Vectors that one reader gets."""
+        return self.vectors + self.private
+
+    def sent(self, readers: int) -> int:
+        return self.vectors + self.private * readers
 
 
 class CrossAttention(nn.Module):
@@ -51,12 +64,12 @@ class CrossAttention(nn.Module):
 class Encoder(nn.Module):
     """Bytes (B, L) to the wire (B, M, Z)."""
 
-    def __init__(self, shape: WireShape):
+    def __init__(self, shape: WireShape, vectors: int):
         super().__init__()
         Z = shape.width
         self.embed = nn.Embedding(256, Z)
         self.blocks = Blocks(Z, shape.heads, shape.layers, causal=False)
-        self.pool = CrossAttention(shape.vectors, Z, shape.heads)
+        self.pool = CrossAttention(vectors, Z, shape.heads)
         self.mlp = nn.Sequential(nn.RMSNorm(Z, EPS), nn.Linear(Z, 2 * Z), nn.GELU(), nn.Linear(2 * Z, Z))
 
     def forward(self, context: Tensor) -> Tensor:
@@ -70,7 +83,7 @@ class Adapter(nn.Module):
     Without the size a frozen model sees noise: its embeddings may be a hundred times smaller or larger.
     """
 
-    def __init__(self, width: int, reader: Reader, film: bool):
+    def __init__(self, width: int, reader: Reader, film: bool, colour: bool):
         super().__init__()
         into = reader.shape.width
         self.norm = nn.LayerNorm(width)
@@ -78,9 +91,14 @@ class Adapter(nn.Module):
         self.skip = nn.Linear(width, into, bias=False)
         self.film = nn.Linear(width, 2 * into) if film else None
         self.out_norm = nn.LayerNorm(into, elementwise_affine=False)
-        size = float(reader.embed.weight.float().pow(2).mean().sqrt())
+        weight = reader.embed.weight.detach().float()
+        size = float(weight.pow(2).mean().sqrt())
         self.log_size = nn.Parameter(torch.tensor(size).log())
         self.first_size = size
+        # Per channel what the reader's own embeddings have, in units of their size; from the reader, so never saved.
+        std, mean = torch.std_mean(weight, 0) if colour else (None, None)
+        self.register_buffer("std", std / size if std is not None else None, persistent=False)
+        self.register_buffer("mean", mean / size if mean is not None else None, persistent=False)
 
     def forward(self, latents: Tensor) -> Tensor:
         x = self.norm(latents)
@@ -88,26 +106,13 @@ class Adapter(nn.Module):
         if self.film is not None:
             scale, shift = self.film(latents).chunk(2, -1)
             y = y * 2 * torch.sigmoid(scale) + shift
+        if self.std is not None:
+            y = y * self.std + self.mean
         return y * self.log_size.exp()
 
     def drift(self) -> Tensor:
         """How far the learned size has gone from the reader's own, squared."""
         return (self.log_size - torch.tensor(self.first_size).log()).square()
-
-
-class DeepPrefix(nn.Module):
-    """Keys and values for every layer of a reader, straight from the wire."""
-
-    def __init__(self, width: int, reader: Reader):
-        super().__init__()
-        shape = reader.shape
-        self.heads, self.layers = shape.heads, shape.layers
-        self.make = nn.Linear(width, 2 * shape.layers * shape.width, bias=False)
-
-    def forward(self, latents: Tensor) -> Prefix:
-        B, M, _ = latents.shape
-        made = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
-        return [(layer[0], layer[1]) for layer in made]
 
 
 class Gist(nn.Module):
@@ -127,8 +132,10 @@ class Read:
     """What one reader made of a batch through the wire, and what its parts cost beside."""
 
     answered: Answered  # (B * Q,) rows
-    gist: Tensor | None  # (B,)
+    gist: Tensor | None  # one for each wire
     drift: Tensor
+    seen: Tensor  # (rows, M, Z) what of the wire was for it
+    written: Tensor | None = None  # (B * Q, tokens) the answers, written freely
 
 
 class WireModel(nn.Module):
@@ -137,49 +144,74 @@ class WireModel(nn.Module):
     def __init__(self, shape: WireShape, readers: Sequence[Reader], text_lengths: Sequence[int]):
         super().__init__()
         Z = shape.width
-        self.encoder = Encoder(shape)
+        self.shared, self.private = shape.vectors, shape.private
+        self.encoder = Encoder(shape, shape.sent(len(readers)))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
-        self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film) for reader in readers)
-        self.prefixes = nn.ModuleList(DeepPrefix(Z, reader) for reader in readers) if shape.deep_prefix else None
+        self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
         pairs = zip(readers, text_lengths, strict=True)
         self.gists = nn.ModuleList(Gist(Z, *pair, shape.heads) for pair in pairs) if shape.gist else None
+        self.aids = nn.ModuleList(Aids(Z, one, shape.deep_prefix, shape.looks, shape.rank) for one in readers)
         self.readers = nn.ModuleList(readers)
 
-    def forward(self, batch: dict[str, Tensor], carries: str = "context") -> list[Read]:
-        """`carries`: which text goes through the wire."""
+    def forward(self, batch: dict[str, Tensor], carries: str = "context", write: bool = False) -> list[Read]:
+        """`carries`: which text goes through the wire. `write`: let the readers write their answers, too."""
         latents = self.latents(batch[carries])
-        return [self._read(number, latents, batch) for number in range(len(self.readers))]
+        return [self._read(number, latents, batch, write) for number in range(len(self.readers))]
 
-    def latents(self, context: Tensor) -> Tensor:
-        return self.refiner(self.encoder(context))
+    def latents(self, carried: Tensor) -> Tensor:
+        """Bytes (B, L), or (B, Q, L) if every question has a wire of its own, to (rows, vectors sent, Z)."""
+        return self.refiner(self.encoder(carried.flatten(0, -2)))
 
-    def _read(self, number: int, latents: Tensor, batch: dict[str, Tensor]) -> Read:
+    def seen_by(self, number: int, latents: Tensor) -> Tensor:
+        """The shared vectors, and those that are for this reader alone."""
+        first = self.shared + number * self.private
+        return torch.cat((latents[:, : self.shared], latents[:, first : first + self.private]), 1)
+
+    def _read(self, number: int, latents: Tensor, batch: dict[str, Tensor], write: bool) -> Read:
         reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
         adapter: Adapter = self.adapters[number]  # pyrefly: ignore[bad-assignment]
-        home = reader.device
-        vectors = adapter(latents).to(home)
-        prefix = self.prefixes[number](latents) if self.prefixes is not None else None
-        rows, asked, question, expected = questions_of(batch, number, home)
-        before = torch.cat((reader.beginning(rows), vectors.to(reader.embed.weight.dtype)), 1)
-        repeated = [tuple(t.to(home).repeat_interleave(asked, 0) for t in pair) for pair in prefix] if prefix else None
-        answered = answer(reader, before.repeat_interleave(asked, 0), question, expected, repeated)
-        gist = None
-        if self.gists is not None:
-            rebuilt = self.gists[number](latents).to(home)
-            gist = F.mse_loss(rebuilt, reader.embed(batch[f"text_{number}"].to(home)), reduction="none").mean((1, 2))
-        return Read(answered, gist, adapter.drift())
+        seen, home = self.seen_by(number, latents), reader.device
+        question, expected = ids_of(batch, number, home, "after")
+        before = put_before(reader, adapter(seen).to(home), len(question))
+        aids = self.aids[number](seen, len(question) // len(seen), home)
+        answered = answer(reader, before, question, expected, aids)
+        written = decode(reader, before, question, expected.shape[1], aids) if write else None
+        gist = self._gist(number, seen, batch[f"text_{number}"]) if self.gists is not None else None
+        return Read(answered, gist, adapter.drift(), seen, written)
+
+    def _gist(self, number: int, seen: Tensor, text: Tensor) -> Tensor:
+        assert self.gists is not None
+        reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
+        rebuilt = self.gists[number](seen).to(reader.device)
+        embedded = reader.embed(text.to(reader.device)).repeat_interleave(len(rebuilt) // len(text), 0)
+        return F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
 
 
-def questions_of(batch: dict[str, Tensor], number: int, device: torch.device) -> tuple[int, int, Tensor, Tensor]:
-    """(samples, questions each, question ids by row, answer ids by row)."""
-    question, expected = batch[f"question_{number}"].to(device), batch[f"answer_{number}"].to(device)
-    return question.shape[0], question.shape[1], question.flatten(0, 1), expected.flatten(0, 1)
+def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
+    """The beginning and `vectors` (B, T, W), before each of `rows` questions, as many for each row of `vectors`."""
+    before = torch.cat((reader.beginning(len(vectors)), vectors.to(reader.embed.weight.dtype)), 1)
+    return before.repeat_interleave(rows // len(vectors), 0)
+
+
+def ids_of(batch: dict[str, Tensor], number: int, device: torch.device, asked: str) -> tuple[Tensor, Tensor]:
+    """Ids by row, one row for each question: what is asked (`question`, or what of it comes `after` the wire), and the
+    answer."""
+    question, expected = batch[f"{asked}_{number}"].to(device), batch[f"answer_{number}"].to(device)
+    return question.flatten(0, 1), expected.flatten(0, 1)
 
 
 @torch.no_grad()
 def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int | None = None) -> Answered:
     """The same questions with the text itself before them, or its first `most` tokens (0: no context at all)."""
-    rows, asked, question, expected = questions_of(batch, number, reader.device)
+    question, expected = ids_of(batch, number, reader.device, "question")
     text = batch[f"text_{number}"].to(reader.device)[:, :most]
-    before = torch.cat((reader.beginning(rows), reader.embed(text)), 1)
-    return answer(reader, before.repeat_interleave(asked, 0), question, expected)
+    ids = torch.cat((text.new_zeros(len(text), 1), text), 1)
+    return answer(reader, reader.embed(ids.repeat_interleave(len(question) // len(ids), 0)), question, expected)
+
+
+@torch.no_grad()
+def from_replay(reader: Reader, batch: dict[str, Tensor], number: int) -> Answered:
+    """The reader's embeddings of the text, put where a wire's vectors go: shows whether that way in loses anything."""
+    question, expected = ids_of(batch, number, reader.device, "question")
+    vectors = reader.embed(batch[f"text_{number}"].to(reader.device))
+    return answer(reader, put_before(reader, vectors, len(question)), question, expected)

@@ -1,20 +1,20 @@
-"""A small world of facts, and three ways to write its words as token ids.
+"""A small world of facts. Sample i of a split is a function of (seed, split, i) alone: any rank makes any sample, and
+nothing is stored. Samples are drawn many at a time, as the numbers of their words.
 
-Sample i of a split is a function of (seed, split, i) alone: any rank makes any sample, nothing is stored.
-Every text of a kind has one length in tokens, so that batches need no padding.
+Shapes in comments: N samples, C words of context, Q questions each.
 """
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from typing import Protocol
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+import numpy as np
+
+from lockstep.recipes.latent_wire.draws import pick, uniform
 
 NAMES = ("anna", "boris", "clara", "dmitri", "elena", "felix", "greta", "hugo")
 COLOURS = ("red", "green", "blue", "yellow", "purple", "white")
@@ -22,44 +22,38 @@ OBJECTS = ("ball", "chair", "drum", "flute", "glove", "hammer", "lamp", "mirror"
 PLACES = ("attic", "barn", "cellar", "garden", "kitchen", "office")
 ASKED = ("colour", "item", "place", "who")
 MARKS = (".", "?")
-WORDS = NAMES + COLOURS + OBJECTS + PLACES + ASKED + MARKS
 
 KINDS = len(ASKED)
-LONGEST = max(map(len, WORDS)) + 1  # a blank ends every word
-HELD_OUT = 10
+LOOKS = len(COLOURS) * len(PLACES)  # ways in which a person can have a thing
+HELD_OUT = 4  # of them
 
 
 @dataclass(frozen=True)
-class Fact:
-    name: str
-    colour: str
-    item: str
-    place: str
+class Drawn:
+    """Samples as numbers of words."""
+
+    context: np.ndarray  # (N, C)
+    question: np.ndarray  # (N, Q, words)
+    answer: np.ndarray  # (N, Q)
+
+
+class World(Protocol):
+    """What contexts say and what is asked about them."""
 
     @property
-    def words(self) -> list[str]:
-        return [self.name, self.colour, self.item, self.place, "."]
+    def questions(self) -> int: ...
 
     @property
-    def held_out(self) -> bool:
-        """Whether it is never trained on: one in ten, by its words."""
-        return zlib.crc32(" ".join(self.words).encode()) % HELD_OUT == 0
-
-    def question(self, kind: int) -> tuple[list[str], str]:
-        """What is asked, and the one word that answers it."""
-        if ASKED[kind] == "who":
-            return ["who", self.item, "?"], self.name
-        return [ASKED[kind], self.name, "?"], (self.colour, self.item, self.place)[kind]
-
-
-@dataclass(frozen=True)
-class Sample:
-    facts: tuple[Fact, ...]
-    questions: tuple[tuple[list[str], str], ...]
+    def seed(self) -> int: ...
 
     @property
-    def context(self) -> list[str]:
-        return [word for fact in self.facts for word in fact.words]
+    def words(self) -> tuple[str, ...]: ...
+
+    def draw(self, split: str, ids: np.ndarray) -> Drawn: ...
+
+    def easier(self) -> Sequence[World]:
+        """Worlds to learn first."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,95 +64,56 @@ class FactWorld:
     questions: int = 2
     seed: int = 0
 
-    def sample(self, split: str, index: int) -> Sample:
-        draw = random.Random(f"{self.seed} {split} {index}")
-        facts: list[Fact] = []
-        while len(facts) < self.facts:  # about people and things of whom nothing has been said yet
-            fact = Fact(*map(draw.choice, (NAMES, COLOURS, OBJECTS, PLACES)))
-            known = any(fact.name == other.name or fact.item == other.item for other in facts)
-            if not known and fact.held_out == (split == "test"):
-                facts.append(fact)
-        asked = draw.sample(range(self.facts * KINDS), self.questions)
-        return Sample(tuple(facts), tuple(facts[place // KINDS].question(place % KINDS) for place in asked))
+    @property
+    def words(self) -> tuple[str, ...]:
+        return NAMES + COLOURS + OBJECTS + PLACES + ASKED + MARKS
+
+    def draw(self, split: str, ids: np.ndarray) -> Drawn:
+        facts, people, things = self.facts, len(NAMES), len(OBJECTS)
+        numbers = uniform(self.seed, split, ids, people + things + facts + facts * KINDS)
+        by_name, by_item, by_look, by_question = np.split(numbers, np.cumsum([people, things, facts]), axis=1)
+        name, item = pick(by_name, facts), pick(by_item, facts)  # (N, F)
+        looks = looks_of(split)[name, item]  # (N, F, ways)
+        look = np.take_along_axis(looks, (by_look * looks.shape[-1]).astype(np.int64)[..., None], -1)[..., 0]
+        colour, place = look // len(PLACES), look % len(PLACES)
+        said = np.stack([_number(NAMES) + name, _number(COLOURS) + colour, _number(OBJECTS) + item,
+                         _number(PLACES) + place, np.full_like(name, _number(MARKS))], -1)  # fmt: skip
+        asked = pick(by_question, self.questions)  # (N, Q)
+        fact = np.take_along_axis(said, (asked // KINDS)[..., None], 1)  # (N, Q, 5)
+        kind = asked % KINDS
+        who = kind == ASKED.index("who")
+        about, answer = np.where(who, fact[..., 2], fact[..., 0]), np.where(who, fact[..., 0], _pick(fact, kind + 1))
+        question = np.stack([_number(ASKED) + kind, about, np.full_like(kind, _number(MARKS) + 1)], -1)
+        return Drawn(said.reshape(len(ids), -1), question, answer)
+
+    def easier(self) -> Sequence[World]:
+        """One fact, two, four: to find one among several is learned late, and soon by those who can read one."""
+        fewer = [count for count in (1, 2, 4) if count < self.facts]
+        return [FactWorld(count, min(self.questions, KINDS * count), self.seed) for count in fewer]
 
 
-# ---- tokens ----
+@cache
+def looks_of(split: str) -> np.ndarray:
+    """Colours and places (people, things, ways) in which a person has a thing: four of 36, by the words, are kept for
+    the test and never trained on."""
+    every = [
+        sorted(range(LOOKS), key=lambda look: zlib.crc32(" ".join(fact_words(name, item, look)).encode()))
+        for name in range(len(NAMES))
+        for item in range(len(OBJECTS))
+    ]
+    table = np.array(every).reshape(len(NAMES), len(OBJECTS), LOOKS)
+    return table[..., :HELD_OUT] if split == "test" else table[..., HELD_OUT:]
 
 
-class Tokenizer:
-    """Words to ids. 0 begins every sequence."""
-
-    size: int
-
-    def encode(self, words: Sequence[str]) -> Tensor:
-        return torch.tensor([i for word in words for i in self.ids(word)], dtype=torch.int64)
-
-    def ids(self, word: str) -> list[int]:
-        raise NotImplementedError
+def fact_words(name: int, item: int, look: int) -> tuple[str, str, str, str]:
+    return NAMES[name], COLOURS[look // len(PLACES)], OBJECTS[item], PLACES[look % len(PLACES)]
 
 
-class WholeWords(Tokenizer):
-    """One token per word, numbered in a shuffled order."""
-
-    def __init__(self) -> None:
-        order = torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(1)).tolist()
-        self._ids = {word: 1 + i for word, i in zip(WORDS, order, strict=True)}
-        self.size = 1 + len(WORDS)
-
-    def ids(self, word: str) -> list[int]:
-        return [self._ids[word]]
+def _pick(fact: np.ndarray, word: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(fact, np.minimum(word, 3)[..., None], -1)[..., 0]
 
 
-class SplitWords(Tokenizer):
-    """The first letter, and the rest of the word: two tokens; a mark is one."""
-
-    def __init__(self) -> None:
-        pieces = sorted({piece for word in WORDS for piece in self._pieces(word)})
-        self._ids = {piece: 1 + i for i, piece in enumerate(pieces)}
-        self.size = 1 + len(pieces)
-
-    def ids(self, word: str) -> list[int]:
-        return [self._ids[piece] for piece in self._pieces(word)]
-
-    @staticmethod
-    def _pieces(word: str) -> list[str]:
-        return [word] if word in MARKS else [word[0], "-" + word[1:]]
-
-
-class Bytes(Tokenizer):
-    """Every word filled up with blanks to one length, byte by byte."""
-
-    size = 256
-
-    def ids(self, word: str) -> list[int]:
-        return list(word.ljust(LONGEST).encode("ascii"))
-
-
-TOKENIZERS = {"words": WholeWords, "pieces": SplitWords, "bytes": Bytes}
-
-
-class FactData(Dataset[dict[str, Tensor]]):
-    """Samples as tensors: what the wire reads, and for every reader what it is asked, in its own tokens.
-
-    `other` is the context of the next sample: a wire that carries it must not answer this one's questions.
-    """
-
-    def __init__(self, world: FactWorld, split: str, length: int, tokenizers: Sequence[Tokenizer]):
-        self.world, self.split, self.length, self.tokenizers = world, split, length, tokenizers
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = self.world.sample(self.split, index)
-        other = self.world.sample(self.split, (index + 1) % self.length)
-        found = {"context": self.bytes.encode(sample.context), "other": self.bytes.encode(other.context)}
-        for number, tokenizer in enumerate(self.tokenizers):
-            found[f"text_{number}"] = tokenizer.encode(sample.context)
-            found[f"question_{number}"] = torch.stack([tokenizer.encode(words) for words, _ in sample.questions])
-            found[f"answer_{number}"] = torch.stack([tokenizer.encode([word]) for _, word in sample.questions])
-        return found
-
-    @cached_property
-    def bytes(self) -> Bytes:
-        return Bytes()
+@cache
+def _number(kind: tuple[str, ...]) -> int:
+    """The number of its first word."""
+    return FactWorld().words.index(kind[0])

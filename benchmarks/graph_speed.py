@@ -1,0 +1,199 @@
+"""Steps per second of launch-bound models on a GPU: plain, compiled, recorded (CUDA graphs), and both, against a
+hand-written eager loop of the same model.
+
+    python benchmarks/graph_speed.py                       # all, about a minute
+    python benchmarks/graph_speed.py --models lstm --turns 10
+
+The hand-written loop takes its batches from the device already, casts to bf16, clips, uses the task's own optimizer,
+and never waits between turns. Turns of all of them alternate; each ends with a synchronisation. Of a way the median of
+its turns is told, and how many times faster than the hand-written loop that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.config import resolve_for
+from lockstep.engine import loop
+from lockstep.engine.run import Run
+from lockstep.observe.sinks import read_jsonl
+from lockstep.recipes.hrm import TASK as HRM
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import MicroBatch
+
+MANY = 10**6
+WAYS = {
+    "plain": {"compile": False, "graph": False},
+    "compile": {"compile": True, "graph": False},
+    "graph": {"compile": False, "graph": "auto"},
+    "compile + graph": {"compile": True, "graph": "auto"},
+}
+
+
+class SmallLSTM(nn.Module):
+    """Cells by hand, as in research code: cuDNN's own LSTM is few kernels already."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, W)
+        rows = list(x.unbind(1))
+        for cell, norm in zip(self.cells, self.norms, strict=True):
+            state = None
+            for place, row in enumerate(rows):
+                state = cell(norm(row), state)
+                rows[place] = row + state[0]
+        return self.head(torch.stack(rows, 1))
+
+
+class Sequences(lockstep.Task):
+    """Says again, at every place, what it has seen there."""
+
+    defaults = {"global_batch": 32, "precision": "bf16", "clip": {"norm": 1.0}}
+
+    def model(self) -> nn.Module:
+        return SmallLSTM(128, 2)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def data(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(
+            torch.randn(256, 32, 128, generator=generator), torch.randint(16, (256, 32), generator=generator)
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        losses = nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="sum")
+        return lockstep.Loss(losses, y.numel())
+
+
+TASKS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "lstm": (Sequences, {}),
+    # The `gpu` preset's model: 2 levels of 2 blocks, width 256, Sudoku 9 x 9; fewer puzzles, no workers.
+    "hrm": (
+        lambda: HRM(puzzle="sudoku9", train_size=256, test_size=16, width=256, heads=4, layers=2, loss="softmax"),
+        {"preset": "cpu", "global_batch": 64, "micro_batch": 64, "precision": "bf16", "goals": []},
+    ),
+}
+
+
+def by_hand(make: Callable[[], Any], block: int, device: torch.device, batch: int) -> Iterator[None]:
+    """Eager. What is read and put together is ready before the first step."""
+    torch.manual_seed(0)
+    task = make()
+    model = task.model().to(device)
+    made = task.optimizer(model)
+    optimizers = made if isinstance(made, list) else [made]
+    data = task.data()
+    picks = [task.collate([data[i] for i in range(at, at + batch)]) for at in (0, batch, 2 * batch)]
+    batches = [_to(pick, device) for pick in picks]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    step = 0
+    while True:
+        for _ in range(block):
+            if type(task).before_batch is not lockstep.Task.before_batch:
+                task.before_batch(MicroBatch(None, 0, batch, 0, None, False, 0))
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = task.loss(model, batches[step % 3])
+            (loss.total / loss.weight).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            if type(task).after_step is not lockstep.Task.after_step:
+                task.after_step(model, step)
+        yield
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {name: _to(part, device) for name, part in value.items()}
+    return [_to(part, device) for part in value] if isinstance(value, list | tuple) else value.to(device)
+
+
+def by_lockstep(
+    make: Callable[[], Any], block: int, runtime: context.Runtime, values: dict[str, Any], run_dir: str
+) -> Iterator[None]:
+    task = make()
+    quiet = {"steps": MANY, "log": {"every": block, "progress": "off"}, "checkpoint": {"minutes": None}}
+    asked = {**values, **quiet, "clip": {"norm": 1.0}, "run_dir": run_dir}
+    run = Run(resolve_for(task.defaults, task.presets, [("benchmark", asked)]).without_options(), runtime, "bench")
+    run.adopt(task.model(), task.optimizer, task)
+    run.open(task.data(), task.collate)
+    before = task.before_batch if loop._overrides(task, "before_batch") else None
+    for share in run.shares():
+        if before:
+            share.batches = loop._told(share.batches, before)
+        run.finish(share, run.stepper.step(share, task.loss))
+        if loop._overrides(task, "after_step"):
+            task.after_step(run.driver.model, run.stepper.counters.step)
+        if run.stepper.counters.step % block == 0:
+            yield
+
+
+def measure(name: str, turns: int, block: int, limit_s: float) -> None:
+    make, values = TASKS[name]
+    config = resolve_for({}, {}, [("benchmark", {"precision": "bf16"})]).config
+    with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
+        batch = values.get("global_batch", 32)
+        loops = {"by hand": by_hand(make, block, runtime.device, batch)}
+        for way, settings in WAYS.items():
+            loops[way] = by_lockstep(make, block, runtime, values | settings, f"{folder}/{way}")
+        for each in loops.values():  # compiled, decided, recorded
+            next(each)
+            next(each)
+        seconds: dict[str, list[float]] = {way: [] for way in loops}
+        begin = time.perf_counter()
+        for _ in range(turns):
+            for way, each in loops.items():
+                torch.cuda.synchronize()
+                since = time.perf_counter()
+                next(each)
+                torch.cuda.synchronize()
+                seconds[way].append((time.perf_counter() - since) / block)
+            if time.perf_counter() - begin > limit_s:
+                break
+        base = statistics.median(seconds["by hand"])
+        for way, times in seconds.items():
+            typical = statistics.median(times)
+            print(
+                f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand  ({len(times)} turns)"
+            )
+        for way in WAYS:
+            for event in read_jsonl(f"{folder}/{way}/events.jsonl"):
+                if event["event"] == "graph":
+                    print(f"{name:6} {way:16} {event['call']}: {event['reason']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(TASKS))
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--block", type=int, default=20, help="steps of a turn")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds for the turns of a model")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here")
+    for name in asked.models:
+        measure(name, asked.turns, asked.block, asked.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The same GPT trained in several number formats: loss, speed and memory of each, against the first one.
+
+    python benchmarks/precisions.py                                          # 300 steps of the gpu preset, side by side
+    python benchmarks/precisions.py --formats bf16 fp8 --steps 30 --in-turn --no-check \\
+        task.width=2048 task.layers=20 task.heads=16 task.context=1024 global_batch=16   # a billion parameters
+
+Every format is a `lockstep train char_lm` of its own, from the same weights and with the same batches. Side by side
+they share the GPU, so that only losses can be compared; `--in-turn` gives each of them the GPU, and its speed counts.
+Without `--no-check` the exit code is 1 if a loss is more than 2 % away from that of the first format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+LIMIT = 0.02
+SETTINGS = [
+    "preset=gpu",
+    "task.dropout=0",
+    "task.max_bytes=2000000",
+    "task.eval_bytes=65536",
+    "checkpoint.at_end=false",
+    "log.every=10",
+    "log.progress=off",
+]
+
+
+class Outcome(NamedTuple):
+    loss: float  # of the last steps
+    eval_loss: float
+    per_second: float  # median of the second half: compiling is over
+    memory_mb: float  # at the worst moment
+
+
+def start(precision: str, steps: int, more: list[str], folder: Path) -> subprocess.Popen:
+    values = [*SETTINGS, f"precision={precision}", f"steps={steps}", f"evaluate.every={steps}", *more]
+    values = list({value.split("=")[0]: value for value in values}.values())  # what comes later counts
+    command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", *values, f"run_dir={folder / precision}"]
+    with (folder / f"{precision}.txt").open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def outcome(precision: str, folder: Path) -> Outcome | None:
+    if not (folder / precision / "summary.json").exists():
+        print(f"{precision} failed:\n{(folder / f'{precision}.txt').read_text()[-3000:]}")
+        return None
+    lines = [json.loads(line) for line in (folder / precision / "metrics.jsonl").read_text().splitlines()]
+    summary, late = json.loads((folder / precision / "summary.json").read_text()), lines[len(lines) // 2 :]
+    return Outcome(
+        statistics.mean(line["loss"] for line in lines[-3:]),
+        summary["eval_loss"],
+        statistics.median(line["weight_per_s"] for line in late),
+        max(line["memory_mb"] for line in lines),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["fp32", "tf32", "bf16", "fp16", "fp8"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--in-turn", action="store_true", help="one after the other")
+    parser.add_argument("--no-check", action="store_true")
+    options, more = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, running = Path(name), []
+        for precision in options.formats:
+            running.append(start(precision, options.steps, more, folder))
+            if options.in_turn:
+                running[-1].wait()
+        for process in running:
+            process.wait()
+        found = {precision: outcome(precision, folder) for precision in options.formats}
+    first = found[options.formats[0]]
+    if first is None:
+        return 1
+    print(f"{'format':>24}  {'loss':>7}  {'eval':>7}  {'off by':>7}  {'tokens/s':>9}  {'ratio':>6}  {'memory MB':>9}")
+    worst = 0.0
+    for precision, run in found.items():
+        if run is None:
+            worst = float("inf")
+            continue
+        off = run.eval_loss / first.eval_loss - 1
+        worst = max(worst, abs(off))
+        speed = f"{run.per_second:9,.0f}  {run.per_second / first.per_second:6.3f}" if options.in_turn else f"{'-':>17}"
+        print(f"{precision:>24}  {run.loss:7.4f}  {run.eval_loss:7.4f}  {off:+7.2%}  {speed}  {run.memory_mb:9,.0f}")
+    return 0 if options.no_check or worst <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What each strategy takes of a GPU's memory, and what it makes of a step: one GPT, several ranks on the one device.
+
+    python benchmarks/strategies.py                      # 100M parameters, 4 ranks, micro-batches of 4 x 512 tokens
+    python benchmarks/strategies.py --ranks 2 task.width=256 task.layers=4
+
+Memory is torch's own count of what rank 0 had allocated at the worst moment. Ranks that share a GPU exchange through
+host memory over gloo, so seconds compare strategies with one another here and say nothing about a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROWS = {
+    "one process": [],
+    "one process, remat=full": ["remat=full"],
+    "one process, optimizer=adamw8bit": ["optimizer=adamw8bit"],
+    "ddp": ["strategy=ddp"],
+    "ddp, bf16-master": ["strategy=ddp", "precision=bf16-master"],
+    "zero1": ["strategy=zero1"],
+    "fsdp-grads": ["strategy=fsdp-grads"],
+    "fsdp": ["strategy=fsdp"],
+    "fsdp, bf16-master": ["strategy=fsdp", "precision=bf16-master"],
+    "hsdp, 2 copies": ["strategy=hsdp", "fsdp.replicas=2"],
+    "fsdp, remat=full": ["strategy=fsdp", "remat=full"],
+    "fsdp, remat=full, offload": ["strategy=fsdp", "remat=full", "fsdp.offload=true"],
+}
+SETTINGS = [
+    "preset=gpu",
+    "steps=6",
+    "task.width=768",
+    "task.layers=14",
+    "task.heads=12",
+    "task.dropout=0",
+    "task.max_bytes=1000000",
+    "task.eval_bytes=8192",
+    "global_batch=16",
+    "micro_batch=4",
+    "compile=false",
+    "evaluate.at_end=false",
+    "evaluate.every=null",
+    "checkpoint.at_end=false",
+    "log.every=1",
+    "log.progress=off",
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    options, more = parser.parse_known_args()
+    failed = 0
+    print(f"{'':34}  {'ranks':>5}  {'memory MB':>9}  {'step s':>7}  {'last loss':>9}", flush=True)
+    for name, values in ROWS.items():
+        ranks = 1 if name.startswith("one process") else options.ranks
+        chosen = list({value.split("=")[0]: value for value in [*SETTINGS, *values, *more]}.values())
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", "--nproc", str(ranks), *chosen]
+            done = subprocess.run([*command, f"run_dir={folder}/run"], capture_output=True, text=True, check=False)
+            if done.returncode:
+                failed += 1
+                print(f"{name:34}  exit code {done.returncode}: {done.stderr[-600:]}", flush=True)
+                continue
+            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        memory, seconds = (
+            max(line["memory_mb"] for line in lines),
+            statistics.median(line["step_s"] for line in lines[2:]),
+        )
+        print(f"{name:34}  {ranks:>5}  {memory:9,.0f}  {seconds:7.3f}  {lines[-1]['loss']:9.5f}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Recorded and replayed (CUDA graphs), a model trains as it does without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.observe.sinks import read_jsonl
+from lockstep.recipes.hrm import TASK as HRM
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 12), nn.Linear(12, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 32, num_layers=2, batch_first=True), nn.Linear(32, 1)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(self.frozen(x.view(len(x), 3, 4)))[0][:, -1])
+
+
+class Looking(Dropping):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) if x.sum() > 0 else -self.net(-x)
+
+
+class Fitting(lockstep.Task):
+    defaults = {
+        "global_batch": 16, "micro_batch": 8, "steps": 20, "precision": "fp32", "compile": False, "device": "cuda",
+        "evaluate": {"every": 4, "batch": 8}, "log": {"progress": "off"}, "clip": {"norm": 1.0},
+    }  # fmt: skip
+
+    def __init__(self, kind: type[nn.Module]):
+        self.kind, self.kept = kind, []
+
+    def model(self) -> nn.Module:
+        return self.kind()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+
+    def data(self) -> Any:
+        numbers = torch.randn(64, 13, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(numbers[:, :12], numbers[:, 12:])
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*(t[:32] for t in self.data().tensors))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        y = model(batch[0])
+        if torch.is_grad_enabled():
+            self.kept.append((y.detach(), y.detach().clone()))  # a replay must not write into what it has given away
+        return lockstep.Loss((y - batch[1]).square().sum(), weight=len(y))
+
+    eval_loss = loss
+
+
+def told(folder: Path) -> list[str]:
+    return [event["reason"] for event in read_jsonl(folder / "events.jsonl") if event["event"] == "graph"]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Recurrent])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_does_not_notice(kind: type[nn.Module], compiled: bool, tmp_path: Path) -> None:
+    if compiled and kind is Recurrent:
+        pytest.skip("torch.compile leaves an LSTM as it is")
+    plain = lockstep.fit(Fitting(kind), graph=False, compile=compiled, run_dir=tmp_path / "plain")
+    task = Fitting(kind)
+    found = lockstep.fit(task, graph=True, compile=compiled, run_dir=tmp_path / "graph")
+    equal(plain.weights, found.weights)
+    assert found.summary["eval_loss"] == pytest.approx(plain.summary["eval_loss"], rel=1e-5)
+    assert [reason for reason in told(tmp_path / "graph") if reason.startswith("recorded")]
+    assert all(torch.equal(given, copy) for given, copy in task.kept)
+    assert plain.summary["loss"] == pytest.approx(found.summary["loss"], rel=1e-5)
+
+
+def test_small_models_are_launch_bound_and_large_ones_are_not(tmp_path: Path) -> None:
+    lockstep.fit(Fitting(Recurrent), run_dir=tmp_path / "small")
+    assert any(reason.startswith("recorded") for reason in told(tmp_path / "small")), told(tmp_path / "small")
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 8192), nn.Linear(8192, 1)
+            self.inner = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(self.first(x.repeat(512, 1))))[: len(x)]
+
+    lockstep.fit(Fitting(Wide), run_dir=tmp_path / "large", steps=10)
+    assert "not launch-bound" in " ".join(told(tmp_path / "large")), told(tmp_path / "large")
+
+
+def test_python_that_looks_at_the_data(tmp_path: Path) -> None:
+    plain = lockstep.fit(Fitting(Looking), graph=False, run_dir=tmp_path / "plain")
+    found = lockstep.fit(Fitting(Looking), run_dir=tmp_path / "auto")
+    equal(plain.weights, found.weights, 0.0)
+    assert "not recorded" in told(tmp_path / "auto")[0]
+    with pytest.raises(UserError, match="graph=auto"):
+        lockstep.fit(Fitting(Looking), graph=True, run_dir=tmp_path / "must")
+
+
+TINY = {"preset": "tiny", "device": "cuda", "steps": 20, "log": {"progress": "off"}, "evaluate": {"every": 5}}
+
+
+def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> None:
+    """The recipe hrm, whose states go from step to step, with six micro-batches in each; and resumed half-way."""
+    exact = {**TINY, "precision": "fp32", "compile": False}
+    plain = lockstep.fit(HRM, **exact, graph=False, run_dir=tmp_path / "plain")
+    found = lockstep.fit(HRM, **exact, graph=True, run_dir=tmp_path / "graph")
+    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
+    equal(plain.weights, found.weights, 1e-4)
+    lockstep.fit(HRM, **{**exact, "steps": 10}, graph=True, run_dir=tmp_path / "half")
+    again = lockstep.fit(HRM, **exact, graph=True, resume=str(tmp_path / "half"))
+    equal(plain.weights, again.weights, 1e-4)
+
+
+def test_compiled_in_16_bits(tmp_path: Path) -> None:
+    low = {**TINY, "precision": "bf16", "compile": True}
+    plain = lockstep.fit(HRM, **low, graph=False, run_dir=tmp_path / "plain")
+    found = lockstep.fit(HRM, **low, graph=True, run_dir=tmp_path / "graph")
+    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
+    equal(plain.weights, found.weights, 2e-2)

@@ -1,0 +1,310 @@
+"""Recorded calls: which are, how they are told apart, and that training does not notice. Without a GPU: the device here
+records nothing, and replays by doing the work again. tests/gpu/test_graphs.py has the real one."""
+
+import copy
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.errors import UserError
+from lockstep.parallel import graphs
+from lockstep.parallel.graphs import WATCHED, Graphs
+from lockstep.parallel.trees import Opaque, put_together, take_apart
+
+STEPS = WATCHED + 6
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("called a synchronizing operation")
+        return func(*args, **(kwargs or {}))
+
+
+class Again:
+    """Does the work again. `seconds` is what the device is said to take."""
+
+    type = "cpu"
+
+    def __init__(self, seconds=0.0, stale=False):
+        self.takes, self.stale, self.replayed = seconds, stale, 0
+
+    def record(self, works):
+        replays = []
+        for work in works:
+            work()
+            replays.append(lambda work=work: self._replay(work))
+        return replays
+
+    def _replay(self, work):
+        self.replayed += 1
+        if not self.stale:
+            work()
+
+    @contextmanager
+    def strict(self):
+        with NoWaiting():
+            yield
+
+    def generator(self):
+        return torch.default_generator
+
+    def mark(self):
+        return None
+
+    def seconds(self, begin, end):
+        return self.takes
+
+
+class Said(list):
+    def __call__(self, event, **fields):
+        self.append((fields["call"], fields["reason"]))
+
+
+def graphed(model, device=None, required=False):
+    device, said = device or Again(), Said()
+    found = Graphs(model, model._call_impl, device, required, said)
+    model._compiled_call_impl = found
+    return found, device, said
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor | None
+    factor: float = 2.0
+
+
+class Seen(NamedTuple):
+    y: torch.Tensor
+    more: dict
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Recurrent(nn.Module):
+    """The state is passed in and comes out without a gradient; the second head is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head, self.idle = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x, state=None, *, twice=False):
+        y, (h, c) = self.cell(self.frozen(x)[:, None], state)
+        y = self.head(y[:, 0]) * (2 if twice else 1)
+        return Seen(y, {"state": (h.detach(), c.detach()), "idle": self.idle(y), "pair": Pair(y.detach(), None)})
+
+
+def train(model, steps=STEPS, seed=0):
+    """Two micro-batches a step, an evaluation now and then, and a carry from step to step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses, state = [], None
+    data = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x = torch.randn(6, 4, generator=data)
+            torch.manual_seed(1000 * step + micro)
+            if isinstance(model, Recurrent):
+                found = model(x, state, twice=True)
+                y, state = found.y, found.more["state"]
+                assert found.more["pair"].factor == 2.0
+            else:
+                y = model(x)
+            loss = (y**2).sum()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        if step % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                x = torch.ones(5, 4)
+                y = model(x, state and tuple(s[:, :5] for s in state)).y if isinstance(model, Recurrent) else model(x)
+            losses.append(y.sum().item())
+            model.train()
+    return losses
+
+
+@pytest.mark.parametrize("kind", [Dropping, Recurrent])
+def test_training_does_not_notice(kind):
+    plain = kind()
+    model = copy.deepcopy(plain)
+    _found, device, said = graphed(model)
+    assert train(model) == train(plain)
+    assert device.replayed > STEPS
+    for (name, one), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name  # also what no used result reaches
+    assert all(reason.startswith("recorded") for _, reason in said)
+    assert copy.deepcopy(model)._compiled_call_impl is None  # a copy is a plain model
+
+
+def test_every_way_of_calling_has_its_own_recording():
+    model = Dropping()
+    found, _device, _said = graphed(model)
+    for size in (2, 3):
+        train_once = [model(torch.ones(size, 4)).sum().backward() for _ in range(WATCHED + 2)]
+        assert len(train_once) == WATCHED + 2
+    with torch.no_grad():
+        for _ in range(WATCHED + 2):
+            model(torch.ones(2, 4))
+    model.net[2].eval()  # a part of it
+    model(torch.ones(2, 4))
+    assert [way.ready for way in found.ways.values()] == [True, True, True, False]
+
+
+def warmed(model, device=None, calls=WATCHED + 3, inputs=None, required=False):
+    """After `calls` calls with a backward each."""
+    found, device, said = graphed(model, device, required)
+    for _ in range(calls):
+        y = model(*(inputs() if inputs else [torch.randn(3, 4)]))
+        (y if isinstance(y, torch.Tensor) else y.y).sum().backward()
+    return found, device, said
+
+
+def test_two_forwards_before_a_backward():
+    model = Dropping()
+    _found, device, said = warmed(model)
+    plain = copy.deepcopy(model)
+    for other in (model, plain):
+        other.zero_grad()
+        torch.manual_seed(0)
+        (other(torch.ones(3, 4)) * other(2 * torch.ones(3, 4))).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert "before the backward of the first" in said[-1][1]
+    model(torch.ones(3, 4))  # nobody goes backward: forgotten with its results
+    replayed = device.replayed
+    model(torch.ones(3, 4))
+    assert device.replayed > replayed
+
+
+def test_a_second_backward_is_an_error():
+    model = Dropping()
+    warmed(model)
+    y = model(torch.ones(3, 4)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(UserError, match="graph=false"):
+        y.backward()
+
+
+def test_parameters_that_move_are_recorded_anew():
+    model = Dropping()
+    found, _device, said = warmed(model)
+    (way,) = found.ways.values()
+    model.net[0].weight.data = model.net[0].weight.data.clone() + 1
+    model(torch.ones(3, 4)).sum().backward()
+    assert not way.ready
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    assert way.ready
+    assert any("moved in memory" in reason for _, reason in said)
+
+
+class Body(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.body, self.weight = forward, nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def replaces(model, x):
+    model.count = model.count + 1
+    return x * model.weight
+
+
+def hides(model, x):
+    return {1, 2}, x * model.weight
+
+
+UNFIT = {
+    "Python that looks at the data": (lambda m, x: x * m.weight if x.sum() > 0 else m.weight + x, "synchronizing"),
+    "random numbers of the host": (lambda m, x: x * m.weight * random.random(), "random numbers on the host"),
+    "inputs that are changed": (lambda m, x: x.add_(1) * m.weight, "changes its inputs"),
+    "a buffer that is replaced": (replaces, "replaces the buffer count"),
+    "a parameter as the result": (lambda m, x: m.weight, "one of its arguments or parameters"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), UNFIT.values(), ids=UNFIT.keys())
+def test_what_cannot_be_recorded_runs_as_it_is(body, words):
+    model = Body(body)
+    _, device, said = warmed(model)
+    assert device.replayed == 0
+    assert [words in reason for _, reason in said] == [True]
+    assert int(model.count) == (WATCHED + 3 if body is replaces else 0)  # whatever was tried left no trace
+    with pytest.raises(UserError, match=words):
+        warmed(Body(body), required=True)
+
+
+def test_hooks_and_hidden_values():
+    model = Dropping()
+    model.net[0].register_forward_hook(lambda *_: None)
+    _, device, said = warmed(model)
+    assert device.replayed == 0
+    assert "Linear has hooks" in said[0][1]
+    found, device, said = graphed(Body(hides))
+    for _ in range(WATCHED + 3):
+        found(torch.ones(2, 4))[1].sum().backward()
+    assert device.replayed == 0
+    assert "it returns a set" in said[0][1]
+    found, device, said = graphed(Body(lambda m, x: m.weight * next(x)))
+    found(iter([torch.ones(2, 4)]))
+    assert "a list_iterator" in said[0][1]
+
+
+def test_a_wrong_replay_is_found_out():
+    _, device, said = warmed(Body(lambda m, x: x * m.weight), Again(stale=True))
+    assert "a result of a replay differs" in said[0][1]
+    assert device.replayed == 2  # forward and backward, once
+
+
+def test_only_what_is_launch_bound():
+    _, device, said = warmed(Dropping(), Again(seconds=1000.0))
+    assert device.replayed == 0
+    assert "not launch-bound" in said[0][1]
+    _, device, said = warmed(Dropping(), Again(seconds=1000.0), required=True)
+    assert device.replayed > 0
+
+
+def test_a_few_ways_at_most(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_RECORDED", 1)
+    monkeypatch.setattr(graphs, "MOST_KNOWN", 2)
+    model = Dropping()
+    found, _, said = graphed(model)
+    for size in (2, 3, 4):
+        for _ in range(WATCHED + 2):
+            model(torch.ones(size, 4)).sum().backward()
+    assert len(found.ways) == 2
+    assert "1 ways of calling" in said[1][1]
+    assert "in 2 different ways" in said[2][1]
+
+
+def test_trees():
+    x, y = torch.ones(2), torch.zeros(3)
+    value = Seen(x, {"a": [Pair(y, None), (1, "b")], "size": x.shape})
+    tensors, rest = take_apart(value)
+    assert tensors == [x, y]
+    back = put_together(tensors, rest)
+    assert back.more["a"][0] == Pair(y, None)
+    assert (back.more["a"][1], back.more["size"]) == ((1, "b"), torch.Size([2]))
+    assert take_apart([1])[1] != take_apart([True])[1]
+    with pytest.raises(Opaque, match="set"):
+        take_apart([{1}])
