@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 ASKED = {
     "S0": [10, 11, *range(16, 29), 33, 34, *range(39, 55), *range(59, 72), 77, 102, 119, 122],
     "S1": [*range(3, 10), 15, *range(27, 33), 75],
+    "S2": [2, *range(11, 24), 30, 38, *range(60, 66), 92, 102, 110, 118],
 }
 WAITS_FOR = {"launch scripts", "benchmarks", "planning"}
 ROWS = re.findall(r"^\| (S\d-\d+) \| (\w+) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "seeds.md").read_text(), re.M)
@@ -46,7 +47,7 @@ def help_of(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_no_line_is_missing_and_none_stands_twice():
     numbers = [line for line, *_ in ROWS]
     assert len(numbers) == len(set(numbers))
-    width = {"S0": 3, "S1": 2}
+    width = {"S0": 3, "S1": 2, "S2": 3}
     asked = {f"{seed}-{number:0{width[seed]}}" for seed, lines in ASKED.items() for number in lines}
     assert asked <= set(numbers)
 
