@@ -32,7 +32,8 @@ from typing import Any, Literal
 import pytest
 
 from lockstep.config import KEYS, read_file, resolve
-from lockstep.config.schema import SECTIONS, typed
+from lockstep.config.leaves import typed
+from lockstep.config.schema import SECTIONS
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent

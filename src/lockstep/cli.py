@@ -142,7 +142,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
     from lockstep.config import describe, read_layers, resolve_for
-    from lockstep.config.schema import typed
+    from lockstep.config.leaves import typed
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)

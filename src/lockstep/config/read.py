@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from lockstep.config import dialect
+from lockstep.config.leaves import typed
 from lockstep.config.resolve import Layer, check, leaves_of, nearest, nest, usual
-from lockstep.config.schema import KEYS, RunConfig, nested, typed
+from lockstep.config.schema import KEYS, RunConfig, nested
 from lockstep.errors import ConfigError, UserError
 
 

@@ -10,20 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lockstep.config.clashes import RIVALS, clashes, rivals
 from lockstep.config.dialect import word
+from lockstep.config.leaves import Leaf, typed
 from lockstep.config.rules import idle, impossible
-from lockstep.config.schema import (
-    KEYS,
-    RIVALS,
-    SECTIONS,
-    Leaf,
-    RunConfig,
-    clashes,
-    flatten,
-    rivals,
-    typed,
-    walk,
-)
+from lockstep.config.schema import KEYS, SECTIONS, RunConfig, flatten, walk
 from lockstep.errors import ConfigError, UserError
 
 Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and/or dotted values)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lockstep.config.schema import KEYS, Leaf, flatten, typed
+from lockstep.config.leaves import Leaf, typed
+from lockstep.config.schema import KEYS, flatten
 from lockstep.errors import UserError
 
 CUTTING = ("fsdp", "fsdp-grads", "hsdp")

@@ -19,7 +19,7 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.save import Report, Saver, Slice, free_bytes
 from lockstep.checkpoint.store import Store
 from lockstep.config import RunConfig, flatten
-from lockstep.config.schema import typed
+from lockstep.config.leaves import typed
 from lockstep.engine.folder import RunFolder, on_main
 from lockstep.engine.state import RunState
 from lockstep.engine.writers import merged, share_out, sizes_of

@@ -1,0 +1,22 @@
+"""A value with its dotted key and its source, and how it is typed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+
+class Leaf(NamedTuple):
+    """One value, and where it came from."""
+
+    key: str  # dotted
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {typed(self.value)} ({self.source})"
+
+
+def typed(value: Any) -> str:
+    """A value as one would type it after `key=`."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str, skipkeys=True)
