@@ -151,7 +151,7 @@ def read_daily(lstm: nn.Module, x: Tensor) -> list[Tensor]:
     """The outputs (n, hidden) of an LSTM of one layer for each day of `x` (n, W, F). For LSTMs this small cuDNN has a
     kernel of its own, which leaves the matrix units alone: with many windows this is several times as fast."""
     weights = [getattr(lstm, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-    hidden = cell = x.new_zeros(len(x), lstm.hidden_size)
+    hidden = cell = x.new_zeros(len(x), weights[1].shape[1])
     found = []
     for day in x.unbind(dim=1):
         hidden, cell = torch._VF.lstm_cell(day, (hidden, cell), *weights)  # pyrefly: ignore[missing-attribute]
