@@ -34,7 +34,7 @@ from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
 from lockstep.recipes.clstm_ppo.gym_env import RegimeMarket
 from lockstep.recipes.clstm_ppo.indicators import indicators
 from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, VectorMarket
-from lockstep.recipes.clstm_ppo.model import Agent, AgentShape
+from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
 from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
@@ -265,6 +265,11 @@ def test_days_at_once_are_the_days_one_by_one(episode, days):
         found.append([out, *torch.autograd.grad(out.square().sum(), [seen, *agent.recall.parameters()])])
     for one_by_one, at_once in zip(*found, strict=True):
         torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
+
+
+def test_windows_day_by_day_are_the_windows_at_once():
+    lstm, windows = nn.LSTM(3, 5, batch_first=True), torch.randn(7, 6, 3)
+    torch.testing.assert_close(torch.stack(read_daily(lstm, windows), dim=1), lstm(windows)[0])
 
 
 def test_foresight_teaches_the_first_stage_before_ppo_begins(pool):

@@ -103,7 +103,7 @@ class Agent(nn.Module):
         found, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
             given,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
-            [self._with_shutters(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh],
+            in_one_piece([self._with_shutters(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
             True, 1, 0.0, torch.is_grad_enabled(), False, False,  # biases, layers, dropout, train, ways, batch first
         )  # fmt: skip
         return found.gather(0, places[..., None].expand(-1, -1, found.shape[-1])), state
@@ -114,6 +114,12 @@ class Agent(nn.Module):
         columns[: 2 * memory, 0] = SHUT
         columns[3 * memory :, 0] = SHUT
         return torch.cat([weight, columns], dim=1)
+
+
+def in_one_piece(weights: list[Tensor]) -> list[Tensor]:
+    """The same, one after the other in memory, as cuDNN wants them: it would copy them itself, and complain."""
+    flat = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
+    return [piece.view_as(weight) for piece, weight in zip(flat, weights, strict=True)]
 
 
 class WindowReader(nn.Module):
@@ -132,11 +138,25 @@ class WindowReader(nn.Module):
         self.out = nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.Tanh())))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and not self.attentions:
+            return self.out(read_daily(self.lstms[0], x)[-1])
         for number, lstm in enumerate(self.lstms):
-            x, _ = lstm(x)  # (n, W, hidden)
+            x = torch.stack(read_daily(lstm, x), dim=1) if x.is_cuda else lstm(x)[0]  # (n, W, hidden)
             if self.attentions:
                 x = x + self.attentions[number](x, x, x, need_weights=False)[0]
         return self.out(x[:, -1])
+
+
+def read_daily(lstm: nn.Module, x: Tensor) -> list[Tensor]:
+    """The outputs (n, hidden) of an LSTM of one layer for each day of `x` (n, W, F). For LSTMs this small cuDNN has a
+    kernel of its own, which leaves the matrix units alone: with many windows this is several times as fast."""
+    weights = [getattr(lstm, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    hidden = cell = x.new_zeros(len(x), weights[1].shape[1])
+    found = []
+    for day in x.unbind(dim=1):
+        hidden, cell = torch._VF.lstm_cell(day, (hidden, cell), *weights)  # pyrefly: ignore[missing-attribute]
+        found.append(hidden)
+    return found
 
 
 class LastDay(nn.Module):

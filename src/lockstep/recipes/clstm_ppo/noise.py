@@ -21,10 +21,8 @@ _STRIDE, _FIRST, _SECOND = (  # the 64-bit constants of splitmix64, as signed nu
 
 def hashed(*keys: int | Tensor) -> Tensor:
     """64 bits for every combination of `keys`, which are broadcast against each other."""
-    bits = torch.zeros((), dtype=torch.int64)
+    bits = torch.zeros((), dtype=torch.int64)  # as long as it is one number it may meet keys on any device
     for key in keys:
-        if isinstance(key, Tensor):
-            bits = bits.to(key.device)
         bits = _mix(bits + _STRIDE + key)
     return bits
 

@@ -66,8 +66,12 @@ class Block:
 
 def sampled(logits: Tensor, drawn: Tensor) -> Tensor:
     """Actions (n, K) from logits (n, K, A) and one uniform number for each."""
-    reached = logits.double().softmax(-1).cumsum(-1)
-    return (drawn[..., None] >= reached).sum(-1).clamp(max=logits.shape[-1] - 1)
+    *chances, _ = logits.double().softmax(-1).unbind(-1)  # one by one: a running sum of so few is slow on a GPU
+    reached, actions = torch.zeros_like(drawn), torch.zeros_like(drawn, dtype=torch.int64)
+    for chance in chances:
+        reached = reached + chance
+        actions = actions + (drawn >= reached)
+    return actions
 
 
 def log_chance(logits: Tensor, actions: Tensor) -> Tensor:
