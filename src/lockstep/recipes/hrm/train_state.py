@@ -131,7 +131,7 @@ def _on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: int) -> 
     parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for name in names for part in sums[name]]
     stacked = torch.stack(parts)
     if world_size > 1:
-        dist.reduce(stacked, dst=0)
+        dist.all_reduce(stacked)  # not `reduce`: gloo, which ranks on one GPU talk over, cannot do that on a GPU
     if rank != 0:
         return None
     pairs = stacked.view(-1, 2).tolist()
