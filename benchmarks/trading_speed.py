@@ -4,7 +4,7 @@
     python benchmarks/trading_speed.py --preset cpu    # anywhere
 
 `rollout` is trading alone, `collect` the same with advantages and their norms; a minibatch is one optimizer step's
-forward and backward, of which `windows` is the first LSTM and `days` the second. Kernels are counted by torch's profiler.
+forward and backward, of which `windows` is the first LSTM and `days` the second. Kernels are counted by the profiler.
 The ratio says how far the policy that learns is from the one that traded, before the first step: rounding alone.
 """
 
