@@ -119,10 +119,19 @@ READERS, SPLIT = ["--elastic_reader_gb", "25", "25"], ["cuda:+0", "cuda:1"]
     [
         (["--elastic_gpu"], (2, {"micro_batch": "auto"})),
         (["--elastic_gpu", "--elastic_sample_gb", "4"], (2, {"micro_batch": 8})),
-        (["--elastic_gpu", "--elastic_reader_gb", "50", "50"], (None, {"task.reader_homes": SPLIT})),
+        (
+            ["--elastic_gpu", "--elastic_reader_gb", "50", "50"],
+            (1, {"task.reader_homes": SPLIT, "micro_batch": "auto"}),
+        ),
         (["--elastic_gpu", *READERS], (2, {"micro_batch": "auto"})),
-        (["--elastic_gpu", *READERS, "--elastic_target_util", "0.5"], (None, {"task.reader_homes": SPLIT})),
-        (["--elastic_gpu", *READERS, "--elastic_trained_gb", "20"], (None, {"task.reader_homes": SPLIT})),
+        (
+            ["--elastic_gpu", *READERS, "--elastic_target_util", "0.5"],
+            (1, {"task.reader_homes": SPLIT, "micro_batch": "auto"}),
+        ),
+        (
+            ["--elastic_gpu", *READERS, "--elastic_trained_gb", "20"],
+            (1, {"task.reader_homes": SPLIT, "micro_batch": "auto"}),
+        ),
         (["--batch_size", "4", "--grad_accum_steps", "3"], (None, {"local_batch": 12, "micro_batch": 4})),
         (["--save_every", "7", "--auto_resume"], (None, {"checkpoint.every": 7, "resume": "auto"})),
         (["--elastic_gpu", "micro_batch=2"], (2, {"micro_batch": 2})),  # typed words are stronger
@@ -141,6 +150,19 @@ def test_flags_become_settings(words, expected, monkeypatch):
     merged = {key: value for _, values in layers for key, value in values.items()}
     assert asked.nproc == expected[0]
     assert merged.items() >= expected[1].items()
+
+
+def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
+    """Nobody would start them again."""
+    called = []
+    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked: called.append((layers, asked)) or 0)
+    monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert main("latent_wire", ["--elastic_gpu", "preset=tiny"], readers=2) == 0
+    layers, asked = called[0]
+    assert asked.nproc is None
+    assert not any("micro_batch" in values for _, values in layers)
 
 
 def test_accumulation_of_nothing_is_refused(capsys):

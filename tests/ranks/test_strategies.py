@@ -120,7 +120,7 @@ def final(world: World, store: Any, values: dict[str, Any], leave_at: int | None
         except Preempted as left:
             summary = {"left": left.step}
         weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
-        return {"weights": {name: t.clone() for name, t in weights.items()}, "summary": summary}
+        return {"weights": {name: t.cpu().clone() for name, t in weights.items()}, "summary": summary}
 
 
 @pytest.fixture(scope="module")

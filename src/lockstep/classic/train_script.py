@@ -111,5 +111,9 @@ def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tup
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
         print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)
-    several = plan.processes if plan.processes > 1 and not World.launched() else None
-    return several, ("--elastic_gpu", elastic.settings(plan))
+    settings = elastic.settings(plan)
+    tried_out = settings.get("micro_batch") == "auto"  # which takes somebody who starts again when memory runs out
+    if tried_out and World.launched():
+        del settings["micro_batch"]
+    ours = not World.launched() and (plan.processes > 1 or tried_out)
+    return plan.processes if ours else None, ("--elastic_gpu", settings)
