@@ -89,7 +89,7 @@ def test_a_new_part_changes_nothing_at_first_and_something_when_trained(frozen, 
 def test_a_closed_gate_can_open(frozen):
     task, model, batch = made(frozen, latent_adapter=[0])
     task.loss(model, batch).total.backward()
-    assert all(aids.looks["0"].gate.grad != 0 for aids in model.aids)
+    assert all(aids.looks[0].gate.grad != 0 for aids in model.aids)
 
 
 def test_low_rank_changes_are_trained_and_saved_and_the_readers_are_not(frozen, tmp_path):

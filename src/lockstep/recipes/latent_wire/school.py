@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -189,14 +189,14 @@ def go_on(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> Progr
         return Progress()
     weights, state = {}, defaultdict(dict)
     with safe_open(path, "pt") as file:
-        for name in file.keys():
-            part, rest = name.split(".", 1)
-            if part == "reader":
-                weights[rest] = file.get_tensor(name)
-            else:
-                number, kind = rest.split(".")
-                state[int(number)][kind] = file.get_tensor(name)
         told = json.loads(file.metadata()["progress"])
+    for name, tensor in load_file(path).items():
+        part, rest = name.split(".", 1)
+        if part == "reader":
+            weights[rest] = tensor
+        else:
+            number, kind = rest.split(".")
+            state[int(number)][kind] = tensor
     reader.load_state_dict(weights)
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**told)
