@@ -200,7 +200,7 @@ def test_a_school_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, m
     def school(kept):
         torch.manual_seed(0)
         pupil = Reader(TOKENIZERS["words"](FactWorld().words).size, SHAPE)
-        schooling = Schooling(enough=0.0, most_steps=20, batch=8, look_every=4, save_every=6)
+        schooling = Schooling(enough=0.0, most_steps=20, batch=8, easier_first=True, look_every=4, save_every=6)
         return School(pupil, FactWorld(facts=2), schooling, tmp_path / kept)
 
     whole, broken = school("whole"), school("broken")
@@ -221,6 +221,8 @@ def test_facts_are_learned_one_two_four_at_a_time():
     assert [world.facts for world in FactWorld(facts=4, questions=8).easier()] == [1, 2]
     assert [world.questions for world in FactWorld(facts=4, questions=8).easier()] == [4, 8]
     assert FactWorld(facts=1).easier() == []
+    at_once, in_turn = (LatentWire(facts=4, reader_curriculum=wish).schooling for wish in (False, True))
+    assert (at_once.easier_first, in_turn.easier_first) == (False, True)
 
 
 def test_a_lesson_costs_what_its_first_answer_costs_alone():

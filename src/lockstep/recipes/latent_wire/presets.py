@@ -42,10 +42,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # The topic of a sentence, eight vectors.
     "topics": {
-        "steps": 300,
+        "steps": 900,
         "global_batch": 64,
-        "lr": {"peak": 1e-3, "warmup": 50},
-        "evaluate": {"every": 100, "batch": 128},
+        "lr": {"peak": 3e-3, "warmup": 50},
+        "evaluate": {"every": 300, "batch": 128},
         "goals": ["a_exact >= 0.90", "b_exact >= 0.90", "a_none <= 0.25", "b_none <= 0.25", *CONTROLS],
         "task": {"world": "topics", "vectors": 8, "near": 8},
     },

@@ -1,4 +1,4 @@
-"""How a reader learns to read: questions about text, first about short ones.
+"""How a reader learns to read: by questions about text, at once or first about shorter ones.
 
 Shapes in comments: N contexts, Q questions each, S tokens of a lesson.
 """
@@ -42,6 +42,7 @@ class Schooling:
     batch: int = 64
     rate: float = 3e-3
     warmup: int = 20
+    easier_first: bool = False  # or at once in the world that is asked for
     look_every: int = 25
     save_every: int = 1000
 
@@ -63,7 +64,7 @@ class School:
     def __init__(self, reader: Reader, world: World, schooling: Schooling, kept: Path):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.reader, self.schooling, self.kept = reader.to(self.device), schooling, kept
-        self.worlds = [*world.easier(), world]
+        self.worlds = [*world.easier(), world] if schooling.easier_first else [world]
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=schooling.rate, weight_decay=0.01, fused=True)
         self.progress = go_on(reader, self.optimizer, kept)
         self._enter()

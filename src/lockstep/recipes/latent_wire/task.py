@@ -76,6 +76,7 @@ class LatentWire(Task):
         reader_batch: int = 64,
         reader_rate: float = 3e-3,
         reader_questions: int | None = None,
+        reader_curriculum: bool = False,
         reader_homes: list[str] | None = None,
         frozen: str = "runs/latent_wire/frozen",
         world_seed: int = 0,
@@ -86,10 +87,10 @@ class LatentWire(Task):
         `deep_prefix` keys and values for every layer of a reader, `latent_adapter` its layers that look at the wire,
         `lora` the rank of a change to its attention, `gist` its text rebuilt, `film` a scale and shift by the wire,
         `colour` those of its embeddings; `teacher`: weight of the KL to the reader that sees the text.
-        `readers`: for each its tokens (words, pieces, bytes), width, layers, heads, and,
-        if not none, how many positions near each other a layer mixes; trained on text until `reader_accuracy`, for at
-        most `reader_steps` of `reader_batch` contexts with `reader_questions` questions, and kept in `frozen`.
-        `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
+        `readers`: for each its tokens (words, pieces, bytes), width, layers, heads, and, if not none, how many
+        positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
+        `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
+        then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
         self.kind, self.mode = world, mode
         self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
         looks = tuple(latent_adapter or ())
@@ -98,7 +99,9 @@ class LatentWire(Task):
         )
         given = readers or [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
         self.teacher, self.size, self.eval_size = teacher, size, eval_size
-        self.schooling, self.frozen = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate), Path(frozen)
+        warmup = max(20, reader_steps // 80)
+        self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
+        self.frozen = Path(frozen)
         self.school_questions = reader_questions or self.world.questions
         self._check(given, reader_homes)
         self.readers = [ReaderShape(*shape) for shape in given]
