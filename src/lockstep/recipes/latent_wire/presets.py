@@ -9,6 +9,7 @@ CONTROLS = ["a_other_above_none <= 0.05", "b_other_above_none <= 0.05"]
 GPU: dict[str, Any] = {
     "precision": "bf16",
     "global_batch": 512,
+    "compile": False,  # both readers unrolled are a long graph
     "data": {"workers": 4},
     "checkpoint": {"minutes": 1},  # to go on from in the next piece
 }
@@ -56,7 +57,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": {"peak": 1e-3, "warmup": 250},
         "evaluate": {"every": 500, "batch": 512},
         "goals": ["a_of_text >= 0.6", "b_of_text >= 0.6", "a_text >= 0.98", "b_text >= 0.98", *CONTROLS],
-        "task": {**GPU_WIRE, "facts": 4, "reader_questions": 8, "reader_steps": 8000},
+        "task": {**GPU_WIRE, "facts": 4, "questions": 4, "reader_questions": 8, "reader_steps": 8000},
     },
     "gpu-topics": {
         **GPU,
