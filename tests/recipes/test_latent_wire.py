@@ -20,7 +20,7 @@ from lockstep.recipes.latent_wire import LatentWire
 from lockstep.recipes.latent_wire.data import WireData
 from lockstep.recipes.latent_wire.frozen import frozen_reader
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer, decode
-from lockstep.recipes.latent_wire.school import School, Schooling, lesson, lesson_cost
+from lockstep.recipes.latent_wire.school import School, Schooling, lesson_cost, lessons_of
 from lockstep.recipes.latent_wire.tokens import TOKENIZERS
 from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWorld
 from lockstep.recipes.latent_wire.wire import from_replay, from_text
@@ -234,7 +234,7 @@ def test_a_lesson_costs_what_its_first_answer_costs_alone():
     first = {
         name: tensor[:, :1] if name.startswith(("question", "answer")) else tensor for name, tensor in rows.items()
     }
-    ids, places = lesson(world.draw("train", np.arange(5)), TOKENIZERS["pieces"](world.words), "cpu")
+    ids, places = next(lessons_of(world, TOKENIZERS["pieces"](world.words), 5, 0, "cpu"))
     assert places.shape == (3 * 2,)
     assert torch.equal(ids[:, places], rows["answer_0"].flatten(1))
     alone = from_text(reader, first, 0).cost.mean()
