@@ -2,7 +2,7 @@
 
     python benchmarks/precisions.py                                          # 300 steps of the gpu preset, side by side
     python benchmarks/precisions.py --formats bf16 fp8 --steps 30 --in-turn --no-check \\
-        task.width=2048 task.layers=20 task.heads=16 task.context=1024 global_batch=16   # a billion parameters
+        task.width=4096 task.layers=5 task.heads=32 task.context=1024 global_batch=16    # a billion parameters
 
 Every format is a `lockstep train char_lm` of its own, from the same weights and with the same batches. Side by side
 they share the GPU, so that only losses can be compared; `--in-turn` gives each of them the GPU, and its speed counts.
@@ -55,7 +55,7 @@ def outcome(precision: str, folder: Path) -> Outcome | None:
     summary, late = json.loads((folder / precision / "summary.json").read_text()), lines[len(lines) // 2 :]
     return Outcome(
         statistics.mean(line["loss"] for line in lines[-3:]),
-        summary["eval_loss"],
+        summary.get("eval_loss", summary["loss"]),
         statistics.median(line["weight_per_s"] for line in late),
         max(line["memory_mb"] for line in lines),
     )

@@ -20,7 +20,7 @@ from lockstep.recipes.latent_wire import LatentWire
 from lockstep.recipes.latent_wire.data import WireData
 from lockstep.recipes.latent_wire.frozen import frozen_reader
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer, decode
-from lockstep.recipes.latent_wire.school import School, Schooling, lesson, lesson_cost
+from lockstep.recipes.latent_wire.school import School, Schooling, lesson_cost, lessons_of
 from lockstep.recipes.latent_wire.tokens import TOKENIZERS
 from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWorld
 from lockstep.recipes.latent_wire.wire import from_replay, from_text
@@ -200,7 +200,7 @@ def test_a_school_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, m
     def school(kept):
         torch.manual_seed(0)
         pupil = Reader(TOKENIZERS["words"](FactWorld().words).size, SHAPE)
-        schooling = Schooling(enough=0.0, most_steps=20, batch=8, look_every=4, save_every=6)
+        schooling = Schooling(enough=0.0, most_steps=20, batch=8, easier_first=True, look_every=4, save_every=6)
         return School(pupil, FactWorld(facts=2), schooling, tmp_path / kept)
 
     whole, broken = school("whole"), school("broken")
@@ -221,6 +221,8 @@ def test_facts_are_learned_one_two_four_at_a_time():
     assert [world.facts for world in FactWorld(facts=4, questions=8).easier()] == [1, 2]
     assert [world.questions for world in FactWorld(facts=4, questions=8).easier()] == [4, 8]
     assert FactWorld(facts=1).easier() == []
+    at_once, in_turn = (LatentWire(facts=4, reader_curriculum=wish).schooling for wish in (False, True))
+    assert (at_once.easier_first, in_turn.easier_first) == (False, True)
 
 
 def test_a_lesson_costs_what_its_first_answer_costs_alone():
@@ -232,7 +234,7 @@ def test_a_lesson_costs_what_its_first_answer_costs_alone():
     first = {
         name: tensor[:, :1] if name.startswith(("question", "answer")) else tensor for name, tensor in rows.items()
     }
-    ids, places = lesson(world.draw("train", np.arange(5)), TOKENIZERS["pieces"](world.words), "cpu")
+    ids, places = next(lessons_of(world, TOKENIZERS["pieces"](world.words), 5, 0, "cpu"))
     assert places.shape == (3 * 2,)
     assert torch.equal(ids[:, places], rows["answer_0"].flatten(1))
     alone = from_text(reader, first, 0).cost.mean()

@@ -127,7 +127,7 @@ def join(
             world.master_port,
             world.size,
             is_master=world.rank == 0 and not _agent_hosts_store(),
-            timeout=START_TIMEOUT,
+            timeout=timeout or START_TIMEOUT,
             master_listen_fd=world.listen_fd,
         )
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -104,8 +104,9 @@ class GPT(nn.Module):
         self.eval()
         ids = prompt_ids
         for _ in range(count):
-            # `self.forward`, not `self(...)`: a compiled model would compile for every length of the text.
-            logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+            # Not `self(...)`: a compiled model would compile for every length of the text. Nor `self.forward`: hooks
+            # gather what is cut.
+            logits = self._call_impl(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
             if top_k is not None and top_k < logits.shape[1]:
                 smallest = logits.topk(top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < smallest, float("-inf"))

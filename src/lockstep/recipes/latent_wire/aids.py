@@ -77,7 +77,8 @@ class Aids(nn.Module):
         super().__init__()
         self.layers = reader.shape.layers
         self.prefix = DeepPrefix(width, reader) if deep_prefix else None
-        self.looks = nn.ModuleDict({str(layer): Look(width, reader) for layer in looks if layer < self.layers})
+        self.looking = list(looks)  # which layers
+        self.looks = nn.ModuleList(Look(width, reader) for _ in looks)
         lora = range(self.layers) if rank else ()
         self.lora = nn.ModuleList(LowRankLayer(reader.shape.width, rank) for _ in lora)
 
@@ -99,7 +100,7 @@ class Aids(nn.Module):
     ) -> Aid:
         prefix = tuple(t.to(home).repeat_interleave(asked, 0) for t in pairs[layer]) if pairs else None
         low = self.lora[layer] if self.lora else None
-        look = self.looks[str(layer)] if str(layer) in self.looks else None
+        look = self.looks[self.looking.index(layer)] if layer in self.looking else None
         return Aid(
             prefix,  # pyrefly: ignore[bad-argument-type]
             _from(low.qkv, latents.device) if low is not None else None,  # pyrefly: ignore[bad-argument-type]

@@ -9,11 +9,12 @@ CONTROLS = ["a_other_above_none <= 0.05", "b_other_above_none <= 0.05"]
 GPU: dict[str, Any] = {
     "precision": "bf16",
     "global_batch": 512,
+    "compile": False,  # both readers unrolled are a long graph
     "data": {"workers": 4},
     "checkpoint": {"minutes": 1},  # to go on from in the next piece
 }
 GPU_WIRE: dict[str, Any] = {
-    "vectors": 8, "width": 256, "layers": 6, "heads": 8, "size": 4_000_000, "eval_size": 2048,
+    "vectors": 8, "width": 256, "layers": 6, "heads": 8, "near": 8, "size": 4_000_000, "eval_size": 2048,
     "readers": [["words", 256, 6, 8, 4], ["bytes", 384, 4, 8, 16]], "reader_batch": 512, "reader_rate": 1e-3,
 }  # fmt: skip
 
@@ -42,26 +43,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # The topic of a sentence, eight vectors.
     "topics": {
-        "steps": 300,
+        "steps": 900,
         "global_batch": 64,
-        "lr": {"peak": 1e-3, "warmup": 50},
-        "evaluate": {"every": 100, "batch": 128},
+        "lr": {"peak": 3e-3, "warmup": 50},
+        "evaluate": {"every": 300, "batch": 128},
         "goals": ["a_exact >= 0.90", "b_exact >= 0.90", "a_none <= 0.25", "b_none <= 0.25", *CONTROLS],
-        "task": {"world": "topics", "vectors": 8},
+        "task": {"world": "topics", "vectors": 8, "near": 8},
     },
     # Four facts, eight vectors: to find one fact among several is what the readers learn late.
     "gpu": {
         **GPU,
         "steps": 5000,
-        "lr": {"peak": 6e-4, "warmup": 250},
+        "lr": {"peak": 1e-3, "warmup": 250},
         "evaluate": {"every": 500, "batch": 512},
         "goals": ["a_of_text >= 0.6", "b_of_text >= 0.6", "a_text >= 0.98", "b_text >= 0.98", *CONTROLS],
-        "task": {**GPU_WIRE, "facts": 4, "reader_questions": 8, "reader_steps": 8000},
+        "task": {**GPU_WIRE, "facts": 4, "questions": 4, "reader_questions": 8, "reader_steps": 8000},
     },
     "gpu-topics": {
         **GPU,
         "steps": 1500,
-        "lr": {"peak": 6e-4, "warmup": 100},
+        "lr": {"peak": 1e-3, "warmup": 100},
         "evaluate": {"every": 250, "batch": 512},
         "goals": ["a_exact >= 0.90", "b_exact >= 0.90", *CONTROLS],
         "task": {**GPU_WIRE, "world": "topics", "reader_steps": 4000},

@@ -1,4 +1,4 @@
-"""How a reader learns to read: questions about text, first about short ones.
+"""How a reader learns to read: by questions about text, at once or first about shorter ones.
 
 Shapes in comments: N contexts, Q questions each, S tokens of a lesson.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -42,6 +42,7 @@ class Schooling:
     batch: int = 64
     rate: float = 3e-3
     warmup: int = 20
+    easier_first: bool = False  # or at once in the world that is asked for
     look_every: int = 25
     save_every: int = 1000
 
@@ -63,7 +64,7 @@ class School:
     def __init__(self, reader: Reader, world: World, schooling: Schooling, kept: Path):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.reader, self.schooling, self.kept = reader.to(self.device), schooling, kept
-        self.worlds = [*world.easier(), world]
+        self.worlds = [*world.easier(), world] if schooling.easier_first else [world]
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=schooling.rate, weight_decay=0.01, fused=True)
         self.progress = go_on(reader, self.optimizer, kept)
         self._enter()
@@ -129,34 +130,39 @@ def lessons_of(
     world: World, tokenizer: Tokenizer, batch: int, first: int, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Step by step, from step `first` on: ids (N, S) and the places of the answers' tokens in them. The next ones are
-    drawn while those at hand are learned."""
+    drawn while those at hand are learned, and become tokens on the device, where nothing makes the host wait."""
 
     def draw(step: int) -> Drawn:
         return world.draw("train", np.arange(step * batch, (step + AT_ONCE) * batch))
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
+        columns, places = (torch.from_numpy(found).to(device) for found in layout(coming.result(), tokenizer))
+        table = torch.from_numpy(tokenizer.table).to(device)
         while True:
-            ids, places = lesson(coming.result(), tokenizer, device)
+            words = torch.from_numpy(lesson_words(coming.result()))
             first += AT_ONCE
             coming = pool.submit(draw, first)
+            sent = words.pin_memory().to(device, non_blocking=True) if device == "cuda" else words
+            ids = F.pad(table[sent].flatten(1)[:, columns], (1, 0))  # 0 begins a sequence
             for part in ids.split(batch):
                 yield part, places
 
 
-def lesson(drawn: Drawn, tokenizer: Tokenizer, device: str) -> tuple[Tensor, Tensor]:
-    """[beginning] [text] [question] [answer] [question] [answer] ...: every context is read once for all questions.
-    Words become tokens on the device: they are fewer."""
+def lesson_words(drawn: Drawn) -> np.ndarray:
+    """Text, question, answer, question, answer, ...: every context is read once for all questions about it."""
     pairs = np.concatenate([drawn.question, drawn.answer[..., None]], -1)  # (N, Q, words)
-    words = np.concatenate([drawn.context, pairs.reshape(len(pairs), -1)], 1)
+    return np.concatenate([drawn.context, pairs.reshape(len(pairs), -1)], 1)
+
+
+def layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The same in every lesson: which columns of the tokenizer's table are tokens (a mark has fewer than a word), and
+    the places of the answers' tokens in a sequence."""
+    words, context = lesson_words(drawn)[:1], drawn.context.shape[1]
     answers = np.zeros(words.shape[1], bool)
-    answers[drawn.context.shape[1] :].reshape(pairs.shape[1:])[:, -1] = True
+    answers[context:].reshape(drawn.answer.shape[1], -1)[:, -1] = True
     keep = tokenizer.lengths[words[0]][:, None] > np.arange(tokenizer.table.shape[1])  # (words, tokens of a word)
-    places = 1 + np.flatnonzero(np.broadcast_to(answers[:, None], keep.shape)[keep])
-    sent = torch.from_numpy(words)
-    sent = sent.pin_memory().to(device, non_blocking=True) if device == "cuda" else sent
-    ids = torch.from_numpy(tokenizer.table).to(device)[sent][:, torch.from_numpy(keep).to(device)]
-    return torch.cat((ids.new_zeros(len(ids), 1), ids), 1), torch.from_numpy(places).to(device)
+    return np.flatnonzero(keep), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], keep.shape)[keep])
 
 
 def lesson_cost(reader: Reader, ids: Tensor, places: Tensor) -> Tensor:
@@ -189,14 +195,14 @@ def go_on(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> Progr
         return Progress()
     weights, state = {}, defaultdict(dict)
     with safe_open(path, "pt") as file:
-        for name in file.keys():
-            part, rest = name.split(".", 1)
-            if part == "reader":
-                weights[rest] = file.get_tensor(name)
-            else:
-                number, kind = rest.split(".")
-                state[int(number)][kind] = file.get_tensor(name)
         told = json.loads(file.metadata()["progress"])
+    for name, tensor in load_file(path).items():
+        part, rest = name.split(".", 1)
+        if part == "reader":
+            weights[rest] = tensor
+        else:
+            number, kind = rest.split(".")
+            state[int(number)][kind] = tensor
     reader.load_state_dict(weights)
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**told)

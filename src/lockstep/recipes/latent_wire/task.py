@@ -59,6 +59,7 @@ class LatentWire(Task):
         width: int = 64,
         layers: int = 1,
         heads: int = 4,
+        near: int = 0,
         refiner: int = 0,
         deep_prefix: bool = False,
         latent_adapter: list[int] | None = None,
@@ -75,29 +76,32 @@ class LatentWire(Task):
         reader_batch: int = 64,
         reader_rate: float = 3e-3,
         reader_questions: int | None = None,
+        reader_curriculum: bool = False,
         reader_homes: list[str] | None = None,
         frozen: str = "runs/latent_wire/frozen",
         world_seed: int = 0,
     ):
         """`world`: facts, of which there are `facts` in a context, with `questions` about each; or topics. `mode`:
         context, or prompt: the question goes through the wire, too. `vectors` for all readers, and `private` ones for
-        each. `refiner` layers over the wire, `deep_prefix` keys and values for every layer of a reader,
-        `latent_adapter` its layers that look at the wire, `lora` the rank of a change to its attention, `gist` its text
-        rebuilt, `film` a scale and shift by the wire, `colour` those of its embeddings; `teacher`: weight of the KL to
-        the reader that sees the text. `readers`: for each its tokens (words, pieces, bytes), width, layers, heads, and how many
-        positions near each other a layer mixes (0 if left out);
-        trained on text until `reader_accuracy`, for at most `reader_steps` of `reader_batch` contexts with
-        `reader_questions` questions, and kept in `frozen`. `reader_homes`: the device of each, if not this rank's
-        (cuda:1, cpu)."""
+        each. `near`: how many positions a layer of the encoder mixes before it attends. `refiner` layers over the wire,
+        `deep_prefix` keys and values for every layer of a reader, `latent_adapter` its layers that look at the wire,
+        `lora` the rank of a change to its attention, `gist` its text rebuilt, `film` a scale and shift by the wire,
+        `colour` those of its embeddings; `teacher`: weight of the KL to the reader that sees the text.
+        `readers`: for each its tokens (words, pieces, bytes), width, layers, heads, and, if not none, how many
+        positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
+        `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
+        then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
         self.kind, self.mode = world, mode
         self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
         looks = tuple(latent_adapter or ())
         self.shape = WireShape(
-            width, vectors, layers, heads, refiner, deep_prefix, gist, film, colour, private, looks, lora
+            width, vectors, layers, heads, refiner, deep_prefix, gist, film, colour, private, looks, lora, near
         )
         given = readers or [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
         self.teacher, self.size, self.eval_size = teacher, size, eval_size
-        self.schooling, self.frozen = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate), Path(frozen)
+        warmup = max(20, reader_steps // 80)
+        self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
+        self.frozen = Path(frozen)
         self.school_questions = reader_questions or self.world.questions
         self._check(given, reader_homes)
         self.readers = [ReaderShape(*shape) for shape in given]
@@ -197,9 +201,11 @@ class LatentWire(Task):
                 "each head needs the same even number of channels",
                 "type a task.width that is a multiple of twice task.heads",
             )
-        for option, count in (("private", shape.private), ("lora", shape.rank)):
+        for option, count in (("private", shape.private), ("lora", shape.rank), ("near", shape.near)):
             if count < 0:
                 yield UserError(f"task.{option}={count}", "less than nothing", f"type task.{option}=0 for none")
+        if len(set(shape.looks)) < len(shape.looks):
+            yield UserError(f"task.latent_adapter={list(shape.looks)}", "a layer twice", "name each layer once")
 
 
 def wrong_readers(readers: list[list[Any]], homes: list[str] | None, looks: tuple[int, ...]) -> Iterator[UserError]:

@@ -30,6 +30,7 @@ class WireShape:
     private: int = 0  # vectors for each reader alone, beside the M
     looks: tuple[int, ...] = ()  # layers of the readers that look at the wire
     rank: int = 0  # of a change to the readers' attention
+    near: int = 0  # positions that each layer of the encoder mixes, as in a reader
 
     @property
     def read(self) -> int:
@@ -68,7 +69,7 @@ class Encoder(nn.Module):
         super().__init__()
         Z = shape.width
         self.embed = nn.Embedding(256, Z)
-        self.blocks = Blocks(Z, shape.heads, shape.layers, causal=False)
+        self.blocks = Blocks(Z, shape.heads, shape.layers, causal=False, near=shape.near)
         self.pool = CrossAttention(vectors, Z, shape.heads)
         self.mlp = nn.Sequential(nn.RMSNorm(Z, EPS), nn.Linear(Z, 2 * Z), nn.GELU(), nn.Linear(2 * Z, Z))
 

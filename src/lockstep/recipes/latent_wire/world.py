@@ -87,7 +87,7 @@ class FactWorld:
         return Drawn(said.reshape(len(ids), -1), question, answer)
 
     def easier(self) -> Sequence[World]:
-        """One fact, two, four: to find one among several is learned late, and soon by those who can read one."""
+        """One fact, then two, then four."""
         fewer = [count for count in (1, 2, 4) if count < self.facts]
         return [FactWorld(count, min(self.questions, KINDS * count), self.seed) for count in fewer]
 
