@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,29 +70,30 @@ def main() -> int:
     parser.add_argument("--in-turn", action="store_true", help="one after the other")
     parser.add_argument("--no-check", action="store_true")
     options, more = parser.parse_known_args()
+    worst, first = 0.0, None
+    print(
+        f"{'format':>24}  {'loss':>7}  {'eval':>7}  {'off by':>7}  {'tokens/s':>9}  {'ratio':>6}  {'memory MB':>9}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as name:
-        folder, running = Path(name), []
+        folder = Path(name)
+        begin = partial(start, steps=options.steps, more=more, folder=folder)
+        running = {} if options.in_turn else {precision: begin(precision) for precision in options.formats}
         for precision in options.formats:
-            running.append(start(precision, options.steps, more, folder))
-            if options.in_turn:
-                running[-1].wait()
-        for process in running:
-            process.wait()
-        found = {precision: outcome(precision, folder) for precision in options.formats}
-    first = found[options.formats[0]]
-    if first is None:
-        return 1
-    print(f"{'format':>24}  {'loss':>7}  {'eval':>7}  {'off by':>7}  {'tokens/s':>9}  {'ratio':>6}  {'memory MB':>9}")
-    worst = 0.0
-    for precision, run in found.items():
-        if run is None:
-            worst = float("inf")
-            continue
-        off = run.eval_loss / first.eval_loss - 1
-        worst = max(worst, abs(off))
-        speed = f"{run.per_second:9,.0f}  {run.per_second / first.per_second:6.3f}" if options.in_turn else f"{'-':>17}"
-        print(f"{precision:>24}  {run.loss:7.4f}  {run.eval_loss:7.4f}  {off:+7.2%}  {speed}  {run.memory_mb:9,.0f}")
+            (running.get(precision) or begin(precision)).wait()
+            run = outcome(precision, folder)
+            first = first or run
+            worst = max(worst, told(precision, run, first, options.in_turn) if run and first else math.inf)
     return 0 if options.no_check or worst <= LIMIT else 1
+
+
+def told(precision: str, run: Outcome, first: Outcome, alone: bool) -> float:
+    """How far its loss is from that of the first."""
+    off = run.eval_loss / first.eval_loss - 1
+    speed = f"{run.per_second:9,.0f}  {run.per_second / first.per_second:6.3f}" if alone else f"{'-':>17}"
+    row = f"{precision:>24}  {run.loss:7.4f}  {run.eval_loss:7.4f}  {off:+7.2%}  {speed}  {run.memory_mb:9,.0f}"
+    print(row, flush=True)
+    return abs(off)
 
 
 if __name__ == "__main__":
