@@ -57,7 +57,7 @@ def outcome(precision: str, folder: Path) -> Outcome | None:
     summary, late = json.loads((folder / precision / "summary.json").read_text()), lines[len(lines) // 2 :]
     return Outcome(
         statistics.mean(line["loss"] for line in lines[-3:]),
-        summary.get("eval_loss", summary["loss"]),
+        summary["loss"] if summary.get("eval_loss") is None else summary["eval_loss"],
         statistics.median(line["weight_per_s"] for line in late),
         max(line["memory_mb"] for line in lines),
     )
