@@ -6,8 +6,9 @@ hand-written eager loop of the same model.
 
 The hand-written loop takes its batches from the device already, casts to bf16, clips, uses the task's own optimizer,
 and never waits between turns. Lockstep reads its batches: those of hrm in loader processes, as in the recipe's presets
-for GPUs (`--workers 0` shows what reading costs in the process that hands out kernels). Turns of all of them alternate; each ends with a synchronisation. Of a way the median of its turns is told, how many times
-faster than the hand-written loop that is, and how long a step waits for its batch.
+for GPUs (`--workers 0` shows what reading costs in the process that hands out kernels). Turns of all of them alternate;
+each ends with a synchronisation. Of a way the median of its turns is told, how many times faster than the hand-written
+loop that is, and how long a step waits for its batch.
 """
 
 from __future__ import annotations
