@@ -5,8 +5,10 @@ hand-written eager loop of the same model.
     python benchmarks/graph_speed.py --models lstm --turns 10
 
 The hand-written loop takes its batches from the device already, casts to bf16, clips, uses the task's own optimizer,
-and never waits between turns. Turns of all of them alternate; each ends with a synchronisation. Of a way the median of
-its turns is told, and how many times faster than the hand-written loop that is.
+and never waits between turns. Lockstep reads its batches: those of hrm in loader processes, as in the recipe's presets
+for GPUs (`--workers 0` shows what reading costs in the process that hands out kernels). Turns of all of them alternate;
+each ends with a synchronisation. Of a way the median of its turns is told, how many times faster than the hand-written
+loop that is, and how long a step waits for its batch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
 MANY = 10**6
+LOADERS = {"workers": 4}
 WAYS = {
     "plain": {"compile": False, "graph": False},
     "compile": {"compile": True, "graph": False},
@@ -85,15 +88,22 @@ class Sequences(lockstep.Task):
 
 TASKS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "lstm": (Sequences, {}),
-    # The `gpu` preset's model: 2 levels of 2 blocks, width 256, Sudoku 9 x 9; fewer puzzles, no workers.
+    # The model of the preset `gpu-short`: 2 levels of 2 blocks, width 256, Sudoku 9 x 9; fewer puzzles.
     "hrm": (
         lambda: HRM(puzzle="sudoku9", train_size=256, test_size=16, width=256, heads=4, layers=2, loss="softmax"),
-        {"preset": "cpu", "global_batch": 64, "micro_batch": 64, "precision": "bf16", "goals": []},
+        {
+            "preset": "cpu",
+            "global_batch": 64,
+            "micro_batch": 64,
+            "precision": "bf16",
+            "goals": [],
+            "data": {"workers": 4},
+        },
     ),
 }
 
 
-def by_hand(make: Callable[[], Any], block: int, device: torch.device, batch: int) -> Iterator[None]:
+def by_hand(make: Callable[[], Any], block: int, device: torch.device, batch: int) -> Generator[None]:
     """Eager. What is read and put together is ready before the first step."""
     torch.manual_seed(0)
     task = make()
@@ -130,7 +140,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def by_lockstep(
     make: Callable[[], Any], block: int, runtime: context.Runtime, values: dict[str, Any], run_dir: str
-) -> Iterator[None]:
+) -> Generator[None]:
     task = make()
     quiet = {"steps": MANY, "log": {"every": block, "progress": "off"}, "checkpoint": {"minutes": None}}
     asked = {**values, **quiet, "clip": {"norm": 1.0}, "run_dir": run_dir}
@@ -138,18 +148,22 @@ def by_lockstep(
     run.adopt(task.model(), task.optimizer, task)
     run.open(task.data(), task.collate)
     before = task.before_batch if loop._overrides(task, "before_batch") else None
-    for share in run.shares():
-        if before:
-            share.batches = loop._told(share.batches, before)
-        run.finish(share, run.stepper.step(share, task.loss))
-        if loop._overrides(task, "after_step"):
-            task.after_step(run.driver.model, run.stepper.counters.step)
-        if run.stepper.counters.step % block == 0:
-            yield
+    try:
+        for share in run.shares():
+            if before:
+                share.batches = loop._told(share.batches, before)
+            run.finish(share, run.stepper.step(share, task.loss))
+            if loop._overrides(task, "after_step"):
+                task.after_step(run.driver.model, run.stepper.counters.step)
+            if run.stepper.counters.step % block == 0:
+                yield
+    finally:
+        run.end_loaders()
 
 
-def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float) -> None:
+def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, workers: int | None) -> None:
     make, values = TASKS[name]
+    values = values if workers is None else values | {"data": {"workers": workers}}
     config = resolve_for({}, {}, [("benchmark", {"precision": "bf16"})]).config
     with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
         batch = values.get("global_batch", 32)
@@ -173,9 +187,15 @@ def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float) 
         base = statistics.median(seconds["by hand"])
         for way, times in seconds.items():
             typical = statistics.median(times)
-            print(
+            line = (
                 f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand  ({len(times)} turns)"
             )
+            if way in ways:
+                waits = [m["data_wait_s"] for m in read_jsonl(f"{folder}/{way}/metrics.jsonl")]
+                line += f"  waits {statistics.median(waits) * 1e3:.2f} ms for data"
+            print(f"{line}  ({len(times)} turns)")
+        for each in loops.values():
+            each.close()
         for way in ways:
             for event in read_jsonl(f"{folder}/{way}/events.jsonl"):
                 if event["event"] == "graph":
@@ -189,11 +209,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for the turns of a model")
+    parser.add_argument("--workers", type=int, help="loader processes, instead of a model's own number")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here")
     for name in asked.models:
-        measure(name, asked.ways, asked.turns, asked.block, asked.limit)
+        measure(name, asked.ways, asked.turns, asked.block, asked.limit, asked.workers)
 
 
 if __name__ == "__main__":

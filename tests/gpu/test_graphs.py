@@ -126,19 +126,40 @@ def test_python_that_looks_at_the_data(tmp_path: Path) -> None:
         lockstep.fit(Fitting(Looking), graph=True, run_dir=tmp_path / "must")
 
 
-TINY = {"preset": "tiny", "device": "cuda", "steps": 20, "log": {"progress": "off"}, "evaluate": {"every": 5}}
+# A constant rate: a run that ends half-way must not have slowed down before it is resumed.
+TINY = {
+    "preset": "tiny", "device": "cuda", "steps": 12, "log": {"progress": "off", "every": 1}, "evaluate": {"every": 3},
+    "lr": {"schedule": "constant", "warmup": 2},
+}  # fmt: skip
+
+
+def curve(folder: Path) -> tuple[list[float], list[float]]:
+    """The loss and the gradient's length of every step."""
+    lines = list(read_jsonl(folder / "metrics.jsonl"))
+    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
 
 
 def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> None:
-    """The recipe hrm, whose states go from step to step, with six micro-batches in each; and resumed half-way."""
+    """The recipe hrm, whose states go from step to step, with six micro-batches in each; and resumed half-way. Some
+    kernels add in no fixed order, and the optimizer moves a weight as far by a small gradient as by a large one: so
+    losses and lengths of gradients are compared closely, weights by how far they have come. A state that is not carried
+    on changes losses by 2 %, a gradient that is 5 % too long lengths by 0.2 %."""
     exact = {**TINY, "precision": "fp32", "compile": False}
     plain = lockstep.fit(HRM, **exact, graph=False, run_dir=tmp_path / "plain")
     found = lockstep.fit(HRM, **exact, graph=True, run_dir=tmp_path / "graph")
-    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
-    equal(plain.weights, found.weights, 1e-4)
-    lockstep.fit(HRM, **{**exact, "steps": 10}, graph=True, run_dir=tmp_path / "half")
+    early = lockstep.fit(HRM, **{**exact, "steps": 6}, graph=True, run_dir=tmp_path / "half").weights
     again = lockstep.fit(HRM, **exact, graph=True, resume=str(tmp_path / "half"))
-    equal(plain.weights, again.weights, 1e-4)
+    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
+    losses, lengths = curve(tmp_path / "plain")
+    assert len(losses) == 12
+    for name, weights in {"graph": found.weights, "half": again.weights}.items():
+        assert curve(tmp_path / name)[0] == pytest.approx(losses, rel=5e-5), name
+        assert curve(tmp_path / name)[1] == pytest.approx(lengths, rel=5e-4), name
+        assert distance(plain.weights, weights) < 0.01 * distance(plain.weights, early), name
 
 
 def test_compiled_in_16_bits(tmp_path: Path) -> None:
@@ -146,4 +167,5 @@ def test_compiled_in_16_bits(tmp_path: Path) -> None:
     plain = lockstep.fit(HRM, **low, graph=False, run_dir=tmp_path / "plain")
     found = lockstep.fit(HRM, **low, graph=True, run_dir=tmp_path / "graph")
     assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
-    equal(plain.weights, found.weights, 2e-2)
+    assert curve(tmp_path / "graph")[0] == pytest.approx(curve(tmp_path / "plain")[0], rel=5e-3)
+    assert curve(tmp_path / "graph")[1] == pytest.approx(curve(tmp_path / "plain")[1], rel=3e-2)

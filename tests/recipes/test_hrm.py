@@ -381,6 +381,18 @@ def test_a_puzzle_has_one_solution_and_symmetries_keep_it(n: int, holes: int) ->
         assert sudoku.canonical(moved, n) == sudoku.canonical(grid, n)
 
 
+def test_symmetries_draw_what_python_would() -> None:
+    """Old runs can be repeated: `shuffled` has its own way to an order, not its own numbers."""
+    for seed in range(50):
+        random.seed(seed)
+        order = [start + line for start in random.sample(range(0, 9, 3), 3) for line in random.sample(range(3), 3)]
+        digits, state = random.sample(range(1, 10), 9), random.getstate()
+        random.seed(seed)
+        assert sudoku._random_order(9, 3) == order
+        assert sudoku._in_random_order(list(range(1, 10))) == digits
+        assert random.getstate() == state
+
+
 def test_a_puzzle_with_two_solutions_is_noticed() -> None:
     grid = sudoku.full_grid(4, random.Random(0))
     assert len(sudoku.Solver(4).solutions((0,) * 12 + grid[12:])) == 2

@@ -128,6 +128,8 @@ class Run:
             plan.global_batch, plan.micro_batch, config.tail, self.driver.interleaved, even=self.driver.in_step
         )
         self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
+        # A source of the user's own may compute its batches on the GPU: there, a long time for data is no waiting.
+        self.recorder.watch_data = runtime.device.type == "cuda" and self.source is not data
         check_logged(config, self.source)
         about_data = attach(self.source, share, self.driver, plan, config, runtime)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)

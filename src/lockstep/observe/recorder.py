@@ -24,7 +24,8 @@ class Recorder:
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3):
         self.runtime, self.run_dir = runtime, run_dir
-        self._slow = stragglers.Watch(slow_rank)
+        self._slow, self._hunger = stragglers.Watch(slow_rank), stragglers.Hunger()
+        self.watch_data = False  # whether time for data is time for which the device waits
         self._spent = dict(runtime.pulse.spent)
         self._carried_weight = 0.0  # of steps before a resume, in the running interval
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
@@ -82,7 +83,7 @@ class Recorder:
 
         def record() -> dict[str, Any]:
             values = host.tolist()
-            self._look_for_a_slow_rank(values[2 * len(names) :], facts["step"])
+            self._look_for_waiting(values[2 * len(names) :], facts["step"])
             return _record(names, values, seconds, facts, carried)
 
         self._waiting.append((_arrival(packed), record))
@@ -114,8 +115,11 @@ class Recorder:
         self._spent = now
         return slots.to(self.runtime.device, non_blocking=True)
 
-    def _look_for_a_slow_rank(self, values: list[float], step: int) -> None:
-        if found := self._slow.look(stragglers.unpack(values)):
+    def _look_for_waiting(self, values: list[float], step: int) -> None:
+        rows = stragglers.unpack(values)
+        if self.watch_data and (hunger := self._hunger.look(rows)):
+            self.event("warning", step=step, reason=hunger)
+        if found := self._slow.look(rows):
             self.event("slow rank", step=step, rank=found.rank, cause=found.cause, reason=str(found))
 
     def poll(self, wait: bool = False) -> None:

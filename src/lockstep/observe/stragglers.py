@@ -1,4 +1,5 @@
-"""Which rank do the others wait for, and why? From four figures of every rank, which travel with the metrics.
+"""Which rank do the others wait for, and why? And do all of them wait for data? From four figures of every rank, which
+travel with the metrics.
 
 All ranks leave a step together, so that a step is as long on each of them: whoever works longer, waits less. A slow
 rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow communication
@@ -16,6 +17,7 @@ from statistics import median
 COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchange": ("exchange", "agree")}
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its micro-batches
 LEAST_SHARE = 0.1  # of a step: less is not worth a word
+MUCH = 0.2  # of a step, for which a GPU has nothing to do because its batch is late
 CONSECUTIVE = 2  # intervals, before anything is said or taken back
 
 
@@ -95,3 +97,24 @@ class Watch:
             return None
         self._said = name
         return found
+
+
+class Hunger:
+    """Says once that GPUs wait for data, all of them: where it is one, that one is slow."""
+
+    def __init__(self) -> None:
+        self._intervals = 0
+
+    def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
+        least = min(rows, key=_share_of_data)
+        self._intervals = self._intervals + 1 if self._intervals >= CONSECUTIVE or _share_of_data(least) >= MUCH else 0
+        if self._intervals != CONSECUTIVE:
+            return None
+        return (
+            f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {_share_of_data(least):.0%} of "
+            "it, because its batch is late: let loader processes read it (data.workers=4), or more of them"
+        )
+
+
+def _share_of_data(row: Mapping[str, float]) -> float:
+    return row["data"] / max(_own(row) + row["exchange"], 1e-9)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.observe.stragglers import Watch, pack, slowest, unpack
+from lockstep.observe.stragglers import Hunger, Watch, pack, slowest, unpack
 from lockstep.pulse import Pulse
 
 
@@ -109,3 +109,17 @@ def test_one_good_interval_does_not_make_it_news_again():
     watch = Watch()
     said = [watch.look(rows) for rows in (bad, bad, well, bad, bad)]
     assert [bool(slow) for slow in said] == [False, True, False, False, False]
+
+
+def test_gpus_that_wait_for_data_are_told_about_once():
+    def said(*intervals):
+        watch = Hunger()
+        return [bool(watch.look(rows)) for rows in intervals]
+
+    late, fine = [row(0.005, 0.003, 0.001)] * 2, [row(0.001, 0.008, 0.001)] * 2
+    assert said(late, late, late, fine, late, late) == [False, True, False, False, False, False]
+    assert said(late, fine, late, fine) == [False] * 4
+    assert said(*[[late[0], fine[0]]] * 3) == [False] * 3  # one of them: a slow rank
+    watch = Hunger()
+    watch.look(late)
+    assert "5 ms of every step, 56% of it" in watch.look(late)

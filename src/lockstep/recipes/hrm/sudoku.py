@@ -219,12 +219,27 @@ def _relabelled(cells: list[int]) -> bytes:
 def shuffled(n: int) -> tuple[np.ndarray, np.ndarray]:
     """A random symmetry, from Python's generator: (where each cell comes from, what each digit becomes)."""
     height, width = BOXES[n]
-    cells = np.arange(n * n).reshape(n, n)[np.ix_(_random_order(n, height), _random_order(n, width))]
+    rows, columns = np.array(_random_order(n, height)), np.array(_random_order(n, width))
+    cells = n * rows[:, None] + columns
     if height == width and random.random() < 0.5:
         cells = cells.T
-    return cells.reshape(-1), np.array([0, *random.sample(range(1, n + 1), n)], dtype=np.uint8)
+    return cells.reshape(-1), np.array([0, *_in_random_order(list(range(1, n + 1)))], dtype=np.uint8)
 
 
 def _random_order(n: int, size: int) -> list[int]:
-    bands = random.sample(range(0, n, size), n // size)
-    return [start + line for start in bands for line in random.sample(range(size), size)]
+    bands = _in_random_order(list(range(0, n, size)))
+    return [start + line for start in bands for line in _in_random_order(list(range(size)))]
+
+
+def _in_random_order(left: list[int]) -> list[int]:
+    """What `random.sample(left, len(left))` draws, for up to 21 of them, but faster: every puzzle of every batch takes
+    nine such orders. It uses up `left`."""
+    draw, order = random.getrandbits, []
+    while count := len(left):
+        bits = count.bit_length()
+        while (place := draw(bits)) >= count:
+            pass
+        order.append(left[place])
+        left[place] = left[-1]
+        left.pop()
+    return order
