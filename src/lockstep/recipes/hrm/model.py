@@ -109,8 +109,8 @@ class Level(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
-    def forward(self, state: Tensor, injection: Tensor, rotation: Rotation | None) -> Tensor:
-        x = state + injection
+    def forward(self, state: Tensor, injection: Tensor, rotation: Rotation | None, more: Tensor | None = None) -> Tensor:
+        x = state + (injection if more is None else injection + more)
         for block in self.blocks:
             x = block(x, rotation)
         return x
@@ -212,7 +212,7 @@ class HierarchicalReasoningModel(nn.Module):
             remember = torch.is_grad_enabled() and place >= len(updates) - with_gradient
             with torch.set_grad_enabled(remember):
                 if which == "l":
-                    z_l = self.low(z_l, z_h + x, rotation)
+                    z_l = self.low(z_l, z_h, rotation, x if remember else x.detach())
                 else:
                     z_h = high(z_h, z_l, rotation)
         return z_h, z_l
