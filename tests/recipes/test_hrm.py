@@ -267,6 +267,32 @@ def test_a_young_average_forgets_faster() -> None:
 # ---- the model ------------------------------------------------------------------------------------------
 
 
+def test_a_compiled_segment_converts_its_weights_once() -> None:
+    config = ModelConfig(5, 4, width=16, heads=2, layers=1, h_cycles=2, l_cycles=1, positions="learned")
+    inputs, seen = torch.tensor([[1, 2, 3, 4], [4, 1, 1, 2]]), []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
+        seen.extend(given)
+        return graph.forward
+
+    def gradients(compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = HierarchicalReasoningModel(config)
+        if compiled:
+            model.compile(backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            thought = model(*model.start(2), inputs, model.puzzle_emb(torch.tensor([0, 0])), look_ahead=True)
+            (thought.logits.float().square().sum() + thought.q.float().sum()).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, compiled = gradients(False), gradients(True)
+    assert seen
+    assert all(tensor.dtype == torch.bfloat16 for tensor in seen)
+    assert plain.keys() == compiled.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(gradient, compiled[name], rtol=2e-2, atol=1e-3), name
+
+
 @pytest.mark.parametrize(
     ("options", "millions"),
     [
