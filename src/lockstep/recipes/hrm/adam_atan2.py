@@ -14,9 +14,9 @@ from torch import Tensor
 class AdamATan2(torch.optim.Optimizer):
     """p = p (1 - lr wd) - lr atan2(m, sqrt(v)), with m and v corrected for their start at zero.
 
-    `fused` is for a GPU (and what it does there by default): one kernel for each parameter, or some twenty for all where
-    there is no Triton. It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing; and it counts
-    the steps of all parameters of a group together.
+    `fused` is for a GPU (and what it does there by default): one kernel for each parameter, or, where there is no
+    Triton, some twenty for all. It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host
+    waits for nothing; and it counts the steps of all parameters of a group together.
     """
 
     grad_scale: Tensor | None = None
