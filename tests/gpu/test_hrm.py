@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.recipes.hrm import HRM
+from lockstep.recipes.hrm import HRM, adam_atan2
 from lockstep.recipes.hrm.adam_atan2 import AdamATan2
 from lockstep.task import MicroBatch
 
@@ -49,13 +49,18 @@ def test_a_step_makes_the_host_wait_for_nothing(loss: str) -> None:
     assert piece["z_h"].dtype == torch.bfloat16
 
 
-def test_the_fused_update_is_the_plain_one() -> None:
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_fused_update_is_the_plain_one(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one kernel a parameter, and as some twenty of torch's."""
+    assert adam_atan2._kernel() is not None
+    if not triton:
+        monkeypatch.setattr(adam_atan2, "_kernel", lambda: None)
     torch.manual_seed(0)
-    start = [torch.randn(shape, device="cuda") for shape in ((300, 700), (5,), (64, 64))]
+    start = [torch.randn(shape, device="cuda") for shape in ((300, 700), (5,), (64, 64), ())]
     plain, fused = ([t.clone().requires_grad_() for t in start] for _ in range(2))
     one, other = AdamATan2(plain, lr=0.1, fused=False), AdamATan2(fused, lr=0.1)
     assert other.divides_and_skips
-    for skip in (0.0, 1.0, 0.0):
+    for skip in (1.0, 0.0, 1.0, 0.0, 0.0):
         gradients = [torch.randn_like(t) for t in start]
         for p, gradient in zip(fused, gradients, strict=True):
             p.grad = gradient * (float("inf") if skip else 8.0)
@@ -67,3 +72,6 @@ def test_the_fused_update_is_the_plain_one() -> None:
             one.step()
         for a, b in zip(plain, fused, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
+    for p, q in zip(plain, fused, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.allclose(one.state[p][name], other.state[q][name], atol=1e-6)

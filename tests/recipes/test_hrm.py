@@ -212,7 +212,7 @@ def test_a_fused_step_is_the_same_step() -> None:
     plain, fused = ([t.clone().requires_grad_() for t in start] for _ in range(2))
     one, other = (AdamATan2(p, lr=0.1, weight_decay=0.5, fused=flag) for p, flag in ((plain, False), (fused, True)))
     assert (one.divides_and_skips, other.divides_and_skips) == (False, True)
-    for skip in (0.0, 1.0, 0.0, 0.0):
+    for skip in (1.0, 0.0, 1.0, 0.0, 0.0):
         gradients = [torch.randn_like(t) for t in start]
         for p, gradient in zip(fused, gradients, strict=True):
             p.grad = gradient * (float("nan") if skip else 8.0)
@@ -246,16 +246,51 @@ def test_a_skipped_step_leaves_the_table() -> None:
 def test_an_average_stands_in_for_the_weights_and_leaves_them() -> None:
     model, average = torch.nn.Linear(2, 1, bias=False), MovingAverage(0.9)
     history = [torch.tensor([[float(step), 1.0]]) for step in range(3)]
-    for weights in history:
+    for step, weights in enumerate(history, 1000):
         model.weight.data.copy_(weights)
-        average.follow(model)
+        average.follow(model, step)
     with torch.no_grad(), average.instead(model):
         inside = model.weight.clone()
     assert torch.allclose(inside, torch.tensor([[0.9 * 0.1 + 0.1 * 2, 1.0]]))
     assert torch.equal(model.weight, history[-1])
 
 
+def test_a_young_average_forgets_faster() -> None:
+    model, average = torch.nn.Linear(1, 1, bias=False), MovingAverage(0.999)
+    for step in range(1, 101):
+        model.weight.data.fill_(float(step))
+        average.follow(model, step)
+    (young,) = average.weights.values()
+    assert 85 < young.item() < 95  # about 11 steps behind; with 0.999 from the first step on it would be at 5
+
+
 # ---- the model ------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_segment_converts_its_weights_once() -> None:
+    config = ModelConfig(5, 4, width=16, heads=2, layers=1, h_cycles=2, l_cycles=1, positions="learned")
+    inputs, seen = torch.tensor([[1, 2, 3, 4], [4, 1, 1, 2]]), []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
+        seen.extend(given)
+        return graph.forward
+
+    def gradients(compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = HierarchicalReasoningModel(config)
+        if compiled:
+            model.compile(backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            thought = model(*model.start(2), inputs, model.puzzle_emb(torch.tensor([0, 0])), look_ahead=True)
+            (thought.logits.float().square().sum() + thought.q.float().sum()).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, compiled = gradients(False), gradients(True)
+    assert seen
+    assert all(tensor.dtype == torch.bfloat16 for tensor in seen)
+    assert plain.keys() == compiled.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(gradient, compiled[name], rtol=2e-2, atol=1e-3), name
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from torch import Tensor
 class AdamATan2(torch.optim.Optimizer):
     """p = p (1 - lr wd) - lr atan2(m, sqrt(v)), with m and v corrected for their start at zero.
 
-    `fused` is for a GPU (and what it does there by default): some twenty kernels however many parameters there are.
-    It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing; and it counts
-    the steps of all parameters of a group together.
+    `fused` is for a GPU (and what it does there by default): one kernel for each parameter, or, where there is no
+    Triton, some twenty for all. It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host
+    waits for nothing; and it counts the steps of all parameters of a group together.
     """
 
     grad_scale: Tensor | None = None
@@ -68,13 +70,19 @@ class AdamATan2(torch.optim.Optimizer):
         count = self._count(params)
         applies = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         count += applies
+        correction = ((1 - beta2**count).sqrt() / (1 - beta1**count)).nan_to_num_()  # 0 / 0 if the first one is skipped
+        if kernel := _kernel() if all(map(_suits_kernel, (*params, *grads))) else None:
+            divisor = self.grad_scale if self.grad_scale is not None else torch.ones_like(count)
+            skip = self.found_inf if self.found_inf is not None else torch.zeros_like(count)
+            decay = group["weight_decay"]
+            kernel(params, grads, means, squares, correction, divisor, skip, lr, beta1, beta2, decay)
+            return
         # torch's kernel moves both moments, divides, and skips. At a rate of 0 it leaves the parameters alone.
         torch._fused_adam_(
             params, grads, means, squares, [], [count] * len(params),
             lr=0.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=1.0, amsgrad=False, maximize=False,
             grad_scale=self.grad_scale, found_inf=self.found_inf,
         )  # fmt: skip
-        correction = (1 - beta2**count).sqrt() / (1 - beta1**count)
         heights, lengths = (torch.cat([moment.flatten() for moment in moments]) for moments in (means, squares))
         angles = torch.atan2(heights.mul_(correction), lengths.sqrt_()).mul_(lr * applies)
         parts = [part.view_as(p) for part, p in zip(angles.split([p.numel() for p in params]), params, strict=True)]
@@ -94,3 +102,18 @@ class AdamATan2(torch.optim.Optimizer):
         for p in params:
             self.state[p]["step"] = first["step"]
         return first["step"]
+
+
+def _suits_kernel(tensor: Tensor) -> bool:
+    """Whole, and in one piece of memory."""
+    held = tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return held and not hasattr(tensor, "placements")
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    if not find_spec("triton"):
+        return None
+    from lockstep.recipes.hrm.adam_atan2_kernel import update_
+
+    return update_

@@ -10,19 +10,23 @@ from torch import Tensor, nn
 
 
 class MovingAverage:
+    """`rate` of itself and the rest of the weights, in every step. At first it forgets faster, so that in step n it
+    covers about the last n / 9 steps, and nothing is left of weights that have learned nothing yet."""
+
     def __init__(self, rate: float):
         self.rate = rate
         self.weights: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
-        """One step more. It begins with the weights of the first."""
+    def follow(self, model: nn.Module, step: int) -> None:
+        """After step `step`, counted from 1. It begins with the weights of the first."""
         now = {name: p.detach() for name, p in model.named_parameters()}
         if not self.weights:
             self.weights = {name: p.clone() for name, p in now.items()}
             return
         self._move_to(next(iter(now.values())).device)
-        torch._foreach_lerp_([self.weights[name] for name in now], list(now.values()), 1 - self.rate)
+        rate = min(self.rate, (1 + step) / (10 + step))
+        torch._foreach_lerp_([self.weights[name] for name in now], list(now.values()), 1 - rate)
 
     @contextmanager
     def instead(self, model: nn.Module) -> Iterator[None]:

@@ -8,16 +8,20 @@ Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lockstep.recipes.hrm.score import Question, Score, Scoring
 from lockstep.recipes.hrm.sparse import SparseEmbedding
 from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+
+Update = Callable[..., Tensor]  # a level, or what calls it
 
 EPS = 1e-5
 CUT_STD = 0.8796256610342398  # the standard deviation of a normal that is cut off at two of its own
@@ -109,8 +113,10 @@ class Level(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
-    def forward(self, state: Tensor, injection: Tensor, rotation: Rotation | None) -> Tensor:
-        x = state + injection
+    def forward(
+        self, state: Tensor, injection: Tensor, rotation: Rotation | None, more: Tensor | None = None
+    ) -> Tensor:
+        x = state + (injection if more is None else injection + more)
         for block in self.blocks:
             x = block(x, rotation)
         return x
@@ -170,13 +176,15 @@ class HierarchicalReasoningModel(nn.Module):
             z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)
             z_l = torch.where(begin, self.l_start.to(z_l.dtype), z_l)
         x = self._embedded(inputs, puzzle).to(z_h.dtype)
-        z_h, z_l = self._segment(z_h, z_l, x, rotation)
+        low = _converted(self.low)
+        levels = low, low if self.high is None else _converted(self.high)
+        z_h, z_l = self._segment(levels, z_h, z_l, x, rotation)
         logits, q = self.head(z_h)[:, self.config.puzzle_positions :], self.q_head(z_h[:, 0])
         z_h, z_l = z_h.detach(), z_l.detach()
         next_q = None
         if look_ahead:
             with torch.no_grad():
-                next_q = self.q_head(self._segment(z_h, z_l, x, rotation)[0][:, 0])
+                next_q = self.q_head(self._segment(levels, z_h, z_l, x, rotation)[0][:, 0])
         score = None
         if question is not None:
             assert self.scoring is not None, "a question, and nobody to judge the answer"
@@ -201,10 +209,11 @@ class HierarchicalReasoningModel(nn.Module):
             x = 0.5**0.5 * (x + self.places.weight)
         return W**0.5 * x
 
-    def _segment(self, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    def _segment(
+        self, levels: tuple[Update, Update], z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
         """h_cycles times: l_cycles fast updates, then a slow one. Only the last ones are remembered for gradients."""
-        config = self.config
-        high = self.low if self.high is None else self.high
+        config, (low, high) = self.config, levels
         cycle = ["l"] * config.l_cycles + ["h"]
         with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
         updates = cycle * config.h_cycles
@@ -212,10 +221,23 @@ class HierarchicalReasoningModel(nn.Module):
             remember = torch.is_grad_enabled() and place >= len(updates) - with_gradient
             with torch.set_grad_enabled(remember):
                 if which == "l":
-                    z_l = self.low(z_l, z_h + x, rotation)
+                    z_l = low(z_l, z_h, rotation, x if remember else x.detach())
                 else:
                     z_h = high(z_h, z_l, rotation)
         return z_h, z_l
+
+
+def _converted(level: Level) -> Update:
+    """Compiled, a level would convert its weights to autocast's format in each of a dozen calls: once is enough.
+    Otherwise autocast remembers them by itself."""
+    weights = dict(level.named_parameters())
+    device = next(iter(weights.values())).device.type
+    cut = any(hasattr(weight, "placements") for weight in weights.values())
+    if level._compiled_call_impl is None or cut or not torch.is_autocast_enabled(device):
+        return level
+    dtype = torch.get_autocast_dtype(device)
+    ready = {name: weight.to(dtype) for name, weight in weights.items()}
+    return lambda *args: functional_call(level, ready, args)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class HRM(Task):
         self._sparse.forget()
         self.carry.end_step()
         if self.average is not None:
-            self.average.follow(model)
+            self.average.follow(model, step)
 
     def state_dict(self) -> dict[str, Any]:
         average = self.average.weights if self.average is not None else {}
