@@ -37,7 +37,7 @@ from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeri
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
-from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
+from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
 from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.turbulence import halted
@@ -180,7 +180,7 @@ def test_the_ratio_is_one_before_the_first_step(variant):
         days = {name: batch[name].transpose(0, 1) for name in ("windows", "starts", "actions", "logp")}
         for state, found in (((batch["hidden"], batch["cell"]), off), (agent.blank(2, torch.device("cpu")), forgetful)):
             logits, _, _ = agent(days["windows"], state, days["starts"])
-            found.append(((log_chance(logits, days["actions"]) - days["logp"]).exp() - 1).abs().max().item())
+            found.append(((log_chances(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
     assert max(off) < 1e-5
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
