@@ -193,6 +193,32 @@ def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
     assert abs(gained.std(correction=0) - 1) < 1e-5
 
 
+def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
+    task = tiny(assets=3, credit="each")
+    agent = task.model()
+    source = attached(task, agent)
+    (micro, *_) = source.take()
+    batch = micro.data
+    assert batch["rewards"].shape == batch["advantages"].shape == batch["logp"].shape == batch["actions"].shape
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    batch["advantages"][..., 1] = 1.0
+    task.value_weight = task.entropy = 0.0
+    task.loss(agent, batch).total.backward()
+    heard = agent.policy.weight.grad.unflatten(0, (3, -1)).abs().sum((1, 2))
+    assert heard[1] > 0
+    assert heard[0] == heard[2] == 0
+
+
+def test_with_one_asset_credit_for_each_is_credit_for_all():
+    found = []
+    for credit in ("all", "each"):
+        torch.manual_seed(0)
+        task = tiny(credit=credit)
+        agent = task.model()
+        found.append([float(task.loss(agent, micro.data).total.detach()) for micro in attached(task, agent).take()])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_advantages_stop_at_the_end_of_an_episode():
     starts = torch.tensor([[False, False, True, False]])
     days = {"starts": starts, "over": torch.tensor([True])}

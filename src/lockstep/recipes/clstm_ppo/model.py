@@ -63,7 +63,8 @@ class Agent(nn.Module):
     def forward(self, windows: Tensor, state: State, starts: Tensor) -> tuple[Any, ...]:
         """`windows` (T, n, W, F); `state` is what was remembered before the first of the T days; where `starts` (T, n)
         an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), or (T, n, K) if there
-        is one for each asset, the state after; and with foresight what the first stage alone expects of the coming day (T, n, K, 2)."""
+        is one for each asset, the state after; and with foresight what the first stage alone expects of the coming
+        day (T, n, K, 2)."""
         T, n = starts.shape
         seen = self.look(windows.flatten(0, 1)).unflatten(0, (T, n))
         expected = () if self.foresee is None else (self.foresee(seen).unflatten(-1, (-1, 2)),)
