@@ -82,7 +82,7 @@ class ClstmPpo(Task):
             "steps": 5120,
             "global_batch": 512,
             "micro_batch": 512,  # with two GPUs 256: as large as fits, since a rollout is one small call after another
-            "lr": {"peak": 5e-4},
+            "lr": {"peak": 7e-4},
             "precision": "tf32",
             "compile": False,
             "evaluate": {"every": 320, "batch": 256},
@@ -91,7 +91,7 @@ class ClstmPpo(Task):
             "checkpoint": {"every": 320},  # whole updates: the days of a rollout need not be saved
             "task": {
                 "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 64,
-                "entropy": 0.005, "credit": "each", "cost_warmup": 96,
+                "entropy": 0.005, "credit": "each", "foresight": 24, "cost_warmup": 96,
             },
             "goals": ["of_bayes >= 0.85"],
         },
