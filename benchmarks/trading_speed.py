@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recipes.clstm_ppo import ClstmPpo
-from lockstep.recipes.clstm_ppo.rollout import log_chance
+from lockstep.recipes.clstm_ppo.rollout import log_chances
 from lockstep.task import Surroundings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +83,8 @@ def main() -> None:
     with cast, torch.no_grad():
         logits, *_ = agent(days["windows"], state, days["starts"])
         seen = agent.look(windows).unflatten(0, days["starts"].shape)
-    off = ((log_chance(logits, days["actions"]) - days["logp"]).exp() - 1).abs()
+    chances = log_chances(logits, days["actions"])
+    off = (((chances if agent.shape.each else chances.sum(-1)) - days["logp"]).exp() - 1).abs()
     print(f"|ratio - 1|: at most {off.max():.1e}, mean {off.mean():.1e}")
 
     def whole() -> None:

@@ -37,7 +37,7 @@ from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeri
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
-from lockstep.recipes.clstm_ppo.rollout import advantages, log_chance
+from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
 from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.turbulence import halted
@@ -180,7 +180,7 @@ def test_the_ratio_is_one_before_the_first_step(variant):
         days = {name: batch[name].transpose(0, 1) for name in ("windows", "starts", "actions", "logp")}
         for state, found in (((batch["hidden"], batch["cell"]), off), (agent.blank(2, torch.device("cpu")), forgetful)):
             logits, _, _ = agent(days["windows"], state, days["starts"])
-            found.append(((log_chance(logits, days["actions"]) - days["logp"]).exp() - 1).abs().max().item())
+            found.append(((log_chances(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
     assert max(off) < 1e-5
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
@@ -191,6 +191,32 @@ def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
     gained = torch.cat([micro.data["advantages"].flatten() for micro in source.take()])
     assert gained.mean().abs() < 1e-5
     assert abs(gained.std(correction=0) - 1) < 1e-5
+
+
+def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
+    task = tiny(assets=3, credit="each")
+    agent = task.model()
+    source = attached(task, agent)
+    (micro, *_) = source.take()
+    batch = micro.data
+    assert batch["rewards"].shape == batch["advantages"].shape == batch["logp"].shape == batch["actions"].shape
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    batch["advantages"][..., 1] = 1.0
+    task.value_weight = task.entropy = 0.0
+    task.loss(agent, batch).total.backward()
+    heard = agent.policy.weight.grad.unflatten(0, (3, -1)).abs().sum((1, 2))
+    assert heard[1] > 0
+    assert heard[0] == heard[2] == 0
+
+
+def test_with_one_asset_credit_for_each_is_credit_for_all():
+    found = []
+    for credit in ("all", "each"):
+        torch.manual_seed(0)
+        task = tiny(credit=credit)
+        agent = task.model()
+        found.append([float(task.loss(agent, micro.data).total.detach()) for micro in attached(task, agent).take()])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_advantages_stop_at_the_end_of_an_episode():

@@ -23,6 +23,7 @@ class Environments(Protocol):
     day: Tensor  # (n,)
     position: Tensor  # (n, K), float64
     held: Tensor  # (n, K) the position of the last day
+    gains: Tensor  # (n, K) what the last day earned with each of them, float64; their mean is what it earned
     moved: Tensor  # (n, K) what the last day brought, in usual sizes: what an agent may be taught to foresee
 
     def draw(self) -> None:
@@ -92,7 +93,7 @@ class VectorCueRecall:
         late = noise.uniform(seed, noise.OFFSET, envs) * game.days
         self.day = late.long() if stagger else torch.zeros_like(envs)
         self.position = torch.zeros(len(envs), 1, dtype=torch.float64, device=envs.device)  # there is none
-        self.moved = self.held = self.position
+        self.moved = self.held = self.gains = self.position
 
     def draw(self) -> None:
         pass
@@ -112,4 +113,5 @@ class VectorCueRecall:
         ended = self.day == self.game.days - 1
         earned = ((actions[:, 0] == self.cue()) & ended).double()
         self.episode, self.day = self.episode + ended, (self.day + 1) * ~ended
+        self.gains = earned[:, None]
         return earned, ended

@@ -165,7 +165,7 @@ class VectorMarket:
         late = noise.uniform(series.seed, noise.OFFSET, envs) * rules.days
         self.day = late.long() if stagger else torch.zeros_like(envs)
         self.position = torch.zeros(len(envs), series.assets, dtype=torch.float64, device=envs.device)
-        self.moved = self.held = self.position
+        self.moved = self.held = self.gains = self.position
         self.draw()
 
     def draw(self) -> None:
@@ -212,12 +212,12 @@ class VectorMarket:
         moved = self._returns.gather(1, today[..., None].expand(-1, 1, wanted.shape[1]))[:, 0]
         self.moved = moved / self.series.scale
         fee = costs * self.rules.cost * (wanted - self.position).abs()
-        earned = (wanted * moved - fee).mean(dim=1)
+        self.gains = wanted * moved - fee
         day = self.day + 1
         ended = day == self.rules.days
         self.episode, self.day, self._begin = self.episode + ended, day * ~ended, self._begin + ended * self._length
         self.held, self.position = wanted, wanted.masked_fill(ended[:, None], 0.0)
-        return earned, ended
+        return self.gains.mean(dim=1), ended
 
     @property
     def _length(self) -> int:

@@ -33,6 +33,7 @@ class AgentShape:
     linears: int = 1  # layers between the two
     cascade: int = 1  # LSTMs over the window
     memory: int = 64  # of the LSTM across days
+    each: bool = False  # a value for every asset, not one for all together
     foresight: bool = False  # a head that says what the coming day brings, to teach the first stage
 
 
@@ -51,7 +52,8 @@ class Agent(nn.Module):
             wide = nn.Linear(shape.window * shape.features, memory)
             self.look = nn.Sequential(nn.Flatten(), wide, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
         self.recall = None if shape.variant == "mlp" else nn.LSTMCell(width, memory)
-        self.policy, self.value = nn.Linear(memory, shape.assets * shape.choices), nn.Linear(memory, 1)
+        self.policy = nn.Linear(memory, shape.assets * shape.choices)
+        self.value = nn.Linear(memory, shape.assets if shape.each else 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):  # begins by choosing everything equally often
             nn.init.orthogonal_(head.weight, gain)
             nn.init.zeros_(head.bias)
@@ -60,8 +62,9 @@ class Agent(nn.Module):
 
     def forward(self, windows: Tensor, state: State, starts: Tensor) -> tuple[Any, ...]:
         """`windows` (T, n, W, F); `state` is what was remembered before the first of the T days; where `starts` (T, n)
-        an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), the state after; and
-        with foresight what the first stage alone expects of the coming day (T, n, K, 2)."""
+        an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), or (T, n, K) if there
+        is one for each asset, the state after; and with foresight what the first stage alone expects of the coming
+        day (T, n, K, 2)."""
         T, n = starts.shape
         seen = self.look(windows.flatten(0, 1)).unflatten(0, (T, n))
         expected = () if self.foresee is None else (self.foresee(seen).unflatten(-1, (-1, 2)),)
@@ -72,7 +75,8 @@ class Agent(nn.Module):
             seen, state = (self.recall_at_once if at_once else self.recall_daily)(seen, state, starts)
         shape = self.shape
         logits = self.policy(seen).unflatten(-1, (shape.assets, shape.choices))
-        return logits, self.value(seen).squeeze(-1), state, *expected
+        values = self.value(seen)
+        return logits, values if shape.each else values.squeeze(-1), state, *expected
 
     def blank(self, n: int, device: torch.device) -> State:
         """Nothing remembered."""

@@ -1,6 +1,7 @@
 """Trading with the current policy, and what PPO learns from it.
 
-Tensors hold the environment first: (n, T, ...), for T days of n environments.
+Tensors hold the environment first: (n, T, ...), for T days of n environments. With credit for each asset, what was
+earned and what follows from it is (n, T, K), and (n, T) otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Block:
 
     market: Environments
     state: State  # what the agent remembers of each environment
-    discounted: Tensor  # (n,) what each has earned lately, for the scale of rewards
+    discounted: Tensor  # (n,) or (n, K): what each has earned lately, for the scale of rewards
 
     @torch.no_grad()
     def trade(self, agent: Agent, days: int, seed: int, update: int, costs: float) -> Days:
@@ -42,8 +43,9 @@ class Block:
             logits, value, self.state, *_ = agent(windows[None], self.state, starts[None])
             actions = sampled(logits[0], drawn[:, day])
             earned, _ = market.step(actions, costs)
-            taken, reward = log_chance(logits[0], actions), earned * REWARD_SCALE
-            parts = windows, starts, actions, taken, value[0], reward, market.moved
+            chances = log_chances(logits[0], actions)
+            taken, reward = (chances, market.gains) if agent.shape.each else (chances.sum(-1), earned)
+            parts = windows, starts, actions, taken, value[0], reward * REWARD_SCALE, market.moved
             for name, part in zip(DAILY, parts, strict=True):
                 found[name].append(part)
         _, after, *_ = agent(market.windows()[None], self.state, (market.day == 0)[None])
@@ -56,10 +58,11 @@ class Block:
         }
 
     def running_sums(self, days: Days, discount: float) -> Tensor:
-        """(n, T): what was earned up to each day, discounted, in this episode."""
+        """What was earned up to each day, discounted, in this episode."""
         found = []
         for day in range(days["rewards"].shape[1]):
-            self.discounted = self.discounted * discount * ~days["starts"][:, day] + days["rewards"][:, day]
+            earned = days["rewards"][:, day]
+            self.discounted = self.discounted * discount * _beside(~days["starts"][:, day], earned) + earned
             found.append(self.discounted)
         return torch.stack(found, dim=1)
 
@@ -74,18 +77,23 @@ def sampled(logits: Tensor, drawn: Tensor) -> Tensor:
     return actions
 
 
-def log_chance(logits: Tensor, actions: Tensor) -> Tensor:
-    """Of the actions of all assets together: (..., K, A) and (..., K) -> (...)."""
-    return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1).sum(-1)
+def log_chances(logits: Tensor, actions: Tensor) -> Tensor:
+    """Of the action of every asset: (..., K, A) and (..., K) -> (..., K). Their sum is that of all together."""
+    return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
 
 
 def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, trace: float) -> Tensor:
-    """Generalised advantage estimation, (n, T). `values` (n, T + 1) reach one day beyond the rewards."""
+    """Generalised advantage estimation, as large as `rewards`. `values` reach one day beyond them."""
     ends = torch.cat([days["starts"][:, 1:], days["over"][:, None]], dim=1)  # a start ends the day before it
     found, later = [], torch.zeros_like(values[:, 0])
     for day in reversed(range(rewards.shape[1])):
-        goes_on = ~ends[:, day]
+        goes_on = _beside(~ends[:, day], later)
         surprise = rewards[:, day] + discount * values[:, day + 1] * goes_on - values[:, day]
         later = surprise + discount * trace * later * goes_on
         found.append(later)
     return torch.stack(found[::-1], dim=1)
+
+
+def _beside(flags: Tensor, values: Tensor) -> Tensor:
+    """Of environments (n,), to go with numbers of the same ones, (n,) or (n, K)."""
+    return flags if values.dim() == 1 else flags[:, None]

@@ -260,9 +260,10 @@ class Rollouts:
         return self._from_all(mine, self.first, self.environments)
 
     def _block(self, index: int) -> Block:
-        device, each = self.around.device, self.settings.minibatches
+        device, parts = self.around.device, self.settings.minibatches
         first, beyond = index * self.around.micro_batch, (index + 1) * self.around.micro_batch
-        envs = torch.arange(first * each, min(beyond, self.around.global_batch) * each, device=device)
+        envs = torch.arange(first * parts, min(beyond, self.around.global_batch) * parts, device=device)
         market = self.game.open(self.around.seed, envs, stagger=True)
         blank = self.agent.blank(len(envs), device)
-        return Block(market, blank, torch.zeros(len(envs), dtype=torch.float64, device=device))
+        each = (self.game.assets,) if self.agent.shape.each else ()
+        return Block(market, blank, torch.zeros(len(envs), *each, dtype=torch.float64, device=device))

@@ -14,7 +14,7 @@ from lockstep.recipes.clstm_ppo.game import CueRecall, Game
 from lockstep.recipes.clstm_ppo.market import HELD_OUT, RegimeSeries, Rules, Series, Trading
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, Variant
 from lockstep.recipes.clstm_ppo.prices import PriceSeries
-from lockstep.recipes.clstm_ppo.rollout import log_chance
+from lockstep.recipes.clstm_ppo.rollout import log_chances
 from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
 from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, yardsticks
 from lockstep.task import Loss, Task
@@ -77,21 +77,21 @@ class ClstmPpo(Task):
         "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
         "cue": {**CUE, "task": CUE_TASK, "goals": ["score >= 0.95"]},
         "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
-        # Sized for one large GPU: 300 updates of 4096 environments, 157 million days. Not measured yet.
+        # Sized for minutes on one large GPU: 320 updates of 2048 environments, 42 million days. Not measured yet.
         "gpu": {
-            "steps": 4800,
-            "global_batch": 1024,
-            "micro_batch": 1024,  # with two GPUs 512: as large as fits, since a rollout is one small call after another
-            "lr": {"peak": 3e-4},
+            "steps": 5120,
+            "global_batch": 512,
+            "micro_batch": 512,  # with two GPUs 256: as large as fits, since a rollout is one small call after another
+            "lr": {"peak": 7e-4},
             "precision": "tf32",
             "compile": False,
-            "evaluate": {"every": 480, "batch": 256},
+            "evaluate": {"every": 320, "batch": 256},
             "log": {"every": 16},
-            "checks": {"every": 160},
-            "checkpoint": {"every": 160},  # whole updates: the days of a rollout need not be saved
+            "checks": {"every": 320},
+            "checkpoint": {"every": 320},  # whole updates: the days of a rollout need not be saved
             "task": {
-                "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 128,
-                "entropy": 0.01,
+                "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 64,
+                "entropy": 0.005, "credit": "each", "foresight": 24, "cost_warmup": 96,
             },
             "goals": ["of_bayes >= 0.85"],
         },
@@ -128,10 +128,12 @@ class ClstmPpo(Task):
         target_kl: float | None = None,
         normalise: bool = True,
         foresight: int = 0,
+        credit: Literal["all", "each"] = "all",
         test_episodes: int = 256,
     ):
         """`prices` is a CSV file to trade in, in place of the generated market. `game=cue` is a test of memory in
-        place of a market; its window is one day, and it has 10 of them."""
+        place of a market; its window is one day, and it has 10 of them. `credit=each` tells every asset's choice what
+        that asset has earned, `all` what all have earned together: then most of what a choice hears is about others."""
         self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
         self.test_episodes = test_episodes
         rules = Rules(window, days, cost, lots, indicators, halt)
@@ -141,7 +143,7 @@ class ClstmPpo(Task):
         self.game: Game = Trading(series, rules) if game == "market" else CueRecall()
         self.shape = AgentShape(
             self.game.features, self.game.window, self.game.assets, self.game.choices, self.game.days,
-            variant, hidden, width, linears, cascade, memory, foresight=foresight > 0,
+            variant, hidden, width, linears, cascade, memory, each=credit == "each", foresight=foresight > 0,
         )  # fmt: skip
         settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise, foresight)
         self._check(settings, rules)
@@ -160,25 +162,28 @@ class ClstmPpo(Task):
         """`batch` holds n environments, T days each: (n, T, ...). The model wants the days first."""
         days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAYS}
         logits, values, _, *expected = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
-        change = log_chance(logits, days["actions"]) - days["logp"]  # (T, n)
+        chances = log_chances(logits, days["actions"])
+        change = (chances if self.shape.each else chances.sum(-1)) - days["logp"]  # (T, n) or (T, n, K)
         ratio, gained = change.exp(), days["advantages"]
         gain = torch.minimum(ratio * gained, ratio.clamp(1 - self.clip, 1 + self.clip) * gained)
         off = (values.float() - days["targets"]).square()
-        spread = entropy_of(logits)
-        total = (self.value_weight * off - gain - self.entropy * spread).sum()
+        spread = entropy_of(logits.unsqueeze(-2) if self.shape.each else logits)
+        weight = days["starts"].numel()
+        assets = ratio.numel() // weight  # 1 if all are one
+        total = (self.value_weight * off - gain - self.entropy * spread).sum() / assets
         if expected:  # one of the two counts, and the other is in the graph: every parameter gets a gradient
             taught = surprise(expected[0], days["moved"])
             total = 0 * total + taught if batch["teaching"] else total + 0 * taught
-        kl = ((ratio - 1) - change).detach().sum()
-        self.source.note_kl(batch["block"], kl, ratio.numel())
+        kl = ((ratio - 1) - change).detach().sum() / assets
+        self.source.note_kl(batch["block"], kl, weight)
         metrics = {
             "kl": kl,
-            "clipped": ((ratio - 1).abs() > self.clip).sum(),
-            "entropy": spread.detach().sum(),
-            "value_loss": off.detach().sum(),
-            "reward": days["rewards"].sum(),
+            "clipped": ((ratio - 1).abs() > self.clip).sum() / assets,
+            "entropy": spread.detach().sum() / assets,
+            "value_loss": off.detach().sum() / assets,
+            "reward": days["rewards"].sum() / assets,
         }
-        return Loss(total, ratio.numel(), metrics)
+        return Loss(total, weight, metrics)
 
     def eval_data(self) -> TensorDataset:
         return TensorDataset(torch.arange(self.test_episodes))
