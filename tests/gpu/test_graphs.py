@@ -164,8 +164,8 @@ def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> Non
 
 def test_compiled_in_16_bits(tmp_path: Path) -> None:
     low = {**TINY, "precision": "bf16", "compile": True}
-    plain = lockstep.fit(HRM, **low, graph=False, run_dir=tmp_path / "plain")
-    found = lockstep.fit(HRM, **low, graph=True, run_dir=tmp_path / "graph")
+    lockstep.fit(HRM, **low, graph=False, run_dir=tmp_path / "plain")
+    lockstep.fit(HRM, **low, graph=True, run_dir=tmp_path / "graph")
     assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
     assert curve(tmp_path / "graph")[0] == pytest.approx(curve(tmp_path / "plain")[0], rel=5e-3)
     assert curve(tmp_path / "graph")[1] == pytest.approx(curve(tmp_path / "plain")[1], rel=3e-2)
