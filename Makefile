@@ -17,10 +17,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lockstep train char_lm --nproc auto
 
-# Two files at a time: most tests wait for processes that they have started. Short files come last. A worker that dies
+# Three files at a time, on two cores too: most tests wait for processes that they have started. Short files come last. A worker that dies
 # of a hang is not replaced: its replacement would begin with the same test.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Which attention kernels are tried in which order. That they run is tested in tests/gpu/test_attention.py."""
+"""Which attention kernels are tried in which order. That they run is tested in tests/gpu/test_gpu_attention.py."""
 
 import pytest
 import torch

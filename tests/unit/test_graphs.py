@@ -1,5 +1,5 @@
 """Recorded calls: which are, how they are told apart, and that training does not notice. Without a GPU: the device here
-records nothing, and replays by doing the work again. tests/gpu/test_graphs.py has the real one."""
+records nothing, and replays by doing the work again. tests/gpu/test_gpu_graphs.py has the real one."""
 
 import copy
 import random

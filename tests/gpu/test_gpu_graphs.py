@@ -134,9 +134,9 @@ TINY = {
 
 
 def curve(folder: Path) -> tuple[list[float], list[float]]:
-    """The loss and the gradient's length of every step."""
+    """The loss of every step, and the gradient's length of every one whose outcome was known by then: a step later."""
     lines = list(read_jsonl(folder / "metrics.jsonl"))
-    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
+    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines if "grad_norm" in line]
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
