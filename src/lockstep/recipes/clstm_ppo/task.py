@@ -173,9 +173,10 @@ class ClstmPpo(Task):
         total = (self.value_weight * off - gain - self.entropy * spread).sum() / assets
         if expected:  # one of the two counts, and the other is in the graph: every parameter gets a gradient
             taught = surprise(expected[0], days["moved"])
-            total = 0 * total + taught if batch["teaching"] else total + 0 * taught
+            total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
         kl = ((ratio - 1) - change).detach().sum() / assets
-        self.source.note_kl(batch["block"], kl, weight)
+        if not batch["teaching"]:  # which moves the policy too, and is not to be cut short by that
+            self.source.note_kl(batch["block"], kl, weight)
         metrics = {
             "kl": kl,
             "clipped": ((ratio - 1).abs() > self.clip).sum() / assets,

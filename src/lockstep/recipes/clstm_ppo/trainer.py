@@ -58,14 +58,15 @@ class DistributedCLSTMPPOTrainer:
     def initialize(self) -> None:
         """Make the task, with its environments, and an agent that has learnt nothing yet."""
         values = ClstmPpo.presets[self.preset]
-        self.task = ClstmPpo(**values["task"])
+        steps = self._steps(ClstmPpo(**values["task"]))
+        self.task = ClstmPpo(**values["task"] | in_proportion(values, steps))
         self.agent: Agent = self.task.model()
         rest = {key: value for key, value in values.items() if key not in ("task", "global_batch", "steps")}
         self.values = rest | {
             "preset": None,
             "local_batch": self.batch_size,
             "micro_batch": self.micro_batch,
-            "steps": self._steps(),
+            "steps": steps,
         }
 
     def train(self) -> dict[str, Any]:
@@ -77,11 +78,11 @@ class DistributedCLSTMPPOTrainer:
         self.agent = self.result.model  # pyrefly: ignore[bad-assignment]
         return self._gather_metrics()
 
-    def _steps(self) -> int:
+    def _steps(self, task: ClstmPpo) -> int:
         """Optimizer steps: a rollout's worth of days for every environment, until that many episodes are full."""
-        settings = self.task.source.settings
+        settings = task.source.settings
         environments = self.processes * self.batch_size * settings.minibatches
-        updates = math.ceil(self.num_episodes * self.task.game.days / (environments * settings.days))
+        updates = math.ceil(self.num_episodes * task.game.days / (environments * settings.days))
         return updates * settings.epochs * settings.minibatches
 
     def _run_episode(self, episode: int = 0) -> dict[str, float]:
@@ -103,6 +104,13 @@ class DistributedCLSTMPPOTrainer:
 
         save_model(self.agent, str(path))
         return Path(path)
+
+
+def in_proportion(preset: dict[str, Any], steps: int) -> dict[str, int]:
+    """Options for the first updates of a run, which take the same share of `steps` as they do in the preset. A short run
+    would otherwise be over before PPO has begun, or before trading costs what it costs."""
+    options, share = preset["task"], steps / preset["steps"]
+    return {name: math.ceil(options[name] * share) for name in ("foresight", "cost_warmup") if name in options}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ writes those it has computed, `answers-rank-0.safetensors` and so on. Further wo
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,9 +43,9 @@ class Recording(HRM):
 
 def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: Any) -> lockstep.RunResult:
     """`checkpoint`: a run, or one of its checkpoints."""
-    run, step = _found(checkpoint)
+    run, weights, step = _found(checkpoint)
     values: dict[str, Any] = {"run_dir": str(Path("runs") / f"{run.name}-at-{step}-{generate_name()}")}
-    values |= {"resume": str(checkpoint), "steps": step, "goals": [], **more}
+    values |= {"resume": str(weights), "steps": step, "goals": [], **more}
     done = lockstep.fit(Recording if save_outputs else HRM, str(run / "config.yaml"), **values)
     answers = getattr(done.task, "answers", [])
     if answers:
@@ -55,15 +56,22 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: An
     return done
 
 
-def _found(checkpoint: Path) -> tuple[Path, int]:
-    """The run's folder, and the step that its weights are of."""
-    run = checkpoint.parent.parent if checkpoint.name.startswith("step-") else checkpoint
-    steps = sorted((run / "checkpoints").glob("step-*")) if run == checkpoint else [checkpoint]
+def _found(checkpoint: Path) -> tuple[Path, Path, int]:
+    """The run's folder, the checkpoint to look at, and its step. Beside checkpoints there may be what a run that was
+    killed has left half written."""
+    run = checkpoint if _step_of(checkpoint) is None else checkpoint.resolve().parent.parent
+    folders = (run / "checkpoints").glob("step-*") if run == checkpoint else [checkpoint]
+    steps = {step: path for path in folders if (step := _step_of(path)) is not None}
     if not steps or not (run / "config.yaml").exists():
         raise UserError(
             f"checkpoint={checkpoint}", "no run with a checkpoint there", "type the folder of a run, or of a checkpoint"
         )
-    return run, int(steps[-1].name.removeprefix("step-"))
+    return run, steps[max(steps)], max(steps)
+
+
+def _step_of(path: Path) -> int | None:
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return int(found[1]) if found else None
 
 
 def main(words: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from lockstep.recipes.hrm.task import HRM
 FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
 SECOND = ("badger", "cedar", "delta", "ember", "falcon", "glacier", "harbour", "juniper", "kestrel", "maple", "otter")
 
-SOURCE = ("model.py", "losses.py", "task.py")
+SOURCE = ("model.py", "score.py", "losses.py", "task.py")
 
 
 @dataclass

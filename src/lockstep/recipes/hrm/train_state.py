@@ -38,7 +38,7 @@ class TrainState:
     model: Any  # to be called
     run: Any  # of `lockstep.start`
     batches: Iterator[Any]  # global steps; each gives this rank's micro-batches
-    step: int = 0
+    step: int = 0  # of the run: how many are done
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def train_batch(
         sums = {"loss": (loss.total.detach(), loss.weight), **loss.metrics}
         added = _added(added, sums, 0 if batch.padding else 1)
     batch.apply()
-    train_state.step += 1
+    train_state.step = batch.index + 1  # not a count of its own: a run that goes on does not begin at 0
     task.after_step(train_state.model, train_state.step)
     return _on_rank_0(added, device, rank, world_size)
 
