@@ -7,7 +7,7 @@ import sys
 
 from lockstep.recipes.hrm.iterable import PuzzleDataset, PuzzleDatasetConfig
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel
-from lockstep.recipes.hrm.pretrain import PretrainConfig, load_synced_config, main
+from lockstep.recipes.hrm.pretrain import PretrainConfig, generate_name, load_synced_config, main
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
 from lockstep.recipes.hrm.train_state import (
     TrainState,
@@ -30,6 +30,7 @@ __all__ = [
     "compute_metrics",
     "create_model",
     "evaluate",
+    "generate_name",
     "init_train_state",
     "load_synced_config",
     "process_aggregated_metrics",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.config import Resolved, resolve
+from lockstep.config import Resolved, resolve, resolve_for
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
@@ -23,6 +23,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
+from lockstep.targets import make_task
 from lockstep.task import Loss, Share, StepResult, Task
 
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
@@ -128,6 +129,13 @@ def fit(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
         summary = loop.fit(task, run)
         run.trace.summary = summary
         return run.trace
+
+
+def train(world: World, store: Any, task: type[Task], values: dict[str, Any]) -> None:
+    """A job: what `lockstep train` does with a recipe and its presets, in this worker. What it leaves is on disk."""
+    resolved = resolve_for(task.defaults, task.presets, [("test", QUIET | values)])
+    with context.start(world, resolved.config, store=store) as runtime:
+        loop.fit(make_task(task, resolved.config.task), Run(resolved, runtime, "test"))
 
 
 def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import UserError
@@ -143,6 +144,16 @@ def test_ranks_agree_on_a_global_batch_and_slice_it(folder):
     assert passes(folder, "train", 0, 1) == alone[:1]
 
 
+def test_loader_processes_share_the_batches_and_the_loops_own_draws_stay(folder):
+    data = PuzzleDataset(PuzzleDatasetConfig(str(folder / "data"), 12, seed=5), "train")
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
+    read = [[[tuple(row.tolist()) for row in piece["inputs"]] for piece in loader] for _ in range(2)]
+    random.seed(1)
+    assert read == passes(folder, "train", 0, 1, count=2)
+    drawn = random.random()
+    assert drawn == random.Random(1).random()
+
+
 def test_every_test_puzzle_is_dealt_once(folder):
     """21 in batches of 12: the last one is short, and some rank has nothing of it."""
     [[first, last]] = passes(folder, "test", 0, 1)
@@ -213,6 +224,7 @@ def test_pretrain_learns_on_two_machines_under_torchrun(folder):
     """As the document starts them: each has its number, and knows the address of the first."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     words = ["data_path=data", *WORDS.replace("epochs=3", "epochs=12").replace("micro_batch=6", "log.every=10").split()]
+    words.append("eval_interval=12")  # the later word counts
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = [str(ROOT / "pretrain.py"), *words, "run_name=nodes"]

@@ -26,6 +26,7 @@ from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWo
 from lockstep.recipes.latent_wire.wire import from_replay, from_text
 from lockstep.recipes.latent_wire.world import FactWorld
 from lockstep.testing import fail_at
+from ranks.support import train
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = LatentWire.presets["tiny"]["task"]
@@ -45,16 +46,12 @@ def batch_of(task, rows=4):
     return task.data().__getitems__(range(rows))
 
 
-def train(folder, name, *more):
-    words = [sys.executable, "-m", "lockstep.cli", "train", "latent_wire", "preset=tiny", f"run_dir={name}"]
-    words += [
-        "micro_batch=8",
-        "threads=1",
-        "checkpoint.every=5",
-        "log.every=5",
-        f"task.frozen={folder / 'frozen'}",
-        *more,
-    ]
+SETTINGS = {"preset": "tiny", "micro_batch": 8, "threads": 1, "checkpoint.every": 5, "log.every": 5}
+
+
+def train_two(folder):
+    words = [sys.executable, "-m", "lockstep.cli", "train", "latent_wire", "--nproc", "2", "run_dir=two"]
+    words += [f"{key}={value}" for key, value in SETTINGS.items()] + [f"task.frozen={folder / 'frozen'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,11 +59,12 @@ def train(folder, name, *more):
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
+def runs(pool, folder):
     """One process; and two, of which one is killed in the middle."""
-    train(folder, "one")
+    more = {"run_dir": str(folder / "one"), "task.frozen": str(folder / "frozen")}
+    pool.run(train, LatentWire, SETTINGS | more, world=1)
     with fail_at(rank=1, step=12, phase="compute", how="kill"):
-        assert "restarting 2 ranks" in train(folder, "two", "--nproc", "2")
+        assert "restarting 2 ranks" in train_two(folder)
     return folder
 
 

@@ -24,6 +24,7 @@ from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.png import SIGNATURE, read_png, write_png
 from lockstep.recipes.pixel_llm.scenes import COMP, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD, Words
+from ranks.support import train
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = PixelLLM.presets["tiny"]["task"]
@@ -40,13 +41,13 @@ def command(*words, cwd):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(pool, tmp_path_factory):
     """`one`, and `two` with a rank killed, of the acceptance run; `undisturbed`: two ranks with the same settings."""
     folder = tmp_path_factory.mktemp("runs")
     script = ROOT / "benchmarks" / "pixel_acceptance.py"
     said = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
-    train = ["-m", "lockstep.cli", "train", "pixel_llm", "preset=tiny", "micro_batch=8", "--nproc", "2", "threads=1"]
-    command(*train, "run_dir=runs/undisturbed", cwd=folder)
+    values = {"preset": "tiny", "micro_batch": 8, "threads": 1, "run_dir": str(folder / "runs" / "undisturbed")}
+    pool.run(train, PixelLLM, values, world=2)
     return folder / "runs", said
 
 

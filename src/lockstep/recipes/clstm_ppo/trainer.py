@@ -107,8 +107,8 @@ class DistributedCLSTMPPOTrainer:
 
 
 def in_proportion(preset: dict[str, Any], steps: int) -> dict[str, int]:
-    """Options for the first updates of a run, which take the same share of `steps` as they do in the preset. A short run
-    would otherwise be over before PPO has begun, or before trading costs what it costs."""
+    """Options for the first updates of a run, which take the same share of `steps` as they do in the preset. A short
+    run would otherwise be over before PPO has begun, or before trading costs what it costs."""
     options, share = preset["task"], steps / preset["steps"]
     return {name: math.ceil(options[name] * share) for name in ("foresight", "cost_warmup") if name in options}
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import data
@@ -37,7 +39,8 @@ class PuzzleDatasetConfig:
 
 class PuzzleDataset(IterableDataset):
     """A pass over the split `train` (every group once, in a new order each time, whole batches only) or `test` (every
-    example once, in its place, the last batch shorter). All ranks agree on a global batch; each takes its slice."""
+    example once, in its place, the last batch shorter). All ranks agree on a global batch; each takes its slice. Loader
+    processes share the batches; let them live on (`persistent_workers=True`), as it is they who count the passes."""
 
     def __init__(self, config: PuzzleDatasetConfig, split: str):
         self.config, self.split = config, split
@@ -48,7 +51,9 @@ class PuzzleDataset(IterableDataset):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self._iter_train() if self.split == "train" else self._iter_test()
+        batches = self._iter_train() if self.split == "train" else self._iter_test()
+        worker = get_worker_info()
+        return batches if worker is None else islice(batches, worker.id, None, worker.num_workers)
 
     def _iter_train(self) -> Iterator[dict[str, Tensor]]:
         """Which example of a group is taken follows from seed, epoch and group, so whoever reads it takes the same."""
@@ -58,9 +63,10 @@ class PuzzleDataset(IterableDataset):
         random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
         for start in range(0, len(order) - self.config.global_batch_size + 1, self.config.global_batch_size):
             drawn = []
-            for group in order[self._slice(start)]:
-                random.seed(f"{self.config.seed}/{epoch}/{group}")
-                drawn.append(groups[group])
+            with _python_random_kept():
+                for group in order[self._slice(start)]:
+                    random.seed(f"{self.config.seed}/{epoch}/{group}")
+                    drawn.append(groups[group])
             yield data.collate(drawn)
 
     def _iter_test(self) -> Iterator[dict[str, Tensor]]:
@@ -73,3 +79,13 @@ class PuzzleDataset(IterableDataset):
     def _slice(self, start: int) -> slice:
         first = start + self.rank * self.local_batch_size
         return slice(first, first + self.local_batch_size)
+
+
+@contextmanager
+def _python_random_kept() -> Iterator[None]:
+    """The loop around may draw from the same generator."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -33,6 +33,7 @@ def frozen_reader(
         "world": {"kind": type(world).__name__, **asdict(world)},  # pyrefly: ignore[bad-argument-type]
         "enough": schooling.enough,
         "batch": schooling.batch,
+        "rate": schooling.rate,
         "easier_first": schooling.easier_first,
         "torch": torch.__version__,
     }
