@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,27 @@ def test_the_launch_script_starts_ranks_and_a_job_of_slurm_goes_on(tmp_path):
     assert "resumed        at step 2" in said
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job.read_text(), re.M))
     assert asked["output"].replace("%j", "7") == "runs/ddp_training_7.log"
+
+
+def test_a_job_that_is_asked_to_leave_is_queued_again(tmp_path):
+    """Somebody else plays the training, and SLURM: 75 means saved, and not at the end."""
+    plays = {
+        "python": "trap 'kill %1; exit 75' TERM\necho $@ > asked.tmp; mv asked.tmp asked\nsleep 60 & wait",
+        "scontrol": "echo $@ > queued",
+    }
+    for name, text in plays.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", ROOT / "telepathy/submit_ddp_training.slurm", "steps=3"], cwd=tmp_path, env=env)
+    while not (tmp_path / "asked").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.terminate()
+    assert job.wait(timeout=30) == 75
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    asked = (tmp_path / "asked").read_text().split()
+    assert {"--auto_resume", "run_dir=runs/ddp_training_7", "steps=3"} <= set(asked)
 
 
 def check_manager(world, store):
