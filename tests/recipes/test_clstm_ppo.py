@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import uuid
@@ -489,11 +490,14 @@ def test_another_number_of_environments_is_not_the_same_run():
         attached(other, other.model()).load_state_dict(state)
 
 
-def test_the_script_and_its_trainer(tmp_path, monkeypatch):
+def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     script = str(ROOT / "train_distributed_clstm_ppo.py")
     words = ("--num_gpus", "2", "--num_episodes", "26", "--batch_size", "8", "--preset", "tiny", "--run_dir", "run")
-    assert "score per test episode: " in command(script, *words, folder=tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(script, run_name="__main__")
+    assert "score per test episode: " in capsys.readouterr().out
     trainer = DistributedCLSTMPPOTrainer(1, 13, 8, preset="tiny", run_dir="alone", log={"progress": "off"})
     trainer.initialize()
     before = trainer._run_episode()

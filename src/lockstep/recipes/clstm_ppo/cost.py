@@ -20,10 +20,6 @@ class Speedup:
     measured: bool = False
 
     @property
-    def theoretical(self) -> float:
-        return float(self.gpus)
-
-    @property
     def actual(self) -> float:
         return self.gpus * self.efficiency
 

@@ -45,7 +45,7 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: An
     """`checkpoint`: a run, or one of its checkpoints."""
     run, weights, step = _found(checkpoint)
     values: dict[str, Any] = {"run_dir": str(Path("runs") / f"{run.name}-at-{step}-{generate_name()}")}
-    values |= {"resume": str(weights), "steps": step, "goals": [], **more}
+    values |= {"resume": str(weights), "steps": step, "goals": [], "evaluate.at_end": True, **more}
     done = lockstep.fit(Recording if save_outputs else HRM, str(run / "config.yaml"), **values)
     answers = getattr(done.task, "answers", [])
     if answers:
