@@ -495,7 +495,7 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     words = ("--num_gpus", "2", "--num_episodes", "26", "--batch_size", "8", "--preset", "tiny", "--run_dir", "run")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *words])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(script, run_name="__main__")
     assert "score per test episode: " in capsys.readouterr().out
     trainer = DistributedCLSTMPPOTrainer(1, 13, 8, preset="tiny", run_dir="alone", log={"progress": "off"})
