@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.parallel.attributes import Attributes
 from lockstep.parallel.captures import Capture, Device, Trip
 from lockstep.parallel.trees import Opaque
 
@@ -18,7 +19,8 @@ LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 
 
 class Surroundings:
-    """What a call changes besides its results: buffers and random numbers. As they are now, to come back to."""
+    """What a call changes besides its results: buffers, attributes and random numbers. As they are now, to come back
+    to."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator):
         self._generators = [torch.default_generator, generator]
@@ -26,6 +28,7 @@ class Surroundings:
         self._host = random.getstate(), np.random.get_state()
         owners = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in owners]
+        self._attributes = Attributes(model)
 
     def restore(self) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
@@ -36,6 +39,7 @@ class Surroundings:
             module._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(value)
+        self._attributes.restore()
 
     def buffers(self) -> list[Tensor]:
         return [buffer.clone() for _, _, buffer, _ in self._buffers]
@@ -50,6 +54,9 @@ class Surroundings:
     def replaced(self) -> list[str]:
         """Buffers that are other tensors now."""
         return [name for module, name, buffer, _ in self._buffers if module._buffers.get(name) is not buffer]
+
+    def attributes_set(self) -> list[str]:
+        return self._attributes.changed()
 
 
 def rehearse(
@@ -75,6 +82,8 @@ def rehearse(
                 return set(), "it draws random numbers on the host"
             if replaced := around.replaced():
                 return set(), f"it replaces the buffer {replaced[0]} instead of changing it in place"
+            if left := around.attributes_set():
+                return set(), f"it sets {left[0]}, which a replay would not"
     except Opaque as error:
         return set(), f"it returns {error}"
     except Exception as error:
