@@ -166,6 +166,31 @@ def test_two_forwards_before_a_backward():
     assert device.replayed > replayed
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        seen = self.trunk(x)
+        return self.left(seen), self.right(seen)
+
+
+def test_losses_that_take_turns():
+    """The head whose turn it is not has no gradient, and its optimizer leaves it alone."""
+    plain = TwoHeads()
+    model = copy.deepcopy(plain)
+    _found, device, _said = graphed(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.5) for each in (model, plain)]
+    for step in range(WATCHED + 6):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.ones(3, 4))[step % 2].sum().backward()
+            optimizer.step()
+    assert device.replayed > 4
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_second_backward_is_an_error():
     model = Dropping()
     warmed(model)

@@ -163,12 +163,12 @@ class Graphs:
             return self._refuse(way, bound)
         if sum(other.capture is not None for other in self.ways.values()) >= MOST_RECORDED:
             return self._refuse(way, f"{MOST_RECORDED} ways of calling the model are recorded already")
-        unreached, why = rehearse(make, way.used, self.model, self.device)
+        reached, why = rehearse(make, way.used, self.model, self.device)
         if why:
             return self._refuse(way, why)
         around = Surroundings(self.model, self.device.generator())
         try:
-            way.capture = Capture(make(), tuple(way.used), unreached, self.device)
+            way.capture = Capture(make(), reached, self.device)
         except Exception as error:
             return self._refuse(way, first_line(error))
         finally:

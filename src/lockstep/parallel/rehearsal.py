@@ -61,42 +61,40 @@ class Surroundings:
 
 def rehearse(
     make: Callable[[], Trip], used: Sequence[bool], model: nn.Module, device: Device
-) -> tuple[set[int], str | None]:
-    """The call, twice, the second time under supervision. Which sources get no gradient; and what speaks against
-    recording it."""
+) -> tuple[list[set[int]], str | None]:
+    """The call, twice, the second time under supervision. Which sources the gradient of each result goes to; and what
+    speaks against recording it."""
     around = Surroundings(model, device.generator())
-    trip = make()
     try:
-        for attempt in range(2):
-            around.restore()
-            trip = make()
-            versions = [tensor._version for tensor in trip.inputs]
-            if attempt == 0:  # whatever is still to be compiled, tuned or allocated
-                _there_and_back(trip, used)
-                continue
-            with device.strict():
-                _there_and_back(trip, used)
-            if [tensor._version for tensor in trip.inputs] != versions:
-                return set(), "it changes its inputs in place"
-            if around.drawn_on_host():
-                return set(), "it draws random numbers on the host"
-            if replaced := around.replaced():
-                return set(), f"it replaces the buffer {replaced[0]} instead of changing it in place"
-            if left := around.attributes_set():
-                return set(), f"it sets {left[0]}, which a replay would not"
+        reached = _there_and_back(make(), used)  # whatever is still to be compiled, tuned or allocated
+        around.restore()
+        trip = make()
+        versions = [tensor._version for tensor in trip.inputs]
+        with device.strict():
+            _there_and_back(trip, used)
+        if [tensor._version for tensor in trip.inputs] != versions:
+            return [], "it changes its inputs in place"
+        if around.drawn_on_host():
+            return [], "it draws random numbers on the host"
+        if replaced := around.replaced():
+            return [], f"it replaces the buffer {replaced[0]} instead of changing it in place"
+        if left := around.attributes_set():
+            return [], f"it sets {left[0]}, which a replay would not"
     except Opaque as error:
-        return set(), f"it returns {error}"
+        return [], f"it returns {error}"
     except Exception as error:
-        return set(), first_line(error)
+        return [], first_line(error)
     finally:
         around.restore()
-    return {place for place, gradient in enumerate(trip.gradients) if gradient is None}, None
+    return reached, None
 
 
-def _there_and_back(trip: Trip, used: Sequence[bool]) -> None:
+def _there_and_back(trip: Trip, used: Sequence[bool]) -> list[set[int]]:
     trip.forward()
+    reached = trip.reached()
     if trip.grad:
         trip.backward([torch.ones_like(o) if u else None for o, u in zip(trip.differentiable, used, strict=True)])
+    return reached
 
 
 def compare(capture: Capture, trip: Trip, used: Sequence[bool], model: nn.Module, device: Device) -> str | None:
