@@ -57,10 +57,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Sudoku 9 x 9 in one piece of less than ten minutes: a small model.
     "gpu-short": {
         **GPU,
-        "steps": 16_000,
+        "steps": 18_000,
         "lr": {"warmup": 500},
         "evaluate": {"every": 1000, "batch": 500},
-        "goals": ["exact >= 0.1", "cell >= 0.85"],
+        "goals": ["exact >= 0.5", "cell >= 0.9"],
         # The table is not averaged with the weights, and all Sudokus share one row: a slow one stays in tune with them.
         "task": {**SUDOKU9, **SMALL_MODEL, "puzzle_emb_lr": 1e-4, "loss": "softmax", "ema": 0.999},
     },
