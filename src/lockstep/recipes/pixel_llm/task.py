@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.pixel_llm.folder import ImageFolder, read_folder
@@ -90,6 +90,10 @@ class PixelLLM(Task):
         if self.entries is not None:
             return self._pictures(held_out=True)
         return ConcatDataset([self._scenes(split, self.eval_size) for split in (IID, COMP)])
+
+    def collate(self, samples: Any) -> Any:
+        """Scenes come as whole batches, files one by one."""
+        return samples if isinstance(samples, Sample) else default_collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """The mean over all words of the global batch, whoever has the long captions: a sum and a count."""
