@@ -167,11 +167,10 @@ def is_held_out(scene: Scene) -> bool:
 def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     """Things are named in the order of the list of colours, which differ: one picture has one right caption."""
     count = int(rng.integers(kind.fewest, kind.most + 1))
-    colours = sorted(rng.permutation(len(kind.colours))[:count])
-    shapes = rng.integers(len(kind.shapes), size=count)
-    names = tuple(kind.radii)
-    size_names = [names[i] for i in rng.integers(len(names), size=count)]
-    textures = [kind.textures[i] for i in rng.integers(len(kind.textures), size=count)] if kind.textures else []
+    colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())
+    shapes = choices(kind.shapes, count, rng)
+    size_names = choices(tuple(kind.radii), count, rng)
+    textures = choices(kind.textures, count, rng) if kind.textures else []
     scale = size / 32
     radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
@@ -179,7 +178,7 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     brightness = [between(0.75, 1.0, share) for share in rng.random(count).tolist()]
     things, parts = [], []
     for i, (x, y) in enumerate(spots):
-        colour, shape = kind.colours[colours[i]], kind.shapes[shapes[i]]
+        colour, shape = kind.colours[colours[i]], shapes[i]
         texture = textures[i] if textures else "solid"
         things.append(Thing(colour, shape, texture, x, y, radii[i], brightness[i]))
         if i:
@@ -190,6 +189,11 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
     return Scene(tuple(things), tuple(parts))
+
+
+def choices(names: tuple[str, ...], count: int, rng: np.random.Generator) -> list[str]:
+    """One after another: for so few, an array of random numbers takes longer."""
+    return [names[rng.integers(len(names))] for _ in range(count)]
 
 
 def between(low: float, high: float, share: float) -> float:
