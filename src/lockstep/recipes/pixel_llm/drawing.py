@@ -84,8 +84,17 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
     if thing.texture == "outlined":
-        return mask & ~_inside(thing.shape, x, y, thing.radius * 0.6)
+        return mask & ~_hollow(thing.shape, x, y, thing.radius)
     return mask
+
+
+def _hollow(shape: str, x: Plane, y: Plane, r: float) -> Mask:
+    """What an outlined shape lacks: a smaller copy of it. A ring has two edges, and a copy of it would leave the very
+    pixels of an outlined circle."""
+    if shape == "ring":
+        square = x * x + y * y
+        return (square > 0.3 * r * r) & (square < 0.64 * r * r)
+    return _inside(shape, x, y, r * 0.6)
 
 
 def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
@@ -101,7 +110,7 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
         return (thin <= 0.3 * r) & (far <= r)
     if shape == "ring":
         square = x * x + y * y
-        return (square <= r * r) & (square >= 0.3 * r * r)
+        return (square <= r * r) & (square >= 0.16 * r * r)
     assert shape == "star", shape
     angle = np.arctan2(x, -y)  # from straight up
     distance = np.sqrt(x * x + y * y)
