@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.pixel_llm.folder import ImageFolder, read_folder
-from lockstep.recipes.pixel_llm.generation import generate
+from lockstep.recipes.pixel_llm.generation import generate, unprepared
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
@@ -102,7 +102,8 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        total, weight = self._cost(model, sample)
+        with unprepared():  # few batches, of another size than those of the training
+            total, weight = self._cost(model, sample)
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 
