@@ -128,8 +128,8 @@ class ShapeScenes(Dataset[Sample]):
             parts = (self._draw(index, told) if told else scene).parts
             ids[row] = self.words.numbers([part.word for part in parts])
             slots[row, : len(parts)] = [SLOT_NUMBERS[part.slot] for part in parts]
-        held_out = torch.full((count,), self.split == COMP)
-        return Sample(*map(torch.from_numpy, (images, ids, slots)), held_out, torch.from_numpy(things))
+        held_out = np.full(count, self.split == COMP)
+        return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
 
     def scene(self, index: int) -> Scene:
         return self._draw(index, Stream(self.seed, self.split))
