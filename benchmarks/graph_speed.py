@@ -35,7 +35,6 @@ from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
 MANY = 10**6
-LOADERS = {"workers": 4}
 WAYS = {
     "plain": {"compile": False, "graph": False},
     "compile": {"compile": True, "graph": False},
@@ -187,9 +186,7 @@ def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, 
         base = statistics.median(seconds["by hand"])
         for way, times in seconds.items():
             typical = statistics.median(times)
-            line = (
-                f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand  ({len(times)} turns)"
-            )
+            line = f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand"
             if way in ways:
                 waits = [m["data_wait_s"] for m in read_jsonl(f"{folder}/{way}/metrics.jsonl")]
                 line += f"  waits {statistics.median(waits) * 1e3:.2f} ms for data"

@@ -80,3 +80,9 @@ def test_a_copy_runs_beside_the_work_and_nobody_waits() -> None:
             assert link.times[i + 1].elapsed_time(ends[i]) > 0
         batch_bytes = host[0].numel() * 4
         assert torch.cuda.max_memory_allocated() - before <= 3.5 * batch_bytes  # however far the host ran ahead
+
+
+def test_a_batch_that_is_there_already_is_not_copied() -> None:
+    """Its memory belongs to the stream that made it, which could use it again before a copy beside it has ended."""
+    link, batch = SideStream(torch.device("cuda", 0)), torch.ones(4, device="cuda:0")
+    assert link.receive(link.send(batch)) is batch

@@ -4,7 +4,9 @@ Nothing shows in the result."""
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -72,9 +74,11 @@ def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict
 
 def recorded(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
     device = Again()
-    graphs.wants_graph = lambda config, runtime: True
-    graphs.CudaDevice = lambda _: device
-    return trained(world, store, folder, False)[0], device.replayed
+    with (  # a rank runs other tests after this one
+        patch.object(graphs, "wants_graph", lambda config, runtime: True),
+        patch.object(graphs, "CudaDevice", lambda _: device),
+    ):
+        return trained(world, store, folder, False)[0], device.replayed
 
 
 def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
@@ -94,3 +98,13 @@ def test_recorded_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
     for (expected, _), (weights, replayed) in zip(plain, found, strict=True):
         assert replayed > 6
         assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def meet_again(world: World, store: Any, folder: str) -> tuple[bool, bool]:
+    with context.start(world, resolve([("test", {**QUIET, "run_dir": folder})]).config, store) as runtime:
+        first = runtime.meet("here", timedelta(seconds=60))
+        return first, world.rank == 0 and runtime.meet("here", timedelta(seconds=0.2))
+
+
+def test_a_second_meeting_is_not_the_first(pool: Any, tmp_path: Any) -> None:
+    assert pool.run(meet_again, str(tmp_path), world=2) == [(True, False), (True, False)]

@@ -7,7 +7,9 @@ import struct
 import subprocess
 import sys
 import zlib
+from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +20,12 @@ from torch.utils.data import default_collate
 import lockstep
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.pixel_llm import PixelLLM
+from lockstep.recipes.pixel_llm.drawing import Thing, _grid, _inside, _put, draw
 from lockstep.recipes.pixel_llm.folder import ImageFolder, export, read_folder
 from lockstep.recipes.pixel_llm.generation import generate, next_word
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.png import SIGNATURE, read_png, write_png
-from lockstep.recipes.pixel_llm.scenes import COMP, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
+from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD, Words
 from ranks.support import train
 
@@ -108,6 +111,54 @@ def test_a_scene_is_a_function_of_seed_split_and_number():
         ShapeScenes(KINDS["many"], 64, "iid", 50, seed=3)[0],
     ]
     assert all(not torch.equal(one[0].image, other.image) for other in [*others, one[1]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "digests"),
+    [
+        ("few", 16, "387a7065 3da3f32f 1338d5f2"),
+        ("one", 32, "cd6ed6ab 481e4634 14112411"),
+        ("pair", 48, "c57a46c5 ecc56baf 3ec74b31"),
+        ("many", 64, "b62c8528 adc147f7 18deaee3"),
+    ],
+    ids=str,
+)
+def test_pictures_and_captions_never_change(kind, size, digests):
+    """Results in the log are of these very pictures. One by one or in batches, they are the same."""
+    for split, expected in zip((TRAIN, IID, COMP), digests.split(), strict=True):
+        data = ShapeScenes(KINDS[kind], size, split, 10**7, seed=2)
+        order = [*range(24), 9_999_999]
+        batch = data.__getitems__(order)
+        one_by_one = default_collate([data[i] for i in reversed(order)])
+        assert all(torch.equal(a, b.flip(0)) for a, b in zip(batch, one_by_one, strict=True))
+        assert blake2b(b"".join(rows.numpy().tobytes() for rows in batch), digest_size=4).hexdigest() == expected
+    with pytest.raises(IndexError):
+        data.__getitems__([0, 10**7])
+
+
+def test_things_that_are_called_differently_look_different():
+    """An outlined ring was once an outlined circle, pixel by pixel. Bright, without noise, in the same place."""
+    kind, quiet = KINDS["many"], SimpleNamespace(uniform=lambda *_: 0.0, standard_normal=np.zeros)
+    for radius in (4.8, 6.0, 8.4, 10.4):
+        things = [
+            Thing("white", shape, texture, 15.7, 16.2, radius, 1.0)
+            for shape in kind.shapes
+            for texture in kind.textures
+        ]
+        pictures = [draw([thing], 32, quiet) for thing in things]
+        for one, other in itertools.combinations(pictures, 2):
+            assert (one != other).any(0).sum() > 4
+
+
+@pytest.mark.parametrize("shape", KINDS["many"].shapes)
+def test_a_thing_is_drawn_whole(shape):
+    """The pixels around it that are looked at are enough, at the border of the picture too."""
+    for x, y, radius in ((15.7, 16.2, 9.9), (1.3, 30.9, 5.0), (40.0, 16.0, 5.0)):
+        thing = Thing("white", shape, "solid", x, y, radius, 1.0)
+        image = np.zeros((3, 32, 32), np.float32)
+        _put(thing, image)
+        across, down = _grid(32)
+        assert np.array_equal(image[0] > 0, _inside(shape, across - np.float32(x), down - np.float32(y), radius))
 
 
 def test_training_never_shows_what_is_held_out():

@@ -166,6 +166,31 @@ def test_two_forwards_before_a_backward():
     assert device.replayed > replayed
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        seen = self.trunk(x)
+        return self.left(seen), self.right(seen)
+
+
+def test_losses_that_take_turns():
+    """The head whose turn it is not has no gradient, and its optimizer leaves it alone."""
+    plain = TwoHeads()
+    model = copy.deepcopy(plain)
+    _found, device, _said = graphed(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.5) for each in (model, plain)]
+    for step in range(WATCHED + 6):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.ones(3, 4))[step % 2].sum().backward()
+            optimizer.step()
+    assert device.replayed > 4
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_second_backward_is_an_error():
     model = Dropping()
     warmed(model)
@@ -203,6 +228,19 @@ def replaces(model, x):
     return x * model.weight
 
 
+def leaves(model, x):
+    """A part of the loss, for the task to find."""
+    model.aside = (x * model.weight).square().mean()
+    return x * model.weight
+
+
+def collects(model, x):
+    if not hasattr(model, "seen"):
+        model.seen = []
+    model.seen.append(x)
+    return x * model.weight
+
+
 def hides(model, x):
     return {1, 2}, x * model.weight
 
@@ -212,6 +250,8 @@ UNFIT = {
     "random numbers of the host": (lambda m, x: x * m.weight * random.random(), "random numbers on the host"),
     "inputs that are changed": (lambda m, x: x.add_(1) * m.weight, "changes its inputs"),
     "a buffer that is replaced": (replaces, "replaces the buffer count"),
+    "a result in an attribute": (leaves, "sets Body.aside"),
+    "a result in a list": (collects, "sets Body.seen"),
     "a parameter as the result": (lambda m, x: m.weight, "one of its arguments or parameters"),
 }
 
@@ -223,6 +263,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(body, words):
     assert device.replayed == 0
     assert [words in reason for _, reason in said] == [True]
     assert int(model.count) == (WATCHED + 3 if body is replaces else 0)  # whatever was tried left no trace
+    assert len(getattr(model, "seen", [])) == (WATCHED + 3 if body is collects else 0)
     with pytest.raises(UserError, match=words):
         warmed(Body(body), required=True)
 
@@ -232,7 +273,13 @@ def test_hooks_and_hidden_values():
     model.net[0].register_forward_hook(lambda *_: None)
     _, device, said = warmed(model)
     assert device.replayed == 0
-    assert "Linear has hooks" in said[0][1]
+    assert "has hooks" in said[0][1]
+    model = Dropping()
+    _, device, said = warmed(model)
+    replayed, seen = device.replayed, []
+    model.net[0].register_forward_hook(lambda *_: seen.append("called"))  # a replay would not
+    model(torch.ones(3, 4))
+    assert (seen, device.replayed) == (["called"], replayed)
     found, device, said = graphed(Body(hides))
     for _ in range(WATCHED + 3):
         found(torch.ones(2, 4))[1].sum().backward()
@@ -241,6 +288,24 @@ def test_hooks_and_hidden_values():
     found, device, said = graphed(Body(lambda m, x: m.weight * next(x)))
     found(iter([torch.ones(2, 4)]))
     assert "a list_iterator" in said[0][1]
+    found, device, said = graphed(Body(lambda m, x: m.weight * next(x)), required=True)
+    with pytest.raises(UserError, match="a list_iterator"):
+        found(iter([torch.ones(2, 4)]))
+
+
+def test_attributes_are_part_of_a_call():
+    """A schedule may change them between two calls; what was recorded would know nothing of it."""
+    model = Body(lambda m, x: x * m.weight * m.factor * m.table)
+    model.factor, model.table = 1.0, torch.ones(4)
+    found, _device, said = warmed(model)
+    assert [way.ready for way in found.ways.values()] == [True]
+    model.factor = 2.0
+    assert torch.equal(model(torch.ones(3, 4)), torch.full((3, 4), 2.0))
+    assert [way.ready for way in found.ways.values()] == [True, False]
+    model.factor, model.table = 1.0, torch.full((4,), 3.0)
+    model(torch.ones(3, 4))
+    assert not any(way.ready for way in found.ways.values())
+    assert "has moved in memory" in said[-1][1]
 
 
 def test_a_wrong_replay_is_found_out():

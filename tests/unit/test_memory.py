@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from again import Again
 from lockstep.config import RunConfig
 from lockstep.engine.exhausted import explained
 from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
 from lockstep.launch.restarts import Restarts, Settings, Situation
+from lockstep.parallel.graphs import WATCHED, Graphs
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
 from lockstep.pulse import FOLDER
@@ -144,6 +146,19 @@ def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_pat
 def test_host_memory_too(tmp_path: Path) -> None:
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
     assert "64 B wanted" in str(explain(a_run(tmp_path), error))
+
+
+def test_recorded_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    model = run.driver.model
+    recorded = Graphs(model, model._call_impl, Again(), True, lambda *_, **__: None)
+    model._compiled_call_impl = recorded
+    assert "graph=false" not in str(explain(run, torch.OutOfMemoryError(TORCH_SAYS)))
+    for _ in range(WATCHED + 2):
+        model(torch.ones(1, 4)).sum().backward()
+    found = explain(run, torch.OutOfMemoryError(TORCH_SAYS))
+    assert isinstance(found, UserError)
+    assert found.fix.startswith("type one of these, the first first: graph=false; micro_batch=4")
 
 
 def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from lockstep import precision
 from lockstep.config import ScalerConfig, resolve
 from lockstep.errors import UserError
 from lockstep.precision import WAYS, DynamicScaler, check_storage, choose, store
+from lockstep.runtime import context
 from lockstep.runtime.context import start
 from lockstep.runtime.world import World
 
@@ -149,4 +152,17 @@ def test_fp8_is_refused_where_it_cannot_work(monkeypatch):
 
 def test_a_limit_of_memory_needs_a_gpu():
     with pytest.raises(UserError, match="leave gpu_memory out"), start(World(), config(gpu_memory=2, device="cpu")):
+        pass
+
+
+def test_a_limit_of_memory_ends_with_the_run(monkeypatch):
+    """Another run in the same process has its own, or none."""
+    fractions = [1.0]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
+    with context._limited_memory(2.0, torch.device("cuda", 0)):
+        assert fractions[-1] == 0.25
+    assert fractions[-1] == 1.0
+    with pytest.raises(UserError, match="gpu_memory=8"), context._limited_memory(9.0, torch.device("cuda", 0)):
         pass

@@ -64,6 +64,8 @@ class SideStream:
         return sent.batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:  # beside the stream that made it, its memory might be used again while it is being read
+            return tensor.to(self.device, non_blocking=True)
         there = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):
             there.copy_(tensor, non_blocking=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.engine.folder import on_main
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.graphs import has_recordings
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.pulse import FOLDER
@@ -59,15 +60,16 @@ def _explanation(error: RuntimeError, run: Run) -> Exception:
     if not hasattr(run, "driver"):
         return UserError("to build the model", found, "build a smaller one, or type device=cpu")
     held = _footprint(run)
+    first = [Option("graph=false", None)] if has_recordings(run.driver.model) else []
     if not run.opened:
-        asked, first = "to put the model on its device", []
+        asked = "to put the model on its device"
         less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1)
     elif run.runtime.pulse.phase == "evaluate":
         batch = run.evaluation_batch()
         asked, less = f"an evaluation in batches of {batch}", []
-        first = [Option(f"evaluate.batch={batch // 2}", None)] if batch > 1 else []
+        first += [Option(f"evaluate.batch={batch // 2}", None)] if batch > 1 else []
     else:
-        asked, first = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}", []
+        asked = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
         if smaller := _one_size_down(run):
             return SmallerMicroBatch(f"{asked} does not fit: {found}; going on with micro-batches of {smaller}")
         blocks = len(find_blocks(run.driver.model, run.config.blocks))

@@ -152,13 +152,19 @@ class Trip:
             outputs, given = [o for o, _ in pairs], [s for _, s in pairs]
             self.gradients = list(torch.autograd.grad(outputs, self.sources, given, allow_unused=True))
 
+    def reached(self) -> list[set[int]]:
+        """For every differentiable output, the places of the sources below it. Between forward and backward."""
+        places = {id(source): place for place, source in enumerate(self.sources)}
+        variables = [_variables_below(output.grad_fn) for output in self.differentiable]
+        return [{places[id(v)] for v in found if id(v) in places} for found in variables]
+
 
 class Capture:
-    """A recorded trip. `used`: the differentiable outputs whose gradients arrive in backward; `unreached`: the places
-    of sources that those do not reach, which have no gradient then (not one of zeros)."""
+    """A recorded trip. `reached`: for every differentiable output, the places of the sources that its gradient goes to.
+    What no gradient reaches has none then, not one of zeros."""
 
-    def __init__(self, trip: Trip, used: tuple[bool, ...], unreached: set[int], device: Device):
-        self._trip, self._used, self._unreached = trip, used, unreached
+    def __init__(self, trip: Trip, reached: Sequence[set[int]], device: Device):
+        self._trip, self._reached = trip, reached
         self._starts: list[Tensor] = []
         self._waiting: Callable[[], object] = lambda: None  # gives the ticket of a forward that waits for its backward
         self._wants = [t.requires_grad for t in trip.inputs]
@@ -216,12 +222,11 @@ class Capture:
             for own, start in zip(self._starts, starts, strict=True):
                 own.zero_() if start is None else own.copy_(start)
             self._replays[1]()
-            usual = tuple(start is not None for start in starts) == self._used
-            skipped = self._unreached if usual else set()
+            given = [places for places, start in zip(self._reached, starts, strict=True) if start is not None]
             live = {
                 place: gradient
                 for place, gradient in enumerate(self._trip.gradients)
-                if gradient is not None and place not in skipped
+                if gradient is not None and any(place in places for places in given)
             }
             fresh = dict(zip(live, _copies(list(live.values())), strict=True))
         return [fresh.get(place) for place in range(len(self._trip.sources))]
@@ -255,6 +260,19 @@ class _Replay(torch.autograd.Function):
         ctx.capture.redeem(ctx.ticket)
         starts = [gradient for gradient, fixed in zip(grad_outputs, ctx.fixed, strict=True) if not fixed]
         return None, *ctx.capture.arguments(ctx.capture.backward(starts))
+
+
+def _variables_below(node: Any) -> list[Tensor]:
+    """Those that a backward from `node` comes to."""
+    found, seen, left = [], {node}, [node]
+    while left:
+        node = left.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        below = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= below
+        left.extend(below)
+    return found
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.attributes import Settings, loose_tensors
 from lockstep.parallel.captures import Capture, CudaDevice, Device, Trip
 from lockstep.parallel.rehearsal import Surroundings, compare, first_line, rehearse
 from lockstep.parallel.trees import Opaque, take_apart
@@ -52,6 +53,12 @@ def record_calls(model: nn.Module, config: RunConfig, runtime: Runtime, tell: Te
     if wants_graph(config, runtime):
         call = model._compiled_call_impl or model._call_impl
         model._compiled_call_impl = Graphs(model, call, CudaDevice(runtime.device), config.graph is True, tell)
+
+
+def has_recordings(model: nn.Module) -> bool:
+    """Whether some memory is taken by them now."""
+    call = model._compiled_call_impl
+    return isinstance(call, Graphs) and any(way.capture for way in call.ways.values())
 
 
 @dataclass
@@ -91,6 +98,9 @@ class Graphs:
         self.ways: dict[Hashable, Way] = {}
         self._told: set[str] = set()
         self._modules = list(model.modules())
+        self._settings, self._loose = Settings(self._modules), loose_tensors(self._modules)
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(module, name) for module in self._modules for name in hooks]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +109,15 @@ class Graphs:
         try:
             tensors, rest = take_apart((args, kwargs))
         except Opaque as error:
-            self._say("calls with other arguments than tensors and plain values", f"among them {error}")
+            call = "calls with other arguments than tensors and plain values"
+            self._say(call, f"among them {error}", training=torch.is_grad_enabled())
             return self.call(*args, **kwargs)
         key = self._key(tensors, rest)
         way = self.ways.get(key)
         if way is None:
             if len(self.ways) >= MOST_KNOWN:
-                self._say("further calls", f"the model was called in {MOST_KNOWN} different ways already")
+                why = f"the model was called in {MOST_KNOWN} different ways already (shapes, arguments, attributes)"
+                self._say("further calls", why, training=torch.is_grad_enabled())
                 return self.call(*args, **kwargs)
             way = self.ways[key] = self._first(tensors)
         if not way.ready and way.plain is None:
@@ -121,17 +133,17 @@ class Graphs:
         grad, kind = torch.is_grad_enabled(), self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = (*((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),)
-        return rest, shapes, grad, autocast, (*(module.training for module in self._modules),)
+        training = (*(module.training for module in self._modules),)
+        return rest, shapes, grad, autocast, any(self._hooks), training, self._settings.now()
 
     def _first(self, tensors: list[Tensor]) -> Way:
         mode = "training" if torch.is_grad_enabled() else "without gradients"
         way = Way(f"{mode}, " + " ".join("x".join(map(str, t.shape)) or "1" for t in tensors[:4]))
         elsewhere = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
-        hooked = [m for m in self._modules if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks]
         if elsewhere:
             self._refuse(way, f"an argument is on the {elsewhere[0].device.type}, or sparse")
-        elif hooked:
-            self._refuse(way, f"{type(hooked[0]).__name__} has hooks, which a replay would not call")
+        elif any(self._hooks):
+            self._refuse(way, "a module has hooks, which a replay would not call")
         return way
 
     def _advance(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
@@ -151,12 +163,12 @@ class Graphs:
             return self._refuse(way, bound)
         if sum(other.capture is not None for other in self.ways.values()) >= MOST_RECORDED:
             return self._refuse(way, f"{MOST_RECORDED} ways of calling the model are recorded already")
-        unreached, why = rehearse(make, way.used, self.model, self.device)
+        reached, why = rehearse(make, way.used, self.model, self.device)
         if why:
             return self._refuse(way, why)
         around = Surroundings(self.model, self.device.generator())
         try:
-            way.capture = Capture(make(), tuple(way.used), unreached, self.device)
+            way.capture = Capture(make(), reached, self.device)
         except Exception as error:
             return self._refuse(way, first_line(error))
         finally:
@@ -209,22 +221,26 @@ class Graphs:
             return True
         way.calls, way.ready, way.capture, way.moves = WATCHED, False, None, way.moves + 1
         if way.moves > MOST_MOVES:
-            self._refuse(way, "parameters or buffers move in memory again and again")
+            self._refuse(way, "parameters, buffers or other tensors move in memory again and again")
         else:
-            self._say(way.name, f"parameters or buffers have moved in memory (time {way.moves}): recorded anew")
+            self._say(
+                way.name, f"a parameter, buffer or other tensor has moved in memory (time {way.moves}): recorded anew"
+            )
         return False
 
     def _addresses(self) -> list[int]:
         tensors = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
-        return [t.data_ptr() for t in tensors if t is not None]
+        tensors += [held.get(name) for held, name in self._loose]
+        return [t.data_ptr() for t in tensors if isinstance(t, Tensor)]
 
     def _refuse(self, way: Way, why: str) -> None:
         way.plain, way.capture, way.ready = why, None, False
-        if self.required and way.name.startswith("training"):
-            raise UserError("graph=true", f"{type(self.model).__name__} ({way.name}): {why}", "type graph=auto")
-        self._say(way.name, why)
+        self._say(way.name, why, training=way.name.startswith("training"))
 
-    def _say(self, call: str, why: str) -> None:
+    def _say(self, call: str, why: str, training: bool = False) -> None:
+        """`training`: whether this is a call that graph=true wants to have recorded."""
+        if self.required and training:
+            raise UserError("graph=true", f"{type(self.model).__name__} ({call}): {why}", "type graph=auto")
         if (text := f"{call}: {why}") not in self._told:
             self._told.add(text)
             self.tell("graph", call=call, reason=f"not recorded: {why}")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.parallel.attributes import Attributes
 from lockstep.parallel.captures import Capture, Device, Trip
 from lockstep.parallel.trees import Opaque
 
@@ -18,7 +19,8 @@ LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 
 
 class Surroundings:
-    """What a call changes besides its results: buffers and random numbers. As they are now, to come back to."""
+    """What a call changes besides its results: buffers, attributes and random numbers. As they are now, to come back
+    to."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator):
         self._generators = [torch.default_generator, generator]
@@ -26,6 +28,7 @@ class Surroundings:
         self._host = random.getstate(), np.random.get_state()
         owners = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in owners]
+        self._attributes = Attributes(model)
 
     def restore(self) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
@@ -36,6 +39,7 @@ class Surroundings:
             module._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(value)
+        self._attributes.restore()
 
     def buffers(self) -> list[Tensor]:
         return [buffer.clone() for _, _, buffer, _ in self._buffers]
@@ -51,43 +55,46 @@ class Surroundings:
         """Buffers that are other tensors now."""
         return [name for module, name, buffer, _ in self._buffers if module._buffers.get(name) is not buffer]
 
+    def attributes_set(self) -> list[str]:
+        return self._attributes.changed()
+
 
 def rehearse(
     make: Callable[[], Trip], used: Sequence[bool], model: nn.Module, device: Device
-) -> tuple[set[int], str | None]:
-    """The call, twice, the second time under supervision. Which sources get no gradient; and what speaks against
-    recording it."""
+) -> tuple[list[set[int]], str | None]:
+    """The call, twice, the second time under supervision. Which sources the gradient of each result goes to; and what
+    speaks against recording it."""
     around = Surroundings(model, device.generator())
-    trip = make()
     try:
-        for attempt in range(2):
-            around.restore()
-            trip = make()
-            versions = [tensor._version for tensor in trip.inputs]
-            if attempt == 0:  # whatever is still to be compiled, tuned or allocated
-                _there_and_back(trip, used)
-                continue
-            with device.strict():
-                _there_and_back(trip, used)
-            if [tensor._version for tensor in trip.inputs] != versions:
-                return set(), "it changes its inputs in place"
-            if around.drawn_on_host():
-                return set(), "it draws random numbers on the host"
-            if replaced := around.replaced():
-                return set(), f"it replaces the buffer {replaced[0]} instead of changing it in place"
+        reached = _there_and_back(make(), used)  # whatever is still to be compiled, tuned or allocated
+        around.restore()
+        trip = make()
+        versions = [tensor._version for tensor in trip.inputs]
+        with device.strict():
+            _there_and_back(trip, used)
+        if [tensor._version for tensor in trip.inputs] != versions:
+            return [], "it changes its inputs in place"
+        if around.drawn_on_host():
+            return [], "it draws random numbers on the host"
+        if replaced := around.replaced():
+            return [], f"it replaces the buffer {replaced[0]} instead of changing it in place"
+        if left := around.attributes_set():
+            return [], f"it sets {left[0]}, which a replay would not"
     except Opaque as error:
-        return set(), f"it returns {error}"
+        return [], f"it returns {error}"
     except Exception as error:
-        return set(), first_line(error)
+        return [], first_line(error)
     finally:
         around.restore()
-    return {place for place, gradient in enumerate(trip.gradients) if gradient is None}, None
+    return reached, None
 
 
-def _there_and_back(trip: Trip, used: Sequence[bool]) -> None:
+def _there_and_back(trip: Trip, used: Sequence[bool]) -> list[set[int]]:
     trip.forward()
+    reached = trip.reached()
     if trip.grad:
         trip.backward([torch.ones_like(o) if u else None for o, u in zip(trip.differentiable, used, strict=True)])
+    return reached
 
 
 def compare(capture: Capture, trip: Trip, used: Sequence[bool], model: nn.Module, device: Device) -> str | None:

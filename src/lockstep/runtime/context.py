@@ -41,13 +41,15 @@ class Runtime:
         return self.world.rank == 0
 
     def meet(self, place: str, patience: timedelta) -> bool:
-        """Whether all ranks come to `place` in time. Over the store, so it works while others wait in a collective."""
+        """Whether all ranks come to `place` in time. Over the store, so it works while others wait in a collective.
+        A place may be met at again, also by the next run in a process group that outlives this one."""
         if self.world.alone:
             return True
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{place}/{self.world.rank}", "here")
+        time = store.add(f"{place}/times/{self.world.rank}", 1)
+        store.set(f"{place}/{time}/{self.world.rank}", "here")
         try:
-            store.wait([f"{place}/{rank}" for rank in range(self.world.size)], patience)
+            store.wait([f"{place}/{time}/{rank}" for rank in range(self.world.size)], patience)
         except dist.DistStoreError:
             return False
         return True
@@ -62,8 +64,6 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
-    if config.gpu_memory is not None:
-        _limit_memory(config.gpu_memory, device)
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
     pulse.beat("join")
@@ -75,7 +75,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     backend = dist.get_backend() if joined else join(world, device, store, timeout=patience)
     try:
         own = _own_stream(device) if device.type == "cuda" else nullcontext()
-        with heed_signals() as notice, own, attention(config, device):
+        with heed_signals() as notice, own, attention(config, device), _limited_memory(config.gpu_memory, device):
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
@@ -164,7 +164,11 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
     return torch.get_num_threads()
 
 
-def _limit_memory(gibibytes: float, device: torch.device) -> None:
+@contextmanager
+def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[None]:
+    if gibibytes is None:
+        yield
+        return
     if device.type != "cuda":
         raise UserError(f"gpu_memory={gibibytes:g}", f"a run on {device.type}", "leave gpu_memory out")
     there = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -172,7 +176,12 @@ def _limit_memory(gibibytes: float, device: torch.device) -> None:
         raise UserError(
             f"gpu_memory={gibibytes:g}", f"{there:.1f} GiB on the GPU", f"type gpu_memory={int(there)}, or leave it out"
         )
+    before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(gibibytes / there, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def _set_numerics(config: RunConfig, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,18 +38,37 @@ class Thing:
     brightness: float
 
 
-def draw(things: list[Thing], size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def draw(things: Sequence[Thing], size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """(3, size, size). The background's level, its noise and nothing else is drawn from `rng` here."""
-    level = rng.uniform(0.05, 0.35)
-    image = np.full((3, size, size), level, np.float32)
-    across, down = _grid(size)
+    image = np.full((3, size, size), rng.uniform(0.05, 0.35), np.float32)
     for thing in things:
-        x, y = across - np.float32(thing.x), down - np.float32(thing.y)
-        mask = _textured(thing, x, y)
-        rgb = np.asarray(COLOURS[thing.colour], np.float32) * np.float32(thing.brightness)
-        image[:, mask] = rgb[:, None]
-    image += np.float32(NOISE) * rng.standard_normal(image.shape, np.float32)
-    return (image.clip(0.0, 1.0) * 255.0 + 0.5).astype(np.uint8)
+        _put(thing, image)
+    noise = rng.standard_normal(image.shape, np.float32)
+    noise *= np.float32(NOISE)
+    image += noise
+    np.clip(image, 0.0, 1.0, out=image)
+    image *= np.float32(255.0)
+    image += np.float32(0.5)
+    return image.astype(np.uint8)
+
+
+def _put(thing: Thing, image: Plane) -> None:
+    """Only the pixels around it are looked at: no shape reaches further than 1.03 radii, the foot of a triangle."""
+    size, reach = image.shape[-1], 1.03 * thing.radius + 1
+    columns, rows = _span(thing.x, reach, size), _span(thing.y, reach, size)
+    across, down = _grid(size)
+    mask = _textured(thing, across[:, columns] - np.float32(thing.x), down[rows] - np.float32(thing.y))
+    rgb = _rgb(thing.colour) * np.float32(thing.brightness)
+    np.copyto(image[:, rows, columns], rgb, where=mask)
+
+
+def _span(middle: float, reach: float, size: int) -> slice:
+    return slice(max(0, int(middle - reach)), min(size, int(middle + reach) + 1))
+
+
+@cache
+def _rgb(colour: str) -> Plane:
+    return np.asarray(COLOURS[colour], np.float32)[:, None, None]
 
 
 @cache
@@ -64,8 +84,17 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
     if thing.texture == "outlined":
-        return mask & ~_inside(thing.shape, x, y, thing.radius * 0.6)
+        return mask & ~_hollow(thing.shape, x, y, thing.radius)
     return mask
+
+
+def _hollow(shape: str, x: Plane, y: Plane, r: float) -> Mask:
+    """What an outlined shape lacks: a smaller copy of it. A ring has two edges, and a copy of it would leave the very
+    pixels of an outlined circle."""
+    if shape == "ring":
+        square = x * x + y * y
+        return (square > 0.3 * r * r) & (square < 0.64 * r * r)
+    return _inside(shape, x, y, r * 0.6)
 
 
 def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
@@ -81,7 +110,7 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
         return (thin <= 0.3 * r) & (far <= r)
     if shape == "ring":
         square = x * x + y * y
-        return (square <= r * r) & (square >= 0.3 * r * r)
+        return (square <= r * r) & (square >= 0.16 * r * r)
     assert shape == "star", shape
     angle = np.arctan2(x, -y)  # from straight up
     distance = np.sqrt(x * x + y * y)

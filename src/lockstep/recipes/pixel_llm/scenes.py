@@ -6,7 +6,7 @@ Sample `index` of a split is a pure function of (seed, split, index): any rank m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -28,6 +28,7 @@ PLACES = {  # in shares of the image
 }
 RELATIONS = ("above", "below", "left-of", "right-of")
 SLOTS = ("size", "texture", "colour", "shape", "place", "relation")  # the words that a picture decides
+SLOT_NUMBERS = {None: 0, **{slot: 1 + number for number, slot in enumerate(SLOTS)}}
 HELD_OUT_SHARE = 0.1  # of all combinations
 TRAIN, IID, COMP = "train", "iid", "comp"
 
@@ -108,40 +109,52 @@ class ShapeScenes(Dataset[Sample]):
         return self.length
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        scene, rng = self._draw(index, self.split)
-        image = draw(list(scene.things), self.size, rng)
-        told = self._draw(index, f"{self.split}, told")[0] if self.unrelated_captions else scene
-        slots = [1 + SLOTS.index(part.slot) if part.slot else 0 for part in told.parts]
-        slots += [0] * (self.words.length - len(slots))
-        ids = self.words.encode(told.caption)
-        return Sample(
-            torch.from_numpy(image),
-            ids,
-            torch.tensor(slots),
-            torch.tensor(self.split == COMP),
-            torch.tensor(len(scene.things)),
-        )
+        return Sample(*(rows[0] for rows in self.__getitems__([index])))
+
+    def __getitems__(self, indices: Sequence[int]) -> Sample:
+        """A whole batch, collated: every sample is the one that `__getitem__` gives."""
+        if outside := [index for index in indices if not 0 <= index < self.length]:
+            raise IndexError(outside[0])
+        count, length = len(indices), self.words.length
+        images = np.empty((count, 3, self.size, self.size), np.uint8)
+        ids, slots = np.empty((count, length + 1), np.int32), np.zeros((count, length), np.int64)
+        things = np.empty(count, np.int64)
+        shown = Stream(self.seed, self.split)
+        told = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
+        for row, index in enumerate(indices):
+            scene = self._draw(index, shown)
+            images[row] = draw(scene.things, self.size, shown.rng)
+            things[row] = len(scene.things)
+            parts = (self._draw(index, told) if told else scene).parts
+            ids[row] = self.words.numbers([part.word for part in parts])
+            slots[row, : len(parts)] = [SLOT_NUMBERS[part.slot] for part in parts]
+        held_out = np.full(count, self.split == COMP)
+        return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
 
     def scene(self, index: int) -> Scene:
-        return self._draw(index, self.split)[0]
+        return self._draw(index, Stream(self.seed, self.split))
 
-    def _draw(self, index: int, stream: str) -> tuple[Scene, np.random.Generator]:
+    def _draw(self, index: int, stream: Stream) -> Scene:
         """The first scene of the sample's own random stream whose combination belongs to the split."""
         for attempt in range(10_000):
-            rng = stream_of(self.seed, stream, index, attempt)
-            scene = draw_scene(self.kind, self.size, rng)
+            scene = draw_scene(self.kind, self.size, stream.at(index, attempt))
             if is_held_out(scene) == (self.split == COMP):
-                return scene, rng
+                return scene
         raise AssertionError("no combination of this kind belongs to the split")
 
 
-def stream_of(seed: int, stream: str, index: int, attempt: int) -> np.random.Generator:
-    """Philox counts: its numbers follow from the key and the counter, nothing has to be drawn before them."""
-    name = int.from_bytes(blake2b(stream.encode(), digest_size=8).digest(), "little")
-    key = np.array([seed, name], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, attempt, index], dtype=np.uint64)))
+class Stream:
+    """Random numbers keyed by seed, name, sample and attempt. One generator is moved: making one takes far longer."""
+
+    def __init__(self, seed: int, name: str):
+        number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        philox = np.random.Philox(key=np.array([seed, number], dtype=np.uint64), counter=0)
+        self.rng, self._philox, self._start = np.random.Generator(philox), philox, philox.state
+
+    def at(self, index: int, attempt: int) -> np.random.Generator:
+        self._start["state"]["counter"][2:] = attempt, index
+        self._philox.state = self._start
+        return self.rng
 
 
 def is_held_out(scene: Scene) -> bool:
@@ -154,20 +167,20 @@ def is_held_out(scene: Scene) -> bool:
 def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     """Things are named in the order of the list of colours, which differ: one picture has one right caption."""
     count = int(rng.integers(kind.fewest, kind.most + 1))
-    colours = sorted(rng.permutation(len(kind.colours))[:count])
-    shapes = rng.integers(len(kind.shapes), size=count)
-    size_names = [tuple(kind.radii)[i] for i in rng.integers(len(kind.radii), size=count)]
-    textures = [kind.textures[i] for i in rng.integers(len(kind.textures), size=count)] if kind.textures else []
+    colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())
+    shapes = choices(kind.shapes, count, rng)
+    size_names = choices(tuple(kind.radii), count, rng)
+    textures = choices(kind.textures, count, rng) if kind.textures else []
     scale = size / 32
-    radii = [scale * rng.uniform(*kind.radii[name]) for name in size_names]
+    radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
     spots = [_near(place, size, rng)] if place else _apart(radii, size, rng)
-    brightness = rng.uniform(0.75, 1.0, size=count)
+    brightness = [between(0.75, 1.0, share) for share in rng.random(count).tolist()]
     things, parts = [], []
     for i, (x, y) in enumerate(spots):
-        colour, shape = kind.colours[colours[i]], kind.shapes[shapes[i]]
+        colour, shape = kind.colours[colours[i]], shapes[i]
         texture = textures[i] if textures else "solid"
-        things.append(Thing(colour, shape, texture, x, y, radii[i], float(brightness[i])))
+        things.append(Thing(colour, shape, texture, x, y, radii[i], brightness[i]))
         if i:
             parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
         sized = [Part(size_names[i], "size")] if kind.says_size else []
@@ -176,6 +189,16 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
     return Scene(tuple(things), tuple(parts))
+
+
+def choices(names: tuple[str, ...], count: int, rng: np.random.Generator) -> list[str]:
+    """One after another: for so few, an array of random numbers takes longer."""
+    return [names[rng.integers(len(names))] for _ in range(count)]
+
+
+def between(low: float, high: float, share: float) -> float:
+    """What `Generator.uniform` computes; numpy takes longer to look at its arguments."""
+    return low + (high - low) * share
 
 
 Spot = tuple[float, float]
@@ -191,8 +214,8 @@ def relation(one: Spot, other: Spot) -> str:
 
 def _near(place: str, size: int, rng: np.random.Generator) -> Spot:
     x, y = PLACES[place]
-    jitter = rng.uniform(-1.5, 1.5, size=2) * size / 32
-    return x * size + float(jitter[0]), y * size + float(jitter[1])
+    right, down = (between(-1.5, 1.5, share) * size / 32 for share in rng.random(2).tolist())
+    return x * size + right, y * size + down
 
 
 def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot]:
@@ -209,8 +232,8 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
 
 
 def _candidates(radius: float, size: int, rng: np.random.Generator, tries: int = 20) -> Iterator[Spot]:
-    for x, y in rng.uniform(radius, size - radius, size=(tries, 2)):
-        yield float(x), float(y)
+    for x, y in rng.random((tries, 2)).tolist():
+        yield between(radius, size - radius, x), between(radius, size - radius, y)
 
 
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:

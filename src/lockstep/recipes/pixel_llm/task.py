@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.pixel_llm.folder import ImageFolder, read_folder
-from lockstep.recipes.pixel_llm.generation import generate
+from lockstep.recipes.pixel_llm.generation import generate, unprepared
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
@@ -91,6 +91,10 @@ class PixelLLM(Task):
             return self._pictures(held_out=True)
         return ConcatDataset([self._scenes(split, self.eval_size) for split in (IID, COMP)])
 
+    def collate(self, samples: Any) -> Any:
+        """Scenes come as whole batches, files one by one."""
+        return samples if isinstance(samples, Sample) else default_collate(samples)
+
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """The mean over all words of the global batch, whoever has the long captions: a sum and a count."""
         sample = Sample(*batch)
@@ -98,7 +102,8 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        total, weight = self._cost(model, sample)
+        with unprepared():  # few batches, of another size than those of the training
+            total, weight = self._cost(model, sample)
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 

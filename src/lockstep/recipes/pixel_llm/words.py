@@ -31,6 +31,9 @@ class Words:
 
     def encode(self, caption: Sequence[str]) -> Tensor:
         """(length + 1,): <bos>, the words, <eos>, and <pad> up to one length for all. int32: embeddings take it."""
+        return torch.tensor(self.numbers(caption), dtype=torch.int32)
+
+    def numbers(self, caption: Sequence[str]) -> list[int]:
         if len(caption) > self.longest:
             raise UserError(
                 f"captions of at most {self.longest} words", f"{len(caption)}: {' '.join(caption)}", "shorten it"
@@ -42,7 +45,7 @@ class Words:
                 "take the words from all captions: Words.of(captions)",
             )
         padding = [PAD] * (self.longest - len(caption))
-        return torch.tensor([BOS, *(self._number[word] for word in caption), EOS, *padding], dtype=torch.int32)
+        return [BOS, *(self._number[word] for word in caption), EOS, *padding]
 
     def decode(self, ids: Tensor) -> str:
         """The words up to <eos>."""
