@@ -118,7 +118,8 @@ class Blocks(nn.ModuleList):
 
 
 class Reader(nn.Module):
-    """Vectors (B, T, W) to logits (B, T, V). Stays where `home` says, wherever the model around it moves."""
+    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions only. Stays where `home` says, wherever the
+    model around it moves."""
 
     def __init__(self, tokens: int, shape: ReaderShape):
         super().__init__()
@@ -130,8 +131,8 @@ class Reader(nn.Module):
         self.head = nn.Linear(shape.width, tokens, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
 
-    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None) -> Tensor:
-        return self.head(self.norm(self.blocks(x, aids)))
+    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None, last: int = 0) -> Tensor:
+        return self.head(self.norm(self.blocks(x, aids)[:, -last:]))
 
     @property
     def device(self) -> torch.device:
@@ -178,8 +179,8 @@ def answer(
     before (rows, T, W); question (rows, q), answer (rows, a): ids.
     """
     asked = torch.cat((question, answer[:, :-1]), 1)
-    logits = reader(torch.cat((before, reader.embed(asked)), 1), aids)
-    logits = logits[:, -answer.shape[1] :].float()  # the position of the question mark predicts the first token
+    # The position of the question mark predicts the first token.
+    logits = reader(torch.cat((before, reader.embed(asked)), 1), aids, last=answer.shape[1]).float()
     cost = F.cross_entropy(logits.transpose(1, 2), answer, reduction="none").mean(1)
     right = logits.argmax(-1) == answer
     return Answered(cost, right.all(1).float(), right[:, 0].float(), logits)
@@ -191,6 +192,6 @@ def decode(reader: Reader, before: Tensor, question: Tensor, length: int, aids: 
     x = torch.cat((before, reader.embed(question)), 1)
     said: list[Tensor] = []
     for _ in range(length):
-        said.append(reader(x, aids)[:, -1:].argmax(-1))
+        said.append(reader(x, aids, last=1).argmax(-1))
         x = torch.cat((x, reader.embed(said[-1]).to(x.dtype)), 1)
     return torch.cat(said, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,17 @@ class WireModel(nn.Module):
         self.gists = nn.ModuleList(Gist(Z, *pair, shape.heads) for pair in pairs) if shape.gist else None
         self.aids = nn.ModuleList(Aids(Z, one, shape.deep_prefix, shape.looks, shape.rank) for one in readers)
         self.readers = nn.ModuleList(readers)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Its blocks, one by one: those of a reader share a graph, and so do the encoder's; as a whole the model would be
+        16 of them in a row. Shapes are fixed, or the second reader would be compiled for any length. A layer that asks
+        a trained part for a change stays as it is: that is another function in every step."""
+        changed = any(aid.looks or aid.lora for aid in self.aids)  # pyrefly: ignore[missing-attribute]
+        stacks = [self.encoder.blocks, self.refiner]
+        if not changed:
+            stacks += [reader.blocks for reader in self.readers]  # pyrefly: ignore[bad-argument-type]
+        for block in (block for stack in stacks for block in stack):
+            block.compile(*args, dynamic=False, **kwargs)
 
     def forward(self, batch: dict[str, Tensor], carries: str = "context", write: bool = False) -> list[Read]:
         """`carries`: which text goes through the wire. `write`: let the readers write their answers, too."""
