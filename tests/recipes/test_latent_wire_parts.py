@@ -73,6 +73,32 @@ def test_what_the_wire_carries_is_what_is_read(frozen):
     assert not torch.equal(other, model(batch)[0].answered.logits)
 
 
+@pytest.mark.parametrize(("options", "shapes"), [
+    ({"refiner": 2}, [(4, 40, 32), (4, 2, 32), (8, 6, 32), (8, 34, 48)]),
+    ({"lora": 2}, [(4, 40, 32)]),  # whose readers call a new function in every step
+], ids=["plain", "lora"])  # fmt: skip
+def test_one_graph_for_each_stack_of_blocks_and_none_for_an_evaluation(frozen, options, shapes):
+    readers = [["words", 32, 2, 2, 2], ["bytes", 48, 2, 2, 4]]
+    task, model, batch = made(frozen, layers=2, near=3, readers=readers, **options)
+    graphs = []
+
+    def backend(graph, given):
+        graphs.append([tuple(one.shape) for one in given if one.dim() == 3])
+        return graph.forward
+
+    task.loss(model, batch).total.backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.compiler.reset()
+    model.compile(backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        task.loss(model, batch).total.backward()
+        with torch.no_grad():
+            task.eval_loss(model, {name: tensor[:3] for name, tensor in batch.items()})
+    assert graphs == [[shape] for shape in shapes]
+    assert all(torch.equal(gradient, model.get_parameter(name).grad) for name, gradient in plain.items())
+
+
 # ---- parts that begin without effect ----
 
 
