@@ -17,6 +17,7 @@ from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
 EPS = 1e-6
 Change = Callable[[Tensor], Tensor]
+LookAt = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Aid:
     prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D), seen by every position
     qkv: Change | None = None  # added to the layer's queries, keys and values, from the same input
     out: Change | None = None  # added to what its attention gives
-    look: Change | None = None  # added to the stream behind its attention
+    look: LookAt | None = None  # added to the stream behind its attention; looks at `wire`
+    wire: Tensor | None = None  # (B, M, Z)
 
 
 NO_AID = Aid()
@@ -97,8 +99,8 @@ class Block(nn.Module):
         if self.near is not None:
             x = self.near(x)
         x = x + self.attention(self.attention_norm(x), rotation, aid)
-        if aid.look is not None:
-            x = x + aid.look(x)
+        if aid.look is not None and aid.wire is not None:
+            x = x + aid.look(x, aid.wire)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
 
@@ -118,8 +120,8 @@ class Blocks(nn.ModuleList):
 
 
 class Reader(nn.Module):
-    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions only. Stays where `home` says, wherever the
-    model around it moves."""
+    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions. Stays where `home` says, wherever the model
+    around it moves."""
 
     def __init__(self, tokens: int, shape: ReaderShape):
         super().__init__()

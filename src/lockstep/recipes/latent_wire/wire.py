@@ -156,14 +156,10 @@ class WireModel(nn.Module):
         self.readers = nn.ModuleList(readers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Its blocks, one by one: those of a reader share a graph, and so do the encoder's; as a whole the model would be
-        16 of them in a row. Shapes are fixed, or the second reader would be compiled for any length. A layer that asks
-        a trained part for a change stays as it is: that is another function in every step."""
-        changed = any(aid.looks or aid.lora for aid in self.aids)  # pyrefly: ignore[missing-attribute]
-        stacks = [self.encoder.blocks, self.refiner]
-        if not changed:
-            stacks += [reader.blocks for reader in self.readers]  # pyrefly: ignore[bad-argument-type]
-        for block in (block for stack in stacks for block in stack):
+        """Its blocks, one by one: those of a reader share a graph, and so do the encoder's. The whole model would be a
+        long one. Shapes are fixed, or the second reader would be compiled for any length."""
+        here: list[Reader] = [one for one in self.readers if one.home is None]  # pyrefly: ignore[bad-assignment]
+        for block in (*self.encoder.blocks, *self.refiner, *(block for reader in here for block in reader.blocks)):
             block.compile(*args, dynamic=False, **kwargs)
 
     def forward(self, batch: dict[str, Tensor], carries: str = "context", write: bool = False) -> list[Read]:
