@@ -120,8 +120,8 @@ class Blocks(nn.ModuleList):
 
 
 class Reader(nn.Module):
-    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions. Stays where `home` says, wherever the model
-    around it moves."""
+    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions. Stays where `home` says, wherever the
+    model around it moves."""
 
     def __init__(self, tokens: int, shape: ReaderShape):
         super().__init__()
