@@ -73,6 +73,22 @@ def test_what_the_wire_carries_is_what_is_read(frozen):
     assert not torch.equal(other, model(batch)[0].answered.logits)
 
 
+def test_each_vector_sees_its_own_part_of_the_text_best(frozen):
+    _, model, batch = made(frozen, vectors=4, private=2, spread=True)
+    pool = model.encoder.pool
+    assert torch.allclose(pool.centres, torch.tensor([1, 3, 5, 7, 2, 6, 2, 6]) / 8)  # shared, and each reader's own
+    score = pool._far(torch.zeros(1, 16, 32))
+    assert score.shape == (pool.heads, 8, 16)
+    assert score[0].argmax(-1).tolist() == [1, 5, 9, 13, 3, 11, 3, 11]
+    assert torch.equal(score[1], score[0] / 2)
+    assert not score[-1].any()
+    seen = batch["context"].clone()
+    seen[:, -1] = 0  # a change at the end of the text is noticed at the end of the wire most
+    with torch.no_grad():
+        change = (model.latents(seen) - model.latents(batch["context"])).norm(dim=-1).mean(0)
+    assert change[3] > 2 * change[0]
+
+
 @pytest.mark.parametrize(("options", "shapes"), [
     ({"refiner": 2}, [(4, 40, 32), (4, 2, 32), (8, 6, 32), (8, 34, 48)]),
     ({"latent_adapter": [0, 1], "lora": 2}, [(4, 40, 32), (8, 6, 32), (8, 34, 48)]),
