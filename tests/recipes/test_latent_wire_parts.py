@@ -10,7 +10,7 @@ from lockstep import fit
 from lockstep.errors import ConfigError
 from lockstep.recipes.latent_wire import LatentWire
 from lockstep.recipes.latent_wire.measures import compression, distinct, f1
-from lockstep.recipes.latent_wire.wire import from_text
+from lockstep.recipes.latent_wire.wire import far, from_text
 
 TINY = LatentWire.presets["tiny"]["task"] | {"reader_accuracy": 0.0}
 EVERYTHING = {
@@ -77,8 +77,8 @@ def test_each_vector_sees_its_own_part_of_the_text_best(frozen):
     _, model, batch = made(frozen, vectors=4, private=2, spread=True)
     pool = model.encoder.pool
     assert torch.allclose(pool.centres, torch.tensor([1, 3, 5, 7, 2, 6, 2, 6]) / 8)  # shared, and each reader's own
-    score = pool._far(torch.zeros(1, 16, 32))
-    assert score.shape == (pool.heads, 8, 16)
+    (score,) = far(pool.centres, heads=4, length=16)
+    assert score.shape == (4, 8, 16)
     assert score[0].argmax(-1).tolist() == [1, 5, 9, 13, 3, 11, 3, 11]
     assert torch.equal(score[1], score[0] / 2)
     assert not score[-1].any()

@@ -69,18 +69,19 @@ class CrossAttention(nn.Module):
         q = self.q(self.queries).expand(B, -1, -1)
         k, v = self.kv(self.norm(x)).chunk(2, -1)
         q, k, v = (t.view(B, -1, self.heads, Z // self.heads).transpose(1, 2) for t in (q, k, v))
-        mask = self._far(x).to(q.dtype) if self.centres is not None else None
+        mask = far(self.centres, self.heads, x.shape[1]).to(q.dtype) if self.centres is not None else None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(B, -1, Z)
         return self.queries + self.out(y)
 
-    def _far(self, x: Tensor) -> Tensor:
-        """Is added to the scores: (heads, queries, L). One query's share of the sequence is the unit of distance."""
-        L, device = x.shape[1], x.device
-        place = (torch.arange(L, device=device) + 0.5) / L
-        distance = (place - self.centres[:, None]).abs() * len(self.queries)
-        head = torch.arange(self.heads, device=device)
-        slope = torch.where(head < self.heads - 1, SLOPE * 0.5**head, 0.0)
-        return -slope[:, None, None] * distance
+
+def far(centres: Tensor, heads: int, length: int) -> Tensor:
+    """What a query's centre adds to its scores: (1, heads, queries, length). Distances are in shares of the
+    sequence, of which each query has one."""
+    place = (torch.arange(length, device=centres.device) + 0.5) / length
+    distance = (place - centres[:, None]).abs() * len(centres)
+    head = torch.arange(heads, device=centres.device)
+    slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
+    return -(slope[:, None, None] * distance)[None]
 
 
 class Encoder(nn.Module):
