@@ -10,7 +10,7 @@ from lockstep import fit
 from lockstep.errors import ConfigError
 from lockstep.recipes.latent_wire import LatentWire
 from lockstep.recipes.latent_wire.measures import compression, distinct, f1
-from lockstep.recipes.latent_wire.wire import from_text
+from lockstep.recipes.latent_wire.wire import far, from_text
 
 TINY = LatentWire.presets["tiny"]["task"] | {"reader_accuracy": 0.0}
 EVERYTHING = {
@@ -71,6 +71,48 @@ def test_what_the_wire_carries_is_what_is_read(frozen):
     other = model(batch, "other")[0].answered.logits
     assert torch.equal(other, model(batch | {"context": batch["other"]})[0].answered.logits)
     assert not torch.equal(other, model(batch)[0].answered.logits)
+
+
+def test_each_vector_sees_its_own_part_of_the_text_best(frozen):
+    _, model, batch = made(frozen, vectors=4, private=2, spread=True)
+    pool = model.encoder.pool
+    assert torch.allclose(pool.centres, torch.tensor([1, 3, 5, 7, 2, 6, 2, 6]) / 8)  # shared, and each reader's own
+    (score,) = far(pool.centres, heads=4, length=16)
+    assert score.shape == (4, 8, 16)
+    assert score[0].argmax(-1).tolist() == [1, 5, 9, 13, 3, 11, 3, 11]
+    assert torch.equal(score[1], score[0] / 2)
+    assert not score[-1].any()
+    seen = batch["context"].clone()
+    seen[:, -1] = 0  # a change at the end of the text is noticed at the end of the wire most
+    with torch.no_grad():
+        change = (model.latents(seen) - model.latents(batch["context"])).norm(dim=-1).mean(0)
+    assert change[3] > 2 * change[0]
+
+
+@pytest.mark.parametrize(("options", "shapes"), [
+    ({"refiner": 2}, [(4, 40, 32), (4, 2, 32), (8, 6, 32), (8, 34, 48)]),
+    ({"latent_adapter": [0, 1], "lora": 2}, [(4, 40, 32), (8, 6, 32), (8, 34, 48)]),
+], ids=["plain", "aids"])  # fmt: skip
+def test_one_graph_for_each_stack_of_blocks_and_none_for_an_evaluation(frozen, options, shapes):
+    readers = [["words", 32, 2, 2, 2], ["bytes", 48, 2, 2, 4]]
+    task, model, batch = made(frozen, layers=2, near=3, readers=readers, **options)
+    graphs = []
+
+    def backend(graph, given):
+        graphs.append(next(tuple(one.shape) for one in given if one.dim() == 3))
+        return graph.forward
+
+    task.loss(model, batch).total.backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.compiler.reset()
+    model.compile(backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        task.loss(model, batch).total.backward()
+        with torch.no_grad():
+            task.eval_loss(model, {name: tensor[:3] for name, tensor in batch.items()})
+    assert graphs == shapes
+    assert all(torch.equal(gradient, model.get_parameter(name).grad) for name, gradient in plain.items())
 
 
 # ---- parts that begin without effect ----

@@ -25,9 +25,8 @@ def compile_together(model: nn.Module, config: RunConfig, runtime: Runtime) -> N
     """In place, for a compiled model. Where a forward needs the other ranks, they compile in step anyway."""
     alike = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1 and not config.ddp.sync_batchnorm
     if alike and not runtime.world.alone:
-        assert model._compiled_call_impl is not None
-        patience = timedelta(seconds=config.hang.first)
-        model._compiled_call_impl = FirstCall(model, model._compiled_call_impl, runtime, patience)
+        call = model._compiled_call_impl or model._call_impl  # a model may compile its parts only
+        model._compiled_call_impl = FirstCall(model, call, runtime, timedelta(seconds=config.hang.first))
 
 
 class FirstCall:

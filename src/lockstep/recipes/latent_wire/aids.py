@@ -5,13 +5,13 @@ Shapes in comments: B rows, T positions, M wire vectors, Z their width, W the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, Aid, Change, Reader
+from lockstep.recipes.latent_wire.reader import EPS, Aid, Reader
 
 
 class LowRank(nn.Module):
@@ -101,14 +101,17 @@ class Aids(nn.Module):
         prefix = tuple(t.to(home).repeat_interleave(asked, 0) for t in pairs[layer]) if pairs else None
         low = self.lora[layer] if self.lora else None
         look = self.looks[self.looking.index(layer)] if layer in self.looking else None
+        here = latents.device
         return Aid(
             prefix,  # pyrefly: ignore[bad-argument-type]
-            _from(low.qkv, latents.device) if low is not None else None,  # pyrefly: ignore[bad-argument-type]
-            _from(low.out, latents.device) if low is not None else None,  # pyrefly: ignore[bad-argument-type]
-            _from(lambda x: look(x, latents), latents.device) if look is not None else None,
+            _from(low.qkv, here, home) if low is not None else None,  # pyrefly: ignore[bad-argument-type]
+            _from(low.out, here, home) if low is not None else None,  # pyrefly: ignore[bad-argument-type]
+            _from(look, here, home) if look is not None else None,
+            latents if look is not None else None,
         )
 
 
-def _from(change: Change, here: torch.device) -> Change:
-    """`change` is computed where its weights are, which may be another device than the reader's."""
-    return lambda x: change(x.to(here)).to(x.device)
+def _from(change: Callable[..., Tensor], here: torch.device, home: torch.device) -> Callable[..., Tensor]:
+    """`change` is computed `here`, where its weights are, which may be another device than the reader's `home`. A new
+    function in every step could not be compiled."""
+    return change if here == home else lambda x, *wire: change(x.to(here), *wire).to(home)

@@ -8,13 +8,13 @@ from typing import Any
 CONTROLS = ["a_other_above_none <= 0.05", "b_other_above_none <= 0.05"]
 GPU: dict[str, Any] = {
     "precision": "bf16",
-    "global_batch": 512,
-    "compile": False,  # both readers unrolled are a long graph
+    "global_batch": 256,
     "data": {"workers": 4},
     "checkpoint": {"minutes": 1},  # to go on from in the next piece
 }
 GPU_WIRE: dict[str, Any] = {
-    "vectors": 8, "width": 256, "layers": 6, "heads": 8, "near": 8, "size": 4_000_000, "eval_size": 2048,
+    "vectors": 8, "width": 256, "layers": 6, "heads": 8, "near": 8, "spread": True, "latent_adapter": [0, 1, 2, 3],
+    "size": 4_000_000, "eval_size": 2048,
     "readers": [["words", 256, 6, 8, 4], ["bytes", 384, 4, 8, 16]], "reader_batch": 512, "reader_rate": 1e-3,
 }  # fmt: skip
 
@@ -53,17 +53,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Four facts, eight vectors: to find one fact among several is what the readers learn late.
     "gpu": {
         **GPU,
-        "steps": 5000,
+        "steps": 6000,
         "lr": {"peak": 1e-3, "warmup": 250},
-        "evaluate": {"every": 500, "batch": 512},
+        "evaluate": {"every": 1000, "batch": 512},
         "goals": ["a_of_text >= 0.6", "b_of_text >= 0.6", "a_text >= 0.98", "b_text >= 0.98", *CONTROLS],
         "task": {**GPU_WIRE, "facts": 4, "questions": 4, "reader_questions": 8, "reader_steps": 8000},
     },
     "gpu-topics": {
         **GPU,
-        "steps": 1500,
+        "steps": 2000,
         "lr": {"peak": 1e-3, "warmup": 100},
-        "evaluate": {"every": 250, "batch": 512},
+        "evaluate": {"every": 500, "batch": 512},
         "goals": ["a_exact >= 0.90", "b_exact >= 0.90", *CONTROLS],
         "task": {**GPU_WIRE, "world": "topics", "reader_steps": 4000},
     },

@@ -17,6 +17,7 @@ from lockstep.recipes.rotary import Rotation, rotate, rotation_table
 
 EPS = 1e-6
 Change = Callable[[Tensor], Tensor]
+LookAt = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Aid:
     prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D), seen by every position
     qkv: Change | None = None  # added to the layer's queries, keys and values, from the same input
     out: Change | None = None  # added to what its attention gives
-    look: Change | None = None  # added to the stream behind its attention
+    look: LookAt | None = None  # added to the stream behind its attention; looks at `wire`
+    wire: Tensor | None = None  # (B, M, Z)
 
 
 NO_AID = Aid()
@@ -97,8 +99,8 @@ class Block(nn.Module):
         if self.near is not None:
             x = self.near(x)
         x = x + self.attention(self.attention_norm(x), rotation, aid)
-        if aid.look is not None:
-            x = x + aid.look(x)
+        if aid.look is not None and aid.wire is not None:
+            x = x + aid.look(x, aid.wire)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
 
@@ -118,7 +120,8 @@ class Blocks(nn.ModuleList):
 
 
 class Reader(nn.Module):
-    """Vectors (B, T, W) to logits (B, T, V). Stays where `home` says, wherever the model around it moves."""
+    """Vectors (B, T, W) to logits (B, T, V), or those of the `last` positions. Stays where `home` says, wherever the
+    model around it moves."""
 
     def __init__(self, tokens: int, shape: ReaderShape):
         super().__init__()
@@ -130,8 +133,8 @@ class Reader(nn.Module):
         self.head = nn.Linear(shape.width, tokens, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
 
-    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None) -> Tensor:
-        return self.head(self.norm(self.blocks(x, aids)))
+    def forward(self, x: Tensor, aids: Sequence[Aid] | None = None, last: int = 0) -> Tensor:
+        return self.head(self.norm(self.blocks(x, aids)[:, -last:]))
 
     @property
     def device(self) -> torch.device:
@@ -178,8 +181,8 @@ def answer(
     before (rows, T, W); question (rows, q), answer (rows, a): ids.
     """
     asked = torch.cat((question, answer[:, :-1]), 1)
-    logits = reader(torch.cat((before, reader.embed(asked)), 1), aids)
-    logits = logits[:, -answer.shape[1] :].float()  # the position of the question mark predicts the first token
+    # The position of the question mark predicts the first token.
+    logits = reader(torch.cat((before, reader.embed(asked)), 1), aids, last=answer.shape[1]).float()
     cost = F.cross_entropy(logits.transpose(1, 2), answer, reduction="none").mean(1)
     right = logits.argmax(-1) == answer
     return Answered(cost, right.all(1).float(), right[:, 0].float(), logits)
@@ -191,6 +194,6 @@ def decode(reader: Reader, before: Tensor, question: Tensor, length: int, aids: 
     x = torch.cat((before, reader.embed(question)), 1)
     said: list[Tensor] = []
     for _ in range(length):
-        said.append(reader(x, aids)[:, -1:].argmax(-1))
+        said.append(reader(x, aids, last=1).argmax(-1))
         x = torch.cat((x, reader.embed(said[-1]).to(x.dtype)), 1)
     return torch.cat(said, 1)

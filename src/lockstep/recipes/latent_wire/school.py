@@ -93,7 +93,7 @@ class School:
         self.lessons = lessons_of(world, tokenizer, self.schooling.batch, self.progress.step, self.device)
         if self.device == "cuda" and self._last:
             for block in self.reader.blocks:
-                block.compile()  # one graph for all of them; the worlds before are left too soon
+                block.compile(dynamic=False)  # one graph for all of them; the worlds before are left too soon
 
     @property
     def _last(self) -> bool:

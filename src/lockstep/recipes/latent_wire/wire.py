@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from lockstep.recipes.latent_wire.aids import Aids
 from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, decode
+
+SLOPE = 8.0  # of the first head that sees best what is near its centre
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class WireShape:
     looks: tuple[int, ...] = ()  # layers of the readers that look at the wire
     rank: int = 0  # of a change to the readers' attention
     near: int = 0  # positions that each layer of the encoder mixes, as in a reader
+    spread: bool = False  # each vector has a part of the text that it sees best
 
     @property
     def read(self) -> int:
@@ -40,13 +44,20 @@ class WireShape:
     def sent(self, readers: int) -> int:
         return self.vectors + self.private * readers
 
+    def centres(self, readers: int) -> list[float] | None:
+        """Where in the text, from 0 to 1, each vector looks first: every group of them goes from end to end."""
+        groups = (self.vectors, *[self.private] * readers)
+        return [(i + 0.5) / count for count in groups for i in range(count)] if self.spread else None
+
 
 class CrossAttention(nn.Module):
-    """Learned queries that look at a sequence: (B, L, Z) to (B, queries, Z)."""
+    """Learned queries that look at a sequence: (B, L, Z) to (B, queries, Z). One that has a centre sees less of what is
+    far from it: most so in the first head, half as much so in each that follows, and in the last not at all."""
 
-    def __init__(self, queries: int, width: int, heads: int):
+    def __init__(self, queries: int, width: int, heads: int, centres: list[float] | None = None):
         super().__init__()
         self.heads = heads
+        self.register_buffer("centres", torch.tensor(centres) if centres else None, persistent=False)
         self.queries = nn.Parameter(torch.randn(queries, width) * width**-0.5)
         self.norm = nn.RMSNorm(width, EPS)
         self.q = nn.Linear(width, width, bias=False)
@@ -58,19 +69,30 @@ class CrossAttention(nn.Module):
         q = self.q(self.queries).expand(B, -1, -1)
         k, v = self.kv(self.norm(x)).chunk(2, -1)
         q, k, v = (t.view(B, -1, self.heads, Z // self.heads).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, -1, Z)
+        mask = far(self.centres, self.heads, x.shape[1]).to(q.dtype) if self.centres is not None else None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(B, -1, Z)
         return self.queries + self.out(y)
+
+
+def far(centres: Tensor, heads: int, length: int) -> Tensor:
+    """What a query's centre adds to its scores: (1, heads, queries, length). Distances are in shares of the
+    sequence, of which each query has one."""
+    place = (torch.arange(length, device=centres.device) + 0.5) / length
+    distance = (place - centres[:, None]).abs() * len(centres)
+    head = torch.arange(heads, device=centres.device)
+    slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
+    return -(slope[:, None, None] * distance)[None]
 
 
 class Encoder(nn.Module):
     """Bytes (B, L) to the wire (B, M, Z)."""
 
-    def __init__(self, shape: WireShape, vectors: int):
+    def __init__(self, shape: WireShape, readers: int):
         super().__init__()
         Z = shape.width
         self.embed = nn.Embedding(256, Z)
         self.blocks = Blocks(Z, shape.heads, shape.layers, causal=False, near=shape.near)
-        self.pool = CrossAttention(vectors, Z, shape.heads)
+        self.pool = CrossAttention(shape.sent(readers), Z, shape.heads, shape.centres(readers))
         self.mlp = nn.Sequential(nn.RMSNorm(Z, EPS), nn.Linear(Z, 2 * Z), nn.GELU(), nn.Linear(2 * Z, Z))
 
     def forward(self, context: Tensor) -> Tensor:
@@ -146,13 +168,20 @@ class WireModel(nn.Module):
         super().__init__()
         Z = shape.width
         self.shared, self.private = shape.vectors, shape.private
-        self.encoder = Encoder(shape, shape.sent(len(readers)))
+        self.encoder = Encoder(shape, len(readers))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
         pairs = zip(readers, text_lengths, strict=True)
         self.gists = nn.ModuleList(Gist(Z, *pair, shape.heads) for pair in pairs) if shape.gist else None
         self.aids = nn.ModuleList(Aids(Z, one, shape.deep_prefix, shape.looks, shape.rank) for one in readers)
         self.readers = nn.ModuleList(readers)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Its blocks, one by one: those of a reader share a graph, and so do the encoder's. The whole model would be a
+        long one. Shapes are fixed, or the second reader would be compiled for any length."""
+        here: list[Reader] = [one for one in self.readers if one.home is None]  # pyrefly: ignore[bad-assignment]
+        for block in (*self.encoder.blocks, *self.refiner, *(block for reader in here for block in reader.blocks)):
+            block.compile(*args, dynamic=False, **kwargs)
 
     def forward(self, batch: dict[str, Tensor], carries: str = "context", write: bool = False) -> list[Read]:
         """`carries`: which text goes through the wire. `write`: let the readers write their answers, too."""
