@@ -24,6 +24,7 @@ class Sizes:
     vocabulary: int
     words: int  # positions of the decoder
     spatial_pool: bool = False
+    place_std: float = 0.02  # of the vectors that tell the encoder where a token lies, at the start
 
     @property
     def tokens(self) -> int:
@@ -163,8 +164,12 @@ class Captioner(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(sizes.width, sizes.heads) for _ in range(sizes.text_layers))
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary)
-        for vectors in (self.embed.weight, self.positions, self.encoder.positions):
-            nn.init.normal_(vectors, std=0.02)
+        for vectors, std in (
+            (self.embed.weight, 0.02),
+            (self.positions, 0.02),
+            (self.encoder.positions, sizes.place_std),
+        ):
+            nn.init.normal_(vectors, std=std)
 
     def forward(self, images: Tensor, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """With a cache, `ids` is the one next word (B, 1), and `images` counts only the first time."""

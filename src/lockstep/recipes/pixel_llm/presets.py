@@ -37,8 +37,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"workers": 12},
         "checkpoint": {"minutes": 3.0},
         "task": {
-            "scenes": "many", "image": 64, "stem": "patch", "patch": 8, "width": 384, "heads": 6, "vision_layers": 6,
-            "text_layers": 6, "vocabulary": 64, "train_size": 3_072_000, "eval_size": 2000,  # no picture is seen twice
+            "scenes": "many", "image": 64, "width": 384, "heads": 6, "vision_layers": 6, "text_layers": 6,
+            "vocabulary": 64, "place_std": 0.3, "eval_size": 2000,
+            "train_size": 3_072_000,  # no picture is seen twice
         },
         "goals": ["comp_exact_2 >= 0.95", "comp_exact_3 >= 0.8", "comp_exact_4 >= 0.8"],
     },

@@ -45,19 +45,21 @@ class PixelLLM(Task):
         text_layers: int = 2,
         vocabulary: int | None = None,
         spatial_pool: bool = False,
+        place_std: float = 0.02,
         train_size: int = 57_600,
         eval_size: int = 500,
         data_seed: int = 0,
         unrelated_captions: bool = False,
         folder: Path | None = None,
     ):
-        """`vocabulary` makes the embedding larger than the words need; `eval_size` counts pictures of each kind, seen
-        and held-out combinations; `unrelated_captions` is the control, which must learn nothing from pictures;
-        `folder` has pictures and captions of your own instead of scenes."""
+        """`vocabulary` makes the embedding larger than the words need; `place_std` is how much the vectors for the
+        places of a picture differ at the start; `eval_size` counts pictures of each kind, seen and held-out
+        combinations; `unrelated_captions` is the control, which must learn nothing from pictures; `folder` has pictures
+        and captions of your own instead of scenes."""
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
-        self.vocabulary, self.spatial_pool = vocabulary, spatial_pool
+        self.vocabulary, self.spatial_pool, self.place_std = vocabulary, spatial_pool, place_std
         self.train_size, self.eval_size, self.data_seed = train_size, eval_size, data_seed
         self.unrelated_captions = unrelated_captions
         self._check()
@@ -69,7 +71,7 @@ class PixelLLM(Task):
         return Captioner(
             Sizes(
                 self.image, self.stem, self.patch, self.width, self.heads, self.vision_layers, self.text_layers,
-                max(len(self.words), self.vocabulary or 0), self.words.length, self.spatial_pool,
+                max(len(self.words), self.vocabulary or 0), self.words.length, self.spatial_pool, self.place_std,
             )
         )  # fmt: skip
 
