@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import resolve
 from lockstep.data.shard import deal
-from lockstep.engine.exact import WEIGHT_GRID, on_grid
+from lockstep.engine.exact import WEIGHT_GRID, check_weight, on_grid
 from lockstep.engine.state import _identity
 from lockstep.errors import UserError
 from lockstep.observe import dyadic
@@ -27,6 +27,14 @@ def written_out(total: int) -> str:
     for index in range(total):
         counter.push(Span(index, 0), str(index))
     return counter.finish()
+
+
+def test_weights_that_their_grid_would_change_are_refused() -> None:
+    for weight in (0.0, 1.0, 1 / 3, 1e-3, 12345.678, 7e9):
+        check_weight(weight)
+    for weight in (1e-12, 1e-10, 2.5e-5 / 3):
+        with pytest.raises(UserError, match="one large number"):
+            check_weight(weight)
 
 
 def test_the_figure_of_the_module() -> None:

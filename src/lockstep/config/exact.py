@@ -19,7 +19,11 @@ _RULES = {
     "strategy": _Rule(STRATEGIES, "a strategy that adds in an order of its own", "type strategy=ddp, or strategy=fsdp"),
     "mesh.tp": _Rule((None, 1), "layers that are cut, whose parts are added in another order", "leave mesh.tp out"),
     "mesh.pp": _Rule((None, 1), "stages, which draw other random numbers than a whole model", "leave mesh.pp out"),
-    "local_batch": _Rule((None,), "a batch that grows with the number of ranks", "type global_batch=64 instead"),
+    "local_batch": _Rule(
+        (None,),
+        "a batch that grows with the number of ranks",
+        "type global_batch=N instead, the samples of all ranks together",
+    ),
     "ddp.hook": _Rule(("none",), "gradients that lose bits on the way", "leave ddp.hook out"),
     "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", "freeze what is unused"),
     "ddp.sync_batchnorm": _Rule((False,), "statistics over whatever the ranks run at a time", "use GroupNorm"),

@@ -21,11 +21,24 @@ WEIGHT_GRID = 2.0**32  # weights count in steps of 1/this: below 2^21 a step the
 LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
 
 
+ROUNDING = 1e-6  # of a weight: what its grid may change
+
+
 def on_grid(value: float | Tensor, grid: float) -> Any:
     """The nearest multiple of 1/grid."""
     if isinstance(value, Tensor):
         return torch.round(value.double() * grid) / grid
     return round(value * grid) / grid if math.isfinite(value) else value
+
+
+def check_weight(weight: float) -> None:
+    """A weight that the grid changes would train another model."""
+    if abs(on_grid(weight, WEIGHT_GRID) - weight) > ROUNDING * weight:
+        raise UserError(
+            f"exact=true with a weight of {weight:.3g}",
+            "weights count in multiples of 2^-32 there, and this one would be changed",
+            "multiply the loss and its weight by one large number, which changes nothing else: 1e6, for instance",
+        )
 
 
 class Exactness:
@@ -35,7 +48,7 @@ class Exactness:
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
-        self._changes: list[str] = []  # since the checkpoint that was loaded, in words
+        self._before: dict[str, Any] = {}  # of the run that wrote the checkpoint which was loaded
         self._unfused = _step_one_by_one(optimizers)
         self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
@@ -48,9 +61,12 @@ class Exactness:
                 "return a dataset with a length and __getitem__",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        self.here |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
+        before = self._before
+        changes = [f"{key} {before[key]} -> {now}" for key, now in self.here.items() if before.get(key, now) != now]
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
         told += ["fused optimizers step without their fused kernels"] if self._unfused else []
-        told += [f"NOT the bits of before, since this has changed: {', '.join(self._changes)}"] if self._changes else []
+        told += [f"NOT the bits of before, since this has changed: {', '.join(changes)}"] if changes else []
         return "; ".join(told)
 
     def end_step(self) -> None:
@@ -76,7 +92,7 @@ class Exactness:
                 f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
                 f"type threads={state['threads']}",
             )
-        self._changes = [f"{key} {state[key]} -> {now}" for key, now in self.here.items() if state[key] != now]
+        self._before = state
 
 
 def _surroundings(runtime: Runtime) -> dict[str, Any]:

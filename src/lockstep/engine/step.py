@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.config import RunConfig
-from lockstep.engine.exact import LOSS_GRID, WEIGHT_GRID, on_grid
+from lockstep.engine.exact import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.engine.optim import Clipping, LearningRate
 from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.selfcheck import check_loss
@@ -178,6 +178,8 @@ class Stepper:
         if kind := faults.fire("loss", self.counters.step):
             loss.total = loss.total * float(kind)
         if not self._micro.padding and self.driver.speaks:
+            if self.config.exact and (self.counters.step == 0 or not _on_gpu(loss.weight)):
+                check_weight(float(loss.weight))  # on a GPU the host would wait for it: once
             self._weight = self._weight + self._as_number(loss.weight, WEIGHT_GRID)
             self._step_sums.add(loss)
             micro = self._micro
@@ -362,8 +364,7 @@ class Stepper:
         return self._numbers[key]
 
     def _as_number(self, value: Any, grid: float) -> float | Tensor:
-        on_gpu = isinstance(value, Tensor) and value.device.type == "cuda"
-        number = value.detach().double() if on_gpu else float(value)
+        number = value.detach().double() if _on_gpu(value) else float(value)
         return on_grid(number, grid) if self.config.exact else number
 
     def _seed(self, stream: str, *keys: int) -> None:
@@ -374,6 +375,10 @@ class Stepper:
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.runtime.collectives) if self.config.exact else Sums()
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
 def _mean_loss(word: Word) -> float:

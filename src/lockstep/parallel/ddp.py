@@ -216,7 +216,8 @@ def check_reached(missed: list[str]) -> None:
         raise UserError(
             "every trainable parameter takes part in the loss of every micro-batch",
             f"no gradient for {_some(missed)}",
-            "freeze them (requires_grad=False) before training, or type ddp.find_unused_parameters=true",
+            "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, type "
+            "ddp.find_unused_parameters=true, or (with exact=true) add `0 * parameter.sum()` for each to the loss",
         )
 
 
