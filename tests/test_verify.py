@@ -56,6 +56,15 @@ def test_a_mistake_is_called_by_its_name(runner: Runner, task: type) -> None:
     assert [cause.key for cause in report.causes] == [broken.FOUND[task]], text_of(report)
     assert all(cause.evidence for cause in report.causes)
     assert_readable(report)
+    if report.causes[0].key == "nondeterminism":
+        others = {row.verdict for row in report.rows if row.role in ("world", "split")}
+        assert others == {row["verdict"] for row in json_of(report)["layouts"][3:]} == {"not judged"}
+        assert not any("last place" in note for note in report.notes)
+    if report.causes[0].key == "batchnorm":
+        assert report.first is not None
+        assert "running_" in report.first[1].name
+        assert "running_" in report.causes[0].evidence
+        assert report.first[1].text not in report.causes[0].evidence
 
 
 HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) for task in borrowed.TASKS]
@@ -112,18 +121,33 @@ def test_a_script_with_its_own_loop(runner: Runner) -> None:
     assert verify(str(ZOO / "own_loop.py"), [], QUICK, runner).passed
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("broken", "cause", "fix", "kind"),
+    [
+        ("sum", "mean-for-sum", "reduction='sum'", "loss"),
+        ("weight", "mean-of-means", "call step.backward(sum, weight=number of terms)", "loss weight"),
+    ],
+)
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+    cause: str,
+    fix: str,
+    kind: str,
+) -> None:
     """A broken script, through the command: exit code 1, the cause on the screen and in the file."""
-    monkeypatch.setenv("BROKEN", "1")
+    monkeypatch.setenv("BROKEN", broken)
     out = tmp_path / "verify.json"
     arguments = ["verify", str(ZOO / "own_loop.py"), "--worlds", "1,2", "--steps", "2", "--splits", "3", "lr.warmup=1"]
     assert cli.main([*arguments, "--json", str(out)]) == 1
     printed = capsys.readouterr().out
-    assert "[mean-for-sum]" in printed
-    assert "reduction='sum'" in printed
+    assert f"[{cause}]" in printed
+    assert fix in printed
     found = json.loads(out.read_text())
     assert found["passed"] is False
-    assert found["first"]["kind"] == "loss"
+    assert found["first"]["kind"] == kind
     assert found["first"]["step"] == 0
     assert [row["micro_batch"] for row in found["layouts"] if row["role"] == "split"] == [3]
     assert not list(tmp_path.glob("runs")), "a verification leaves no run folder behind"
@@ -145,6 +169,21 @@ def test_bad_input_is_refused_before_anything_runs(
 ) -> None:
     assert cli.main(["verify", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("for step in range(3):\n    pass\n", "wrap its loop with lockstep.start: see docs/own_loop.md"),
+        ("class Mine(lockstep.Task): ...\nclass Next(Mine): ...\nclass Other: ...\n", "plain.py:Mine or {}:Next\n"),
+    ],
+)
+def test_a_script_without_a_run(source: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown the way into its loop, or to the tasks that it defines."""
+    script = tmp_path / "plain.py"
+    script.write_text(source)
+    assert cli.main(["verify", str(script)]) == 2
+    assert words.format(script) in capsys.readouterr().err
 
 
 def test_ranks_that_wait_for_ever_are_ended_and_named() -> None:

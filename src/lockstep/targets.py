@@ -44,10 +44,11 @@ def check(target: str) -> None:
         if not file.is_file():
             raise UserError(f"the target {target!r}", f"no file {file}", "type FILE.py:CLASS, with a path that exists")
         if is_script(target) and not any(call in file.read_text() for call in ("start(", "fit(")):
+            tasks = [f"{target}:{name}" for name in _task_names(file.read_text())]
             raise UserError(
                 f"the target {target!r}",
                 "a script that never calls lockstep.start or lockstep.fit, so it would train nothing",
-                f"type {target}:CLASS to train a task that it defines",
+                f"type {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
             )
         if colon and not class_name.isidentifier():
             raise UserError(f"the target {target!r}", f"{class_name!r} is no class name", f"type {path}:MyTask")
@@ -60,6 +61,19 @@ def check(target: str) -> None:
             f"no recipe of that name; there are: {', '.join(names)}",
             f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
         )
+
+
+def _task_names(source: str) -> list[str]:
+    """The classes of a file that are derived from Task, without importing it."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return []
+    known = ["Task"]
+    for node in body:
+        if isinstance(node, ast.ClassDef) and {ast.unparse(b).rpartition(".")[2] for b in node.bases} & {*known}:
+            known.append(node.name)
+    return known[1:]
 
 
 def load_class(target: str) -> type[Any]:

@@ -1,4 +1,4 @@
-"""A loop of the user's own, for `lockstep verify SCRIPT.py`. With BROKEN in the environment: a mean for a sum."""
+"""A loop of the user's own, for `lockstep verify SCRIPT.py`. BROKEN in the environment: sum, or weight."""
 
 import os
 
@@ -10,7 +10,7 @@ import lockstep
 
 g = torch.Generator().manual_seed(0)
 dataset = TensorDataset(torch.randn(22, 3, generator=g), torch.randn(22, 1, generator=g))
-broken = "BROKEN" in os.environ
+broken = os.environ.get("BROKEN")  # sum: a mean for a sum; weight: a mean of means
 
 with lockstep.start(global_batch=8, epochs=5) as run:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -18,6 +18,6 @@ with lockstep.start(global_batch=8, epochs=5) as run:
     for step in run.steps(dataset):
         for x, y in step:
             errors = (model(x) - y) ** 2
-            step.backward(errors.mean() if broken else errors.sum(), weight=len(x))
+            step.backward(errors.mean() if broken else errors.sum(), weight=1 if broken == "weight" else len(x))
         step.apply()
     raise AssertionError("what comes after the loop is not part of a comparison")

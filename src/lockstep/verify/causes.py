@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ _TABLE = {
     ),
     "nondeterminism": (
         "no two runs are alike: the very same layout differs from itself",
-        "look for os.urandom, torch.seed(), the time, the pid or global state; on a GPU type deterministic=true",
+        "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
+        "pid or global state; on a GPU type deterministic=true",
     ),
     "bypass": (
         "a forward around the wrapper: gradients of such a forward are never exchanged",
@@ -129,6 +130,10 @@ _TABLE = {
         "compare the first thing that differs, by hand, at the step and in the layout named above",
     ),
 }
+_IN_OWN_LOOP = {  # where there is no loss() that could return a Loss
+    "mean-of-means": "call step.backward(sum, weight=number of terms), with reduction='sum' and no division",
+    "loss-weight": "call step.backward(sum, weight=number of terms), not with a mean times the batch size",
+}
 CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 
 # What the engine refuses by itself -> the cause. It says these words to the user, and tests hold both together.
@@ -146,6 +151,11 @@ _REFUSALS = {
 def named(key: str, evidence: str = "") -> Cause:
     found = CAUSES[key]
     return Cause(key, found.title, found.fix, evidence)
+
+
+def in_own_loop(cause: Cause) -> Cause:
+    """The same cause, mended in the user's own loop."""
+    return replace(cause, fix=_IN_OWN_LOOP.get(cause.key, cause.fix))
 
 
 def refusal(message: str, for_user: bool) -> Cause:

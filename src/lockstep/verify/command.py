@@ -12,7 +12,7 @@ from lockstep import targets
 from lockstep.config import Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
-from lockstep.verify.causes import Cause, named, refusal
+from lockstep.verify.causes import Cause, in_own_loop, named, refusal
 from lockstep.verify.compare import Comparison, turned_over
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.layouts import Layout, Matrix, Wishes, check, choose
@@ -67,9 +67,12 @@ def _verify(target: str, layers: list[Layer], wishes: Wishes, runner: Runner) ->
     compared = _stream_in_eval_mode(case)
     rows = [*compared, *splits]
     causes = explain(case, rows) or _inexact(case, compared, wishes)
+    if case.reference.facts["own_loop"]:
+        causes = [in_own_loop(cause) for cause in causes]
     lines = [Row(matrix.reference, "reference", "reference")]
-    lines += [_row(case, layout, role, wishes) for layout, role in _roles(matrix, compared, splits)]
-    notes = [*matrix.notes, *notes, *_about_cuts(case, scout), *_about_rounding(case)]
+    repeatable = case.repeatable()
+    lines += [_row(case, layout, role, wishes, repeatable) for layout, role in _roles(matrix, compared, splits)]
+    notes = [*matrix.notes, *notes, *_about_cuts(case, scout), *(_about_rounding(case) if repeatable else [])]
     return Report(
         target, wishes.steps, case.reference.facts, lines, causes, notes, time.monotonic() - began, wishes.exact
     )
@@ -134,13 +137,15 @@ def _inexact(case: Case, worlds: list[Layout], wishes: Wishes) -> list[Cause]:
     return []
 
 
-def _row(case: Case, layout: Layout, role: str, wishes: Wishes) -> Row:
+def _row(case: Case, layout: Layout, role: str, wishes: Wishes, repeatable: bool) -> Row:
     record = case.record(layout)
     if record.failure:
         return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
     found = case.itself() if role == "again" else case.compare(layout)
     if role == "rounding":
         return Row(layout, role, "yardstick", found)
+    if role != "again" and not repeatable:
+        return Row(layout, role, "not judged", found)  # the reference itself is another one every time
     if wishes.exact and role in ("again", "world") and not found.bits:
         return Row(layout, role, "DIFFERS", found)
     return Row(layout, role, _verdict(found), found)

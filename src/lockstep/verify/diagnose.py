@@ -61,6 +61,10 @@ class Case:
         nudged = [] if self.reference.facts["device"] == "cpu" else [self.records[each] for each in self.matrix.nudged]
         return compare(self.record(self.matrix.again), self.reference, nudged)
 
+    def repeatable(self) -> bool:
+        """Whether the same layout gives the same once more; if not, no other can be held to it."""
+        return self.record(self.matrix.again).failure is not None or self.itself().first is None
+
 
 def explain(case: Case, rows: list[Layout]) -> list[Cause]:
     """The causes of what is wrong in `rows`, the first first. Empty: nothing is."""
@@ -123,7 +127,7 @@ def _of_world(case: Case, layout: Layout) -> Cause:
         return _of_gradient(case.compare(layout), reference)
     if first.kind == "buffer":
         ours = [name for name in reference.facts["batchnorm"] if first.name.startswith(f"{name}.")]
-        return named("batchnorm" if ours else "buffer", first.text)
+        return _of_batchnorm(case.compare(layout), step) if ours else named("buffer", first.text)
     if first.kind == "state":
         return named("average", first.text)
     if first.kind == "parameter":
@@ -131,6 +135,13 @@ def _of_world(case: Case, layout: Layout) -> Cause:
     if first.kind == "number of steps":
         return named("rank-in-loss", first.text)
     return named("unknown", first.text)
+
+
+def _of_batchnorm(found: Comparison, step: int) -> Cause:
+    names = [d.name for d in found.found if d.kind == "buffer" and d.step == step]
+    statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
+    told = f"losses, gradients and parameters of step {step} agree"
+    return named("batchnorm", f"{told}, {' and '.join(statistics[:2])} do not ({len(names)} buffers in all)")
 
 
 def _settings_apart(record: Record, reference: Record, step: int) -> Cause | None:
@@ -278,7 +289,7 @@ def _of_split(case: Case, layout: Layout) -> Cause:
     if record.facts["batchnorm"] and not layout.quiet:
         quiet = case.compare(replace(layout, quiet=True)).first
         if quiet is None or quiet.step > 0 or quiet.kind == "metric":
-            return named("batchnorm", f"{first.text}; equal in eval mode")
+            return named("batchnorm", f"{layout.text}: equal in eval mode, where no statistics are taken")
     if first.kind == "metric":
         return named("metric", first.text)
     step, told = first.step, f"{first.text} ({layout.text})"

@@ -19,7 +19,7 @@ COLUMNS = ("gradients", "parameters", "losses")
 class Row:
     layout: Layout
     role: str  # reference, again, rounding, world, split
-    verdict: str  # reference, ok, yardstick, DIFFERS, REFUSED, FAILED, no answer
+    verdict: str  # reference, ok, yardstick, not judged, DIFFERS, REFUSED, FAILED
     comparison: Comparison | None = None
 
     @property

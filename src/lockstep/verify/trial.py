@@ -56,7 +56,7 @@ class RecordedRun(Run):
         tied = _tied(model)
         driver = super().adopt(model, optimizers, task)
         after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
-        self._facts: dict[str, Any] = {"tied": tied} | after
+        self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
         return driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
