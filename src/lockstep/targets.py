@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from lockstep.errors import ConfigError, UserError
 
@@ -168,6 +168,14 @@ def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
 
 def _wrong_type(key: str, value: Any, wanted: Any) -> UserError:
     name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+    takes_text = any(one is str or isinstance(one, str) for one in (wanted, *get_args(wanted)))
+    if takes_text and isinstance(value, (type(None), bool, int, float)):
+        word = {"None": "none", "True": "on", "False": "off"}.get(repr(value), repr(value))
+        return UserError(
+            f"task.{key}={value!r}",
+            f"a value of type {type(value).__name__}: YAML reads words like none, off, yes and numbers as no text",
+            f"give it one of type {name}; if the word itself is meant, quote it: task.{key}='\"{word}\"'",
+        )
     return UserError(f"task.{key}={value!r}", f"a value of type {type(value).__name__}", f"give it one of type {name}")
 
 

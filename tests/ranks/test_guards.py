@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -408,6 +409,29 @@ def test_replicas_that_drift_are_named(pool: Pool, kind: str) -> None:
 
     errors = pool.errors(fit, Regression(before_loss=drift), VALUES | {"checks.every": 3}, world=2)
     assert_user_errors(errors, "'hidden.weight' differs between rank 0 and rank 1")
+
+
+class Favours(Regression):
+    """A task that changes the weights of one rank after step 2."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            self.net.hidden.weight.data.add_(0.5)
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "the end": {"steps": 2, "checkpoint.at_end": False},
+    "a checkpoint": {"steps": 6, "checkpoint.every": 2},
+    "a check in the last step": {"steps": 2, "checks.every": 2},
+}
+
+
+@pytest.mark.parametrize("what", sorted(ENDS))
+def test_replicas_that_drift_are_found_before_anything_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
+    values = VALUES | ENDS[what] | {"run_dir": str(tmp_path / "run")}
+    errors = pool.errors(fit, Favours(), values, world=2)
+    assert_user_errors(errors, "'hidden.weight' differs between rank 0 and rank 1")
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 def test_replicas_that_do_not_drift(pool: Pool) -> None:

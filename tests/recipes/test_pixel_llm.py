@@ -365,6 +365,11 @@ def test_exported_scenes_are_read_back_byte_by_byte(tmp_path, form):
     assert ImageFolder(entries, again.words, 16)[0].image.shape == (3, 16, 16)
 
 
+def test_the_command_that_exports_scenes_warns_of_nothing(tmp_path):
+    words = ["-W", "error", "-m", "lockstep.recipes.pixel_llm.folder", "pictures", "--count", "2"]
+    assert command(*words, cwd=tmp_path) == "2 pictures in pictures\n"
+
+
 def test_it_trains_on_a_folder_of_pictures(tmp_path):
     export(ShapeScenes(KINDS["few"], 24, TRAIN, 60), tmp_path / "pictures", "txt")
     task = PixelLLM(**TINY | {"folder": tmp_path / "pictures"})

@@ -202,19 +202,20 @@ class Run:
             self.exactness.end_step()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
-            if self.driver.replicated:
-                check_replicas(self.driver.model, self.runtime)
         self.stepper.save_failed = self.keeper.poll()
         self.stepper.save_requested = self.keeper.wants(step)
 
     def keep(self, evaluation_due: bool = False) -> None:
         """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
-        due = self.keeper.due(self.stepper.counters.step, self._save_asked or self._leaving)
+        step = self.stepper.counters.step
+        due = self.keeper.due(step, self._save_asked or self._leaving)
         if due:
             self._heed(self.stepper.settle())  # it may say that the step was spoiled
         if self.stepper.skips.rewind_wanted:
             self._rewind()
             due = False  # the state is that of a checkpoint
+        if due or step % self.config.checks.every == 0:
+            self._compare_replicas()
         if due:
             began = time.perf_counter()
             self._save(evaluation_due)
@@ -273,6 +274,7 @@ class Run:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self.end_loaders()
         self._heed(self.stepper.settle())
+        self._compare_replicas()
         if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
         self.keeper.settle()
@@ -357,6 +359,11 @@ class Run:
         if self.opened:
             self.keep(evaluation_due=True)
         raise Preempted(0, self.runtime.notice.signal or "SIGTERM", None)  # before the first step: nothing to save
+
+    def _compare_replicas(self) -> None:
+        """Not in `finish`: what the task or the user's loop does after a step is part of what is compared."""
+        if self.driver.replicated:
+            check_replicas(self.driver.model, self.runtime)
 
     def _save(self, evaluation_due: bool) -> None:
         self.driver.sync_buffers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.pixel_llm.folder import ImageFolder, read_folder
 from lockstep.recipes.pixel_llm.generation import generate, unprepared
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
 from lockstep.recipes.pixel_llm.words import PAD, Words
 from lockstep.task import Loss, Metric, Task
+
+if TYPE_CHECKING:  # a command too: `python -m` warns of a module that its package has imported already
+    from lockstep.recipes.pixel_llm.folder import ImageFolder
 
 
 class PixelLLM(Task):
@@ -56,6 +58,8 @@ class PixelLLM(Task):
         places of a picture differ at the start; `eval_size` counts pictures of each kind, seen and held-out
         combinations; `unrelated_captions` is the control, which must learn nothing from pictures; `folder` has pictures
         and captions of your own instead of scenes."""
+        from lockstep.recipes.pixel_llm.folder import read_folder
+
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
@@ -149,6 +153,8 @@ class PixelLLM(Task):
         return total, (targets != PAD).sum()
 
     def _pictures(self, held_out: bool) -> ImageFolder:
+        from lockstep.recipes.pixel_llm.folder import ImageFolder
+
         assert self.entries is not None
         chosen = [entry for entry in self.entries if entry.held_out == held_out]
         if not chosen:

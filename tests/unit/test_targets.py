@@ -1,0 +1,40 @@
+"""Options of a task: what the command line makes of a word, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from lockstep.config import read_layers, resolve
+from lockstep.errors import ConfigError
+from lockstep.targets import make_task
+
+
+class Options:
+    def __init__(self, drop: str = "", way: Literal["none", "half"] = "half", width: int = 1):
+        self.drop, self.way, self.width = drop, way, width
+
+
+def made(typed: str) -> Options:
+    return make_task(Options, resolve(read_layers([], [typed])).config.task)
+
+
+def fix_of(typed: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        made(typed)
+    (problem,) = refused.value.problems
+    return problem.fix
+
+
+@pytest.mark.parametrize("typed", ["task.drop=none", "task.drop=off", "task.drop=yes", "task.drop=8", "task.way=none"])
+def test_a_word_that_is_read_as_no_text_is_to_be_quoted(typed: str) -> None:
+    fix = fix_of(typed)
+    assert "quote it: task." in fix
+    advised = fix.partition("quote it: ")[2].replace("'", "")  # as the shell hands it on
+    key, _, value = advised.partition("=")
+    assert getattr(made(advised), key.removeprefix("task.")) == value.strip('"')
+
+
+def test_quotes_are_no_advice_for_a_number() -> None:
+    assert fix_of("task.width=none") == "give it one of type int"
