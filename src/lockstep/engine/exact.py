@@ -61,7 +61,6 @@ class Exactness:
                 "return a dataset with a length and __getitem__",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        self.here |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
         before = self._before
         changes = [f"{key} {before[key]} -> {now}" for key, now in self.here.items() if before.get(key, now) != now]
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
