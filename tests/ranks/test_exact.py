@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import exact_hook
 from lockstep.parallel.exact_drivers import OrderedDDPDriver
 from lockstep.parallel.exact_hook import OrderedHook
@@ -309,3 +310,12 @@ def test_another_number_of_threads_is_refused_on_resume(pool: Pool, tmp_path: An
     pool.run(bits, Tokens("mlp"), values, world=2)
     again = values | {"resume": "auto", "steps": 4, "threads": 2}
     assert_user_errors(pool.errors(bits, Tokens("mlp"), again, world=2), "a run with 1", "threads=1")
+
+
+def test_another_cut_of_the_batch_is_told_on_resume(pool: Pool, tmp_path: Any) -> None:
+    values = EXACT | {"run_dir": str(tmp_path / "run"), "checkpoint.at_end": True}
+    pool.run(bits, Tokens("mlp"), values, world=2)
+    pool.run(bits, Tokens("mlp"), values | {"resume": "auto", "steps": 4, "micro_batch": 2}, world=2)
+    told = [event["facts"]["exact"] for event in read_jsonl(tmp_path / "run/events.jsonl") if event["event"] == "start"]
+    assert "NOT the bits" not in told[0]
+    assert "NOT the bits of before, since this has changed: micro_batch: 1 -> 2" in told[-1]

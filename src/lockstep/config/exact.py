@@ -15,6 +15,8 @@ class _Rule(NamedTuple):
 
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "fsdp-grads")
+UNUSED = "freeze what nothing uses; add `0 * parameter.sum()` to the loss for what only some micro-batches use"
+
 _RULES = {
     "strategy": _Rule(STRATEGIES, "a strategy that adds in an order of its own", "type strategy=ddp, or strategy=fsdp"),
     "mesh.tp": _Rule((None, 1), "layers that are cut, whose parts are added in another order", "leave mesh.tp out"),
@@ -25,7 +27,7 @@ _RULES = {
         "type global_batch=N instead, the samples of all ranks together",
     ),
     "ddp.hook": _Rule(("none",), "gradients that lose bits on the way", "leave ddp.hook out"),
-    "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", "freeze what is unused"),
+    "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", UNUSED),
     "ddp.sync_batchnorm": _Rule((False,), "statistics over whatever the ranks run at a time", "use GroupNorm"),
     "data.seed_samples": _Rule((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
     "data.sharding": _Rule(("stride",), "a dataset that cuts itself by ranks", "return a dataset with a length"),

@@ -22,6 +22,7 @@ LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^
 
 
 ROUNDING = 1e-6  # of a weight: what its grid may change
+CUT = ("micro_batch", "global_batch")  # settings that decide which gradients are added
 
 
 def on_grid(value: float | Tensor, grid: float) -> Any:
@@ -48,12 +49,12 @@ class Exactness:
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
-        self._before: dict[str, Any] = {}  # of the run that wrote the checkpoint which was loaded
+        self._changes: list[str] = []  # since the checkpoint that was loaded, in words
         self._unfused = _step_one_by_one(optimizers)
         self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
-    def begin(self, source: BatchSource, plan: Plan) -> str:
-        """With the data known. What is told before the first step."""
+    def begin(self, source: BatchSource, plan: Plan, settings: list[str]) -> str:
+        """With the data known. `settings`: those that a resumed run has changed. What is told before the first step."""
         if not isinstance(source, MapSource):
             raise UserError(
                 "exact=true",
@@ -61,8 +62,7 @@ class Exactness:
                 "return a dataset with a length and __getitem__",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        before = self._before
-        changes = [f"{key} {before[key]} -> {now}" for key, now in self.here.items() if before.get(key, now) != now]
+        changes = [*self._changes, *(change for change in settings if change.startswith(tuple(f"{c}:" for c in CUT)))]
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
         told += ["fused optimizers step without their fused kernels"] if self._unfused else []
         told += [f"NOT the bits of before, since this has changed: {', '.join(changes)}"] if changes else []
@@ -91,7 +91,7 @@ class Exactness:
                 f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
                 f"type threads={state['threads']}",
             )
-        self._before = state
+        self._changes = [f"{key}: {state[key]} -> {now}" for key, now in self.here.items() if state[key] != now]
 
 
 def _surroundings(runtime: Runtime) -> dict[str, Any]:

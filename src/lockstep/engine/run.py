@@ -160,7 +160,7 @@ class Run:
             self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
             self.stepper.metrics_known = set(self.recorder.names)
         if self.exactness:
-            told["exact"] = self.exactness.begin(self.source, plan)
+            told["exact"] = self.exactness.begin(self.source, plan, self.resumed.changes if self.resumed else [])
         self.opened = True
         if runtime.is_main:
             write_head(self.run_dir, self.resolved, plan.as_dict())

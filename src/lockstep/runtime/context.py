@@ -75,12 +75,12 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     backend = dist.get_backend() if joined else join(world, device, store, timeout=patience)
     try:
         own = _own_stream(device) if device.type == "cuda" else nullcontext()
-        with heed_signals() as notice, own, attention(config, device), _limited_memory(config.gpu_memory, device):
+        limited, same_way = _limited_memory(config.gpu_memory, device), _same_attention(config.exact)
+        with heed_signals() as notice, own, attention(config, device), limited, same_way:
             yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
-            torch.backends.mha.set_fastpath_enabled(True)
         if backend != "none" and not joined:
             dist.destroy_process_group()
 
@@ -165,6 +165,17 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
 
 
 @contextmanager
+def _same_attention(exact: bool) -> Iterator[None]:
+    """torch's attention layers take a shorter way in evaluations, but not when their weights are cut: other kernels."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(before and not exact)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[None]:
     if gibibytes is None:
         yield
@@ -190,8 +201,6 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not (config.deterministic or config.exact)
-    # torch's attention layers take a shorter way in evaluations, but not when their weights are cut: other kernels.
-    torch.backends.mha.set_fastpath_enabled(not config.exact)
     if config.deterministic or config.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
