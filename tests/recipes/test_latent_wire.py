@@ -127,14 +127,22 @@ def test_no_two_words_look_alike(kind, world):
     assert 0 not in set(itertools.chain(*written))  # that begins a sequence
 
 
-def test_training_never_sees_a_held_out_fact():
+def test_no_two_splits_share_a_fact():
     facts = {
         split: {tuple(context[i : i + 4]) for context, _ in said(FactWorld(facts=2), split, 3000) for i in (0, 5)}
-        for split in ("train", "test")
+        for split in ("train", "validation", "test")
     }
-    assert len(facts["train"]) > 1500  # of 2048
+    assert len(facts["train"]) > 1500  # of 1920
+    assert len(facts["validation"]) == 128
     assert len(facts["test"]) == 256
-    assert not facts["train"] & facts["test"]
+    assert len(set.union(*facts.values())) == sum(map(len, facts.values()))
+
+
+def test_a_school_never_looks_at_what_a_wire_is_tested_with(tmp_path, monkeypatch):
+    drawn, draw = set(), FactWorld.draw
+    monkeypatch.setattr(FactWorld, "draw", lambda world, split, ids: drawn.add(split) or draw(world, split, ids))
+    frozen_reader(tmp_path, SHAPE, FactWorld(), Schooling(enough=0.0, batch=8))
+    assert drawn == {"train", "validation"}
 
 
 def test_questions_about_a_context_are_different_and_their_answers_true():

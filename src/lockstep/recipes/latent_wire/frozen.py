@@ -20,7 +20,7 @@ from lockstep.recipes.latent_wire.school import School, Schooling
 from lockstep.recipes.latent_wire.tokens import TOKENIZERS
 from lockstep.recipes.latent_wire.world import World
 
-VERSION = 2  # of how they are trained
+VERSION = 3  # of how they are trained
 
 
 def frozen_reader(

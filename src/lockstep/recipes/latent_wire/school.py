@@ -89,7 +89,7 @@ class School:
         """The world of the current stage."""
         world = self.worlds[self.progress.stage]
         tokenizer = TOKENIZERS[self.reader.shape.tokens](world.words)
-        self.test = _test(world, tokenizer, self.device)
+        self.unseen = _unseen(world, tokenizer, self.device)
         self.lessons = lessons_of(world, tokenizer, self.schooling.batch, self.progress.step, self.device)
         if self.device == "cuda" and self._last:
             for block in self.reader.blocks:
@@ -117,7 +117,7 @@ class School:
         """Whether the reader has learned enough. The host waits for the device."""
         now, enough = self.progress, self.schooling.enough
         with self._autocast(), torch.compiler.set_stance("force_eager"):  # no second graph for a look
-            now.accuracy = float(from_text(self.reader, self.test, 0).right.mean())
+            now.accuracy = float(from_text(self.reader, self.unseen, 0).right.mean())
         if self._last:
             return now.accuracy >= enough
         if now.accuracy >= min(PASSED, enough):
@@ -170,9 +170,9 @@ def lesson_cost(reader: Reader, ids: Tensor, places: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, places].flatten())
 
 
-def _test(world: World, tokenizer: Tokenizer, device: str) -> dict[str, Tensor]:
-    """Questions about unseen contexts, two about each."""
-    rows = WireData(world, "test", LOOK_AT, [tokenizer]).__getitems__(range(LOOK_AT))
+def _unseen(world: World, tokenizer: Tokenizer, device: str) -> dict[str, Tensor]:
+    """Questions about contexts that are neither trained on nor tested with, two about each."""
+    rows = WireData(world, "validation", LOOK_AT, [tokenizer]).__getitems__(range(LOOK_AT))
     asked = {"question_0", "answer_0"}
     return {name: (rows[name][:, :2] if name in asked else rows[name]).to(device) for name in (*asked, "text_0")}
 

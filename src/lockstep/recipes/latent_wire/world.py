@@ -25,7 +25,12 @@ MARKS = (".", "?")
 
 KINDS = len(ASKED)
 LOOKS = len(COLOURS) * len(PLACES)  # ways in which a person can have a thing
-HELD_OUT = 4  # of them
+TEST, VALIDATION = 4, 2  # so many of them are for the test, and to decide when a reader has learned enough
+SPLITS = {  # the ways of each split
+    "test": slice(TEST),
+    "validation": slice(TEST, TEST + VALIDATION),
+    "train": slice(TEST + VALIDATION, None),
+}
 
 
 @dataclass(frozen=True)
@@ -94,15 +99,15 @@ class FactWorld:
 
 @cache
 def looks_of(split: str) -> np.ndarray:
-    """Colours and places (people, things, ways) in which a person has a thing: four of 36, by the words, are kept for
-    the test and never trained on."""
+    """Colours and places (people, things, ways) in which a person has a thing. Which of the 36 belong to a split is
+    told by the words; no two splits share one."""
     every = [
         sorted(range(LOOKS), key=lambda look: zlib.crc32(" ".join(fact_words(name, item, look)).encode()))
         for name in range(len(NAMES))
         for item in range(len(OBJECTS))
     ]
     table = np.array(every).reshape(len(NAMES), len(OBJECTS), LOOKS)
-    return table[..., :HELD_OUT] if split == "test" else table[..., HELD_OUT:]
+    return table[..., SPLITS[split]]
 
 
 def fact_words(name: int, item: int, look: int) -> tuple[str, str, str, str]:
