@@ -166,6 +166,20 @@ def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
     assert not any("micro_batch" in values for _, values in layers)
 
 
+def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
+    """16 samples on three machines of two processes: none of them has a whole number."""
+    called = []
+    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked: called.append(layers) or 0)
+    monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert main("latent_wire", ["--elastic_gpu", "preset=tiny"], readers=2) == 2
+    assert "type global_batch=18" in capsys.readouterr().err
+    assert main("latent_wire", ["--elastic_gpu", "preset=tiny", "global_batch=18"], readers=2) == 0
+    assert "2 x 3 x 1 = 6 samples" in capsys.readouterr().out  # of this machine
+    assert len(called) == 1
+
+
 def test_accumulation_of_nothing_is_refused(capsys):
     assert main("latent_wire", ["--grad_accum_steps", "3"], readers=2) == 2
     assert "--batch_size N" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
-    resolved = resolve_for(kind.defaults, kind.presets, layers)
+    resolved = targets.settled(kind, resolve_for(kind.defaults, kind.presets, layers))
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {typed(value):24} {source}")
     return 0

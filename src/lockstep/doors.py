@@ -145,7 +145,7 @@ def run_target(target: str, layers: list[Layer]) -> None:
         return
     kind = targets.load_class(target)
     _check_one_place([("task default", kind.defaults), *layers])
-    resolved = resolve_for(kind.defaults, kind.presets, layers)
+    resolved = targets.settled(kind, resolve_for(kind.defaults, kind.presets, layers))
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
 
@@ -161,6 +161,7 @@ def fit(task: Task | type[Task], config: Any = None, *, nproc: str | int | None 
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     if isinstance(task, type):
+        resolved = targets.settled(task, resolved)
         task = targets.make_task(task, resolved.config.task)
     else:
         resolved = _without_options(task, resolved, layers)
@@ -224,7 +225,7 @@ def fit_shipped(path: str, layers: list[Layer]) -> None:
 
     with open(path, "rb") as file:
         task, options = cloudpickle.load(file)
-    resolved = resolve_for(task.defaults, task.presets, layers)
+    resolved = targets.settled(type(task), resolve_for(task.defaults, task.presets, layers))
     _fit_here(task, resolved if options else resolved.without_options(), type(task).__name__.lower())
 
 

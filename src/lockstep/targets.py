@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from lockstep.config import Resolved
+from lockstep.config.rules import PREPARED
 from lockstep.errors import ConfigError, UserError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -133,6 +135,18 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     if problems:
         raise ConfigError(problems)
     return kind(**values)
+
+
+def settled(kind: type[Any], resolved: Resolved) -> Resolved:
+    """Without what a preset, or the task itself, has set for other options than those that were asked for: there it
+    would have no effect. What somebody has typed stays, and is refused by the task."""
+    config, sources = resolved.config, resolved.sources
+    defaults = {name: option.default for name, option in _signature(kind).parameters.items()}
+    idle = {name for rule in getattr(kind, "option_rules", ()) for name in rule.idle(defaults | config.task)}
+    unread = {key for key in (f"task.{name}" for name in idle) if sources.get(key, "").startswith(PREPARED)}
+    task = {name: value for name, value in config.task.items() if f"task.{name}" not in unread}
+    left = {key: source for key, source in sources.items() if key not in unread}
+    return Resolved(config.model_copy(update={"task": task}), left)
 
 
 def _signature(kind: type[Any]) -> inspect.Signature:

@@ -5,12 +5,16 @@ A loss is a **sum with a weight**. Nothing here knows about ranks, devices or pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from lockstep.config.leaves import typed
+from lockstep.errors import UserError
 
 Weight = int | float | Tensor
 Metric = Tensor | float | tuple[Tensor | float, Weight]
@@ -104,6 +108,39 @@ class Surroundings:
     add: Callable[[Tensor], Tensor]  # sums a tensor over all ranks, in place; every rank must call it
 
 
+@dataclass(frozen=True, slots=True)
+class OnlyWith:
+    """Options that count only with some values of another one, `of`: with those in `values`, or with all but `never`.
+    `found` says what is there otherwise."""
+
+    options: tuple[str, ...]
+    of: str
+    values: tuple[Any, ...] = ()
+    never: tuple[Any, ...] = ()
+    found: str = ""
+
+    def idle(self, given: Mapping[str, Any]) -> list[str]:
+        """Of the options in `given`, those that would have no effect."""
+        on = given[self.of] in self.values if self.values else given[self.of] not in self.never
+        return [] if on else [name for name in self.options if name in given]
+
+
+def without_effect(
+    kind: Callable[..., Any], rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task."
+) -> list[UserError]:
+    """Options of `kind` that are not as they are when nobody sets them, and that nobody would read."""
+    defaults = {name: option.default for name, option in inspect.signature(kind).parameters.items()}
+    problems = {}
+    for rule in rules:
+        switch = f"{prefix}{rule.of}"
+        on = f"type {switch}={typed(rule.values[0])}" if rule.values else f"give {switch} another value"
+        for name in rule.idle(given):
+            if given[name] != defaults[name] and name not in problems:
+                asked = f"{prefix}{name}={typed(given[name])} with {switch}={typed(given[rule.of])}"
+                problems[name] = UserError(asked, rule.found, f"leave {prefix}{name} out, or {on}")
+    return list(problems.values())
+
+
 class Task:
     """Subclass it, or write a class with the same methods. The constructor's keyword arguments are its options:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`."""
@@ -114,6 +151,9 @@ class Task:
     """Values of the run's configuration that suit this task; files and the command line override them."""
     presets: dict[str, dict[str, Any]] = {}
     """Named sets of values: `preset=tiny`."""
+    option_rules: tuple[OnlyWith, ...] = ()
+    """Options that count only with others. Those of a preset are left out where they do not count; a constructor
+    refuses what is left with `without_effect`."""
 
     def model(self) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__}.model() must return an nn.Module")

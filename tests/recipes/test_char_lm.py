@@ -75,3 +75,22 @@ def test_the_sample_is_always_the_same():
     model = task.model().eval()
     with torch.no_grad():
         assert task.show(model) == task.show(model)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "its-blocks"])
+def test_text_that_grows_is_not_compiled_for(whole):
+    model, graphs = CharLM(**SMALL).model().eval(), []
+
+    def backend(graph, given):
+        graphs.append(graph)
+        return graph.forward
+
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    torch.compiler.reset()
+    for part in [model] if whole else model.blocks:
+        part.compile(backend=backend)
+    assert model.generate(ids, count=4).shape == (1, 9)
+    assert not graphs
+    with torch.no_grad():
+        model(ids)  # as before
+    assert len(graphs) == 1

@@ -100,8 +100,14 @@ def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tup
     batch = config.local_batch or config.global_batch
     if batch is None:
         raise UserError("--elastic_gpu", "no batch to deal to the processes", "type global_batch=64")
+    if config.local_batch is None and batch % world.size:
+        raise UserError(
+            f"a batch of {batch} on {world.size} processes",
+            "shares of different size",
+            f"type global_batch={-(-batch // world.size) * world.size}",
+        )
     elastic = ElasticGPUConfig(
-        base_batch_size=batch if config.local_batch else batch // (world.size // world.local_size),  # of this machine
+        base_batch_size=batch if config.local_batch else batch // world.size * world.local_size,  # of this machine
         per_gpu=config.local_batch is not None,
         trained_gb=asked.elastic_trained_gb,
         reader_gb=asked.elastic_reader_gb,

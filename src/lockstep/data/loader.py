@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.runtime.seeds import derive, seed_everything
@@ -110,22 +111,32 @@ def read_all(reader: Reader, requests: Iterator[Request], workers: int, prefetch
 
 
 def pin(batch: Any) -> Any:
-    """In page-locked memory, from where a copy to the GPU does not hold up the host."""
+    """In page-locked memory, from where a copy to the GPU does not hold up the host. What a dataset keeps on a GPU
+    stays where it is: only host memory can be locked."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return pin_memory(batch)
+    return _each(batch, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, pin_memory)
 
 
-def to_device(batch: Any, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Move every tensor inside `batch`; asynchronous from pinned memory. `move` may know another way."""
     if device.type == "cpu":
         return batch
-    if isinstance(batch, torch.Tensor):
-        return move(batch) if move and type(batch) is torch.Tensor else batch.to(device, non_blocking=True)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return move(tensor) if move and type(tensor) is Tensor else tensor.to(device, non_blocking=True)
+
+    return _each(batch, moved, lambda other: other.to(device) if hasattr(other, "to") else other)
+
+
+def _each(batch: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """`batch` with every tensor changed, and with what is neither a tensor nor a known container changed by `other`."""
+    if isinstance(batch, Tensor):
+        return change(batch)
     if isinstance(batch, dict):
-        return type(batch)((key, to_device(value, device, move)) for key, value in batch.items())
+        return type(batch)((key, _each(value, change, other)) for key, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device, move) for value in batch))
+        return type(batch)(*(_each(value, change, other) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device, move) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+        return type(batch)(_each(value, change, other) for value in batch)
+    return other(batch)

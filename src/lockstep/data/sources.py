@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,19 +297,21 @@ class StreamSource:
             for i, (samples, batch) in enumerate(found)
         ]
 
-    def _open(self) -> DataLoader:
+    def _open(self) -> Iterable[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         workers = self.config.workers
-        return DataLoader(
+        loader = DataLoader(
             _Shard(self.dataset, self.world, self.config.sharding, self.shape.micro_batch, (self.seed, self.epoch)),
             batch_size=None,  # the shard already cuts micro-batches
             collate_fn=_Collate(self.collate),
             num_workers=workers,
             prefetch_factor=self.config.prefetch if workers else None,
-            pin_memory=self.pin_memory,
+            pin_memory=self.pin_memory and workers > 0,
             worker_init_fn=stay_with_the_rank,
         )
+        here = self.pin_memory and not workers and self.device.type != "cpu"
+        return map(pin, loader) if here else loader
 
 
 class _Shard(IterableDataset):

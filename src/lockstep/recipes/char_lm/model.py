@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+from lockstep.recipes.unprepared import unprepared
 
 EPS = 1e-6  # stated, because the default follows the dtype and is far too large in bf16
 
@@ -103,15 +104,14 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         ids = prompt_ids
-        for _ in range(count):
-            # Not `self(...)`: a compiled model would compile for every length of the text. Nor `self.forward`: hooks
-            # gather what is cut.
-            logits = self._call_impl(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
-            if top_k is not None and top_k < logits.shape[1]:
-                smallest = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < smallest, float("-inf"))
-            chance = F.softmax(logits / temperature, dim=-1)
-            ids = torch.cat((ids, torch.multinomial(chance, 1, generator=generator).to(ids.device)), dim=1)
+        with unprepared(self):
+            for _ in range(count):
+                logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+                if top_k is not None and top_k < logits.shape[1]:
+                    smallest = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < smallest, float("-inf"))
+                chance = F.softmax(logits / temperature, dim=-1)
+                ids = torch.cat((ids, torch.multinomial(chance, 1, generator=generator).to(ids.device)), dim=1)
         self.train(was_training)
         return ids
 

@@ -33,6 +33,7 @@ class AgentShape:
     linears: int = 1  # layers between the two
     cascade: int = 1  # LSTMs over the window
     memory: int = 64  # of the LSTM across days
+    remember: float = 0.0  # added to the bias of its forget gate, at the start
     each: bool = False  # a value for every asset, not one for all together
     foresight: bool = False  # a head that says what the coming day brings, to teach the first stage
 
@@ -52,6 +53,9 @@ class Agent(nn.Module):
             wide = nn.Linear(shape.window * shape.features, memory)
             self.look = nn.Sequential(nn.Flatten(), wide, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
         self.recall = None if shape.variant == "mlp" else nn.LSTMCell(width, memory)
+        if self.recall is not None and shape.remember:
+            with torch.no_grad():
+                self.recall.bias_hh[memory : 2 * memory] += shape.remember  # gates are: in, forget, cell, out
         self.policy = nn.Linear(memory, shape.assets * shape.choices)
         self.value = nn.Linear(memory, shape.assets if shape.each else 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):  # begins by choosing everything equally often

@@ -17,7 +17,7 @@ from lockstep.recipes.clstm_ppo.prices import PriceSeries
 from lockstep.recipes.clstm_ppo.rollout import log_chances
 from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
 from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, yardsticks
-from lockstep.task import Loss, Task
+from lockstep.task import Loss, OnlyWith, Task, without_effect
 
 TEST_SEED = 0  # the test episodes are the same ones in every run
 
@@ -39,10 +39,16 @@ CUE: dict[str, Any] = {  # seconds: who remembers names the cue, who does not gu
     "evaluate": {"every": 80, "batch": 64},
     "log": {"every": 16},
 }
-CUE_TASK = {"game": "cue", "hidden": 8, "width": 16, "memory": 32, "rollout": 20, "test_episodes": 64}
+CUE_TASK = {"game": "cue", "memory": 32, "rollout": 20, "test_episodes": 64}
+CUE_READER = {"hidden": 8, "width": 16, "remember": 3.0}  # at 0 next to nothing of the cue is left on the last day
 CPU_WINDOW = 2  # days: so few that memory is needed; with 20 of them an MLP does as well
 
 
+OF_MARKET = (
+    "prices", "assets", "correlation", "lots", "window", "days", "cost", "cost_warmup", "indicators", "halt",
+    "foresight", "credit",
+)  # fmt: skip
+OF_GENERATED = ("assets", "correlation")
 DAYS = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")  # (n, T, ...) in a batch
 
 
@@ -75,7 +81,7 @@ class ClstmPpo(Task):
         "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},  # which the control does not reach
         # The control: without memory the same windows are worth less.
         "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
-        "cue": {**CUE, "task": CUE_TASK, "goals": ["score >= 0.95"]},
+        "cue": {**CUE, "task": CUE_TASK | CUE_READER, "goals": ["score >= 0.95"]},
         "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
         # Sized for minutes on one large GPU: 240 updates of 2048 environments, 31 million days.
         "gpu": {
@@ -96,6 +102,14 @@ class ClstmPpo(Task):
             "goals": ["of_bayes >= 0.85"],
         },
     }  # fmt: skip
+    option_rules = (
+        OnlyWith(OF_MARKET, "game", ("market",), found="a game without a market"),
+        OnlyWith(OF_GENERATED, "prices", (None,), found="a file, which says what is traded"),
+        OnlyWith(("correlation",), "assets", never=(1,), found="one asset, and no other for it to follow"),
+        OnlyWith(("cost_warmup",), "cost", never=(0,), found="no cost that could grow"),
+        OnlyWith(("hidden", "cascade", "linears"), "variant", ("clstm",), found="an agent without that stage"),
+        OnlyWith(("width", "remember"), "variant", ("clstm", "lstm_only"), found="an agent without memory"),
+    )
 
     def __init__(
         self,
@@ -107,6 +121,7 @@ class ClstmPpo(Task):
         linears: int = 1,
         cascade: int = 1,
         memory: int = 64,
+        remember: float = 0.0,
         assets: int = 1,
         correlation: float = 0.0,
         lots: int = 1,
@@ -133,7 +148,10 @@ class ClstmPpo(Task):
     ):
         """`prices` is a CSV file to trade in, in place of the generated market. `game=cue` is a test of memory in
         place of a market; its window is one day, and it has 10 of them. `credit=each` tells every asset's choice what
-        that asset has earned, `all` what all have earned together: then most of what a choice hears is about others."""
+        that asset has earned, `all` what all have earned together: then most of what a choice hears is about others.
+        `remember` is added to the bias of the gate that keeps what is remembered from day to day: at 0 it begins by
+        keeping half, at 3 nineteen twentieths."""
+        idle = without_effect(ClstmPpo, self.option_rules, locals())
         self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
         self.test_episodes = test_episodes
         rules = Rules(window, days, cost, lots, indicators, halt)
@@ -143,10 +161,10 @@ class ClstmPpo(Task):
         self.game: Game = Trading(series, rules) if game == "market" else CueRecall()
         self.shape = AgentShape(
             self.game.features, self.game.window, self.game.assets, self.game.choices, self.game.days,
-            variant, hidden, width, linears, cascade, memory, each=credit == "each", foresight=foresight > 0,
+            variant, hidden, width, linears, cascade, memory, remember, credit == "each", foresight > 0,
         )  # fmt: skip
         settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise, foresight)
-        self._check(settings, rules)
+        self._check(settings, rules, idle)
         self.source = Rollouts(self.game, settings)
 
     def model(self) -> Agent:
@@ -211,14 +229,14 @@ class ClstmPpo(Task):
             return yardsticks(self.game.series, self.game.rules, self.test_episodes)
         return {"guessing": 1 / self.game.choices, "remembering": 1.0}
 
-    def _check(self, settings: Settings, rules: Rules) -> None:
+    def _check(self, settings: Settings, rules: Rules, idle: list[UserError]) -> None:
         """Every wrong option at once."""
         shape = self.shape
         counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
         counts |= {"window": rules.window, "days": rules.days, "lots": rules.lots}
         counts |= {"rollout": settings.days, "minibatches": settings.minibatches, "epochs": settings.epochs}
         counts |= {"test_episodes": self.test_episodes}
-        problems = [
+        problems = idle + [
             UserError(f"task.{name}={value}", "less than 1", f"type task.{name}=1 or more")
             for name, value in counts.items()
             if value < 1

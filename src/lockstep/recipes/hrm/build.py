@@ -15,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import UserError
+from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.pretrain import overrides
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, SudokuMoves, family
+from lockstep.recipes.hrm.task import OF_PUZZLES, SUDOKUS
+from lockstep.task import OnlyWith, without_effect
 
 
 @dataclass
@@ -36,7 +38,17 @@ class Build:
     test_csv: str = ""
 
 
+OF_GENERATED = ("puzzle", "holes", "least_guesses", "maze_size")
+RULES = (
+    OnlyWith(OF_GENERATED, "train_csv", ("",), found="files with puzzles, which are Sudokus of 9 x 9"),
+    *OF_PUZZLES,
+    OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew"),
+)
+
+
 def build(asked: Build) -> None:
+    if problems := without_effect(Build, RULES, vars(asked), prefix=""):
+        raise ConfigError(problems)
     if bool(asked.train_csv) != bool(asked.test_csv):
         raise UserError("Sudokus from files", "one of train_csv and test_csv", "give both")
     if asked.train_csv:

@@ -136,7 +136,8 @@ class HierarchicalReasoningModel(nn.Module):
         self.puzzle_emb = SparseEmbedding(config.puzzle_ids, W)
         self.register_buffer("h_start", _cut_normal(torch.empty(W), 1.0))
         self.register_buffer("l_start", _cut_normal(torch.empty(W), 1.0))
-        if config.positions == "rope":
+        self.turned = config.positions == "rope" and config.mixer == "attention"
+        if self.turned:
             cos, sin = rotation_table(places, W // config.heads)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
@@ -170,7 +171,7 @@ class HierarchicalReasoningModel(nn.Module):
         """One segment. States (B, P + S, W), `inputs` (B, S), `puzzle` (B, W): the vector of each puzzle's id.
         `look_ahead` also tells what q would be after one more. Where `begin` (B,) is true the states begin anew.
         With a `question` the answer is scored."""
-        rotation = (self.cos, self.sin) if self.config.positions == "rope" else None
+        rotation = (self.cos, self.sin) if self.turned else None
         if begin is not None:
             begin = begin[:, None, None]
             z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)

@@ -22,7 +22,7 @@ from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
 from lockstep.recipes.hrm.score import COUNTS, Question, Scoring
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.task import Loss, Metric, MicroBatch, Task
+from lockstep.task import Loss, Metric, MicroBatch, OnlyWith, Task, without_effect
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
 WORDS = {
@@ -33,6 +33,17 @@ WORDS = {
     "loss": tuple(LOSSES),
     "puzzle": KINDS,
 }
+SUDOKUS = KINDS[:3]
+GENERATED = (
+    "puzzle", "train_size", "test_size", "data_seed", "holes", "least_guesses", "maze_size", "maze_longer_than",
+    "rules", "rule_moves", "augment",
+)  # fmt: skip
+OF_PUZZLES = (
+    OnlyWith(("holes", "least_guesses"), "puzzle", SUDOKUS, found="no Sudokus"),
+    OnlyWith(("maze_size", "maze_longer_than"), "puzzle", ("maze",), found="no mazes"),
+    OnlyWith(("rules", "rule_moves"), "puzzle", ("idgrid",), found="puzzles that all have one rule"),
+)
+OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
 AT_LEAST_ONE = ("halt_max_steps", "eval_steps", "layers", "h_cycles", "l_cycles", "puzzle_positions")
 
 
@@ -46,6 +57,14 @@ class HRM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.1},
     }
     presets = PRESETS
+    option_rules = (
+        *OF_PUZZLES,
+        OnlyWith(GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
+        OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are new at every look"),
+        OnlyWith(("heads",), "mixer", ("attention",), found="a mixer by fixed weights, not by attention"),
+        OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, and none to go on to"),
+        OnlyWith(OF_TABLE, "puzzle_emb_frozen", (False,), found="a table that stays as it is"),
+    )
     scoring = Scoring
 
     def __init__(
@@ -86,6 +105,7 @@ class HRM(Task):
     ):
         """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
         `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
+        idle = without_effect(HRM, self.option_rules, locals())
         trm = variant == "trm"
         self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
         self.asked = Asked(
@@ -115,7 +135,7 @@ class HRM(Task):
         rate = ema if ema is not None else 0.999 * trm
         self.average = MovingAverage(rate) if rate else None
         self.carry = Carry()
-        self._check()
+        self._check(idle)
 
     # ---- what to train ----
 
@@ -232,14 +252,14 @@ class HRM(Task):
         training, test = (read_puzzles(Path(self.data_path) / split) for split in ("train", "test"))
         return training, test
 
-    def _check(self) -> None:
+    def _check(self, idle: list[UserError]) -> None:
         """Every wrong option at once."""
-        problems = [
+        problems = idle + [
             UserError(f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={words[0]}")
             for name, words in WORDS.items()
             if (value := self.loss_kind if name == "loss" else getattr(self, name)) not in words
         ]
-        if self.heads < 1 or self.width % (2 * self.heads):
+        if self.mixer == "attention" and (self.heads < 1 or self.width % (2 * self.heads)):
             problems.append(
                 UserError(
                     f"task.width={self.width} with task.heads={self.heads}",
@@ -254,6 +274,15 @@ class HRM(Task):
             for name, value in (sizes | {"maze_size": self.asked.size}).items()
             if value < (least := 3 if name == "maze_size" else 1)
         ]
+        asked = self.asked
+        if self.puzzle == "sudoku9" and asked.seed and asked.holes is None and not asked.least_guesses:
+            problems.append(
+                UserError(
+                    f"task.data_seed={asked.seed} with task.puzzle=sudoku9",
+                    "puzzles that come with the recipe, the same ones for every seed",
+                    "leave task.data_seed out, or type task.holes=50: those are made from the seed",
+                )
+            )
         if problems:
             raise ConfigError(problems)
 

@@ -22,11 +22,13 @@ from lockstep.recipes.latent_wire.tokens import TOKENIZERS, Tokenizer
 from lockstep.recipes.latent_wire.topics import TopicWorld
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.world import KINDS, NAMES, FactWorld
-from lockstep.task import Loss, Task
+from lockstep.recipes.unprepared import unprepared
+from lockstep.task import Loss, OnlyWith, Task, without_effect
 
 TEACHER_TEMPERATURE, TEACHER_TOKENS = 2.0, 4
 WORLDS = ("facts", "topics")
 GIST, DRIFT = 0.1, 0.05  # weights of the extra costs
+OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")
 
 
 class LatentWire(Task):
@@ -46,6 +48,10 @@ class LatentWire(Task):
         "checkpoint": {"frozen": False},  # readers are kept where they were trained; a checkpoint has their digests
     }
     presets = PRESETS
+    option_rules = (
+        OnlyWith(OF_FACTS, "world", ("facts",), found="sentences without facts, and one question about each"),
+        OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
+    )
 
     def __init__(
         self,
@@ -93,6 +99,7 @@ class LatentWire(Task):
         positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
         `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
         then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
+        idle = without_effect(LatentWire, self.option_rules, locals())
         self.kind, self.mode = world, mode
         self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
         looks = tuple(latent_adapter or ())
@@ -105,7 +112,7 @@ class LatentWire(Task):
         self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
         self.frozen = Path(frozen)
         self.school_questions = reader_questions or self.world.questions
-        self._check(given, reader_homes)
+        self._check([*idle, *wrong_readers(given, reader_homes, looks)])
         self.readers = [ReaderShape(*shape) for shape in given]
         self.homes: list[str | None] = list(reader_homes) if reader_homes else [None] * len(given)
 
@@ -137,7 +144,7 @@ class LatentWire(Task):
 
     def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
-        with torch.compiler.set_stance("force_eager"):  # six ways to ask, each of another length
+        with unprepared(model):  # six ways to ask, each of another length
             total, rows, mine = self._cost(model, batch, write=True)
             return Loss(total, rows, table(_readers(model), batch, mine, model(batch, "other"), blanks, self.shape))
 
@@ -171,9 +178,9 @@ class LatentWire(Task):
     def _tokenizers(self) -> list[Tokenizer]:
         return [TOKENIZERS[shape.tokens](self.world.words) for shape in self.readers]
 
-    def _check(self, readers: list[list[Any]], homes: list[str] | None) -> None:
-        problems = [*self._wrong_world(), *self._wrong_shape(), *wrong_readers(readers, homes, self.shape.looks)]
-        if problems:
+    def _check(self, others: list[UserError]) -> None:
+        """Every wrong option at once."""
+        if problems := [*self._wrong_world(), *self._wrong_shape(), *others]:
             raise ConfigError(problems)
 
     def _wrong_world(self) -> Iterator[UserError]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,23 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
+from lockstep.recipes.unprepared import unprepared
 
 Choose = Callable[[Tensor], Tensor]  # logits (B, V) to the next word (B,)
-
-
-@contextmanager
-def unprepared() -> Iterator[None]:
-    """Word after word, every length is a new one: torch.compile would compile for it, and cuDNN plan its attention,
-    which takes far longer than the word. The other kernels for attention need no plan."""
-    kernels = torch.backends.cuda
-    was = kernels.cudnn_sdp_enabled()
-    another = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
-    kernels.enable_cudnn_sdp(was and not another)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        kernels.enable_cudnn_sdp(was)
 
 
 @torch.no_grad()
@@ -43,7 +28,7 @@ def generate(
 ) -> Tensor:
     """Captions (B, max_len) without <bos>, <pad> after <eos>. Temperature 0 takes the likeliest word each time."""
     assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to draw"
-    with unprepared():
+    with unprepared(model):
         if beam > 1:
             return _beam(model, images, max_len, beam)
 

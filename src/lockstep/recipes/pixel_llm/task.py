@@ -12,15 +12,19 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.pixel_llm.generation import generate, unprepared
+from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
 from lockstep.recipes.pixel_llm.words import PAD, Words
-from lockstep.task import Loss, Metric, Task
+from lockstep.recipes.unprepared import unprepared
+from lockstep.task import Loss, Metric, OnlyWith, Task, without_effect
 
 if TYPE_CHECKING:  # a command too: `python -m` warns of a module that its package has imported already
     from lockstep.recipes.pixel_llm.folder import ImageFolder
+
+
+OF_SCENES = ("scenes", "train_size", "eval_size", "data_seed", "unrelated_captions")
 
 
 class PixelLLM(Task):
@@ -33,6 +37,10 @@ class PixelLLM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.05},
     }
     presets = PRESETS
+    option_rules = (
+        OnlyWith(OF_SCENES, "folder", (None,), found="a folder with pictures and captions of its own"),
+        OnlyWith(("patch",), "stem", ("patch",), found="convolutions, whose tokens are 8 pixels wide"),
+    )
 
     def __init__(
         self,
@@ -60,22 +68,29 @@ class PixelLLM(Task):
         and captions of your own instead of scenes."""
         from lockstep.recipes.pixel_llm.folder import read_folder
 
+        idle = without_effect(PixelLLM, self.option_rules, locals())
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
         self.vocabulary, self.spatial_pool, self.place_std = vocabulary, spatial_pool, place_std
         self.train_size, self.eval_size, self.data_seed = train_size, eval_size, data_seed
         self.unrelated_captions = unrelated_captions
-        self._check()
+        self._check(idle)
         self.entries = read_folder(folder) if folder is not None else None
         self.kind = KINDS[scenes]
         self.words = Words.of([entry.caption for entry in self.entries]) if self.entries else self.kind.words
+        if vocabulary is not None and vocabulary < len(self.words):
+            raise UserError(
+                f"task.vocabulary={vocabulary}",
+                f"{len(self.words)} words to write",
+                f"leave it out, or type task.vocabulary={len(self.words)} or more",
+            )
 
     def model(self) -> Captioner:
         return Captioner(
             Sizes(
                 self.image, self.stem, self.patch, self.width, self.heads, self.vision_layers, self.text_layers,
-                max(len(self.words), self.vocabulary or 0), self.words.length, self.spatial_pool, self.place_std,
+                self.vocabulary or len(self.words), self.words.length, self.spatial_pool, self.place_std,
             )
         )  # fmt: skip
 
@@ -108,7 +123,7 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        with unprepared():  # few batches, of another size than those of the training
+        with unprepared(model):  # few batches, of another size than those of the training
             total, weight = self._cost(model, sample)
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
@@ -166,10 +181,10 @@ class PixelLLM(Task):
             )
         return ImageFolder(chosen, self.words, self.image)
 
-    def _check(self) -> None:
+    def _check(self, idle: list[UserError]) -> None:
         """Every wrong option at once."""
         counts = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
-        problems = [
+        problems = idle + [
             UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"type task.{name}=1 or more")
             for name in counts
             if getattr(self, name) < 1
