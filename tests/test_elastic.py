@@ -180,6 +180,12 @@ def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("words", [["--elastic_sample_gb", "4"], ["--elastic_target_util", "0.5"], READERS])
+def test_sizes_for_nobody_are_refused(words, capsys):
+    assert main("latent_wire", words, readers=2) == 2
+    assert "add --elastic_gpu" in capsys.readouterr().err
+
+
 def test_accumulation_of_nothing_is_refused(capsys):
     assert main("latent_wire", ["--grad_accum_steps", "3"], readers=2) == 2
     assert "--batch_size N" in capsys.readouterr().err

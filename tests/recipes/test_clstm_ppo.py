@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lockstep
+from lockstep.config import resolve_for
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo, gpu_setup, noise
 from lockstep.recipes.clstm_ppo.cost import price_per_hour, table
@@ -43,6 +44,7 @@ from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.turbulence import halted
 from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
+from lockstep.targets import make_task, settled
 from lockstep.task import Surroundings, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
@@ -52,7 +54,10 @@ SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if ke
 
 
 def tiny(**options: Any) -> ClstmPpo:
-    return ClstmPpo(**TINY["task"] | options)
+    """The preset with other options, as the command makes it."""
+    layers = [("test", {"preset": "tiny", **{f"task.{name}": value for name, value in options.items()}})]
+    resolved = settled(ClstmPpo, resolve_for(ClstmPpo.defaults, ClstmPpo.presets, layers))
+    return make_task(ClstmPpo, resolved.config.task)
 
 
 def attached(task: ClstmPpo, agent: Any, seed: int = 0) -> Any:

@@ -26,6 +26,7 @@ from lockstep.recipes.pixel_llm.generation import generate, next_word
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.png import SIGNATURE, read_png, write_png
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
+from lockstep.recipes.pixel_llm.task import OF_SCENES
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD, Words
 from ranks.support import train
 
@@ -372,7 +373,8 @@ def test_the_command_that_exports_scenes_warns_of_nothing(tmp_path):
 
 def test_it_trains_on_a_folder_of_pictures(tmp_path):
     export(ShapeScenes(KINDS["few"], 24, TRAIN, 60), tmp_path / "pictures", "txt")
-    task = PixelLLM(**TINY | {"folder": tmp_path / "pictures"})
+    sizes = {name: value for name, value in TINY.items() if name not in OF_SCENES}
+    task = PixelLLM(**sizes, folder=tmp_path / "pictures")
     sides = [{entry.image for entry in side.entries} for side in (task.data(), task.eval_data())]
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 60

@@ -16,9 +16,13 @@ from lockstep.runtime.world import World
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
     """The exit code. `target` is what is trained, with so many frozen models that may live on GPUs of their own."""
-    asked, settings = _parser(target, readers).parse_known_args(arguments)
+    parser = _parser(target, readers)
+    asked, settings = parser.parse_known_args(arguments)
     try:
         check_processes(asked.distributed, asked.elastic_gpu)
+        changed = [name for name, value in vars(asked).items() if value != parser.get_default(name)]
+        if (idle := [name for name in changed if name.startswith("elastic_")]) and not asked.elastic_gpu:
+            raise UserError(f"--{idle[0]}", "no --elastic_gpu, for which it is", "add --elastic_gpu")
         return _train(target, asked, settings)
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
