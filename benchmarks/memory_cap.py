@@ -16,23 +16,15 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from trainings import metrics, train
+from trainings import FIRST_STEPS, metrics, train
 
 SETTINGS = [
-    "preset=gpu",
-    "task.dropout=0",
-    "task.max_bytes=1000000",
+    *FIRST_STEPS,
     "task.heads=16",
     "task.context=256",
     "global_batch=16",
     "micro_batch=8",
     "lr.peak=1e-4",
-    "evaluate.at_end=false",
-    "evaluate.every=null",
-    "checkpoint.at_end=false",
-    "compile=false",
-    "log.every=1",
-    "log.progress=off",
 ]
 
 

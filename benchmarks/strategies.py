@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainings import metrics, train
+from trainings import FIRST_STEPS, metrics, train
 
 ROWS = {
     "one process": [],
@@ -32,22 +32,14 @@ ROWS = {
     "fsdp, remat=full, offload": ["strategy=fsdp", "remat=full", "fsdp.offload=true"],
 }
 SETTINGS = [
-    "preset=gpu",
+    *FIRST_STEPS,
     "steps=6",
     "task.width=768",
     "task.layers=14",
     "task.heads=12",
-    "task.dropout=0",
-    "task.max_bytes=1000000",
     "task.eval_bytes=8192",
     "global_batch=16",
     "micro_batch=4",
-    "compile=false",
-    "evaluate.at_end=false",
-    "evaluate.every=null",
-    "checkpoint.at_end=false",
-    "log.every=1",
-    "log.progress=off",
 ]
 
 

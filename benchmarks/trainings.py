@@ -10,6 +10,19 @@ from typing import Any
 
 from lockstep.observe.sinks import read_jsonl
 
+# The first steps of the recipe char_lm on a GPU, each with its line in metrics.jsonl, and nothing else.
+FIRST_STEPS = [
+    "preset=gpu",
+    "task.dropout=0",
+    "task.max_bytes=1000000",
+    "compile=false",
+    "evaluate.at_end=false",
+    "evaluate.every=null",
+    "checkpoint.at_end=false",
+    "log.every=1",
+    "log.progress=off",
+]
+
 
 def chosen(*words: str) -> list[str]:
     """Of `key=value` words with the same key the last counts: `lockstep train` refuses a key that stands twice."""
