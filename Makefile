@@ -17,9 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lockstep train char_lm --nproc auto
 
-# Three files at a time, on two cores too: most tests wait for processes that they have started. Short files come last. A worker that dies
-# of a hang is not replaced: its replacement would begin with the same test. One thread each: on shared cores two that
-# wait for each other take many times as long.
+# Three files at a time, on two cores too: most tests wait for processes that they have started. Short files come last.
+# A worker that dies of a hang is not replaced: its replacement would begin with the same test. One thread each: on
+# shared cores two that wait for each other take many times as long.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 

@@ -14,21 +14,20 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from trainings import on_ranks
+from turns import MANY, by_lockstep, median_ratio, settings, take_turns
 
 from lockstep import Loss, Task
 from lockstep.config import resolve
-from lockstep.engine.run import Run
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 
@@ -52,25 +51,14 @@ class Layers(Task):
 
 def loop(exact: bool, runtime: context.Runtime, folder: Path) -> Iterator[int]:
     """A run, stopped after every block of steps to let the others run. Yields the bytes of its gradients."""
-    task = Layers()
-    values = {
-        "steps": 10**6,
-        "exact": exact,
-        "global_batch": MICRO_BATCH * runtime.world.size,
-        "micro_batch": MICRO_BATCH,
-        "clip": {"norm": 1.0},
-        "log": {"every": 10**6, "progress": "off"},
-        "checkpoint": {"minutes": None},
-        "run_dir": str(folder),
-    }
-    run = Run(resolve([("argument", values)]), runtime, "bench")
-    run.adopt(task.model(), task.optimizer)
-    run.open(task.data(), task.collate)
-    for share in run.shares():
+    values = settings(
+        folder, log_every=MANY, exact=exact, global_batch=MICRO_BATCH * runtime.world.size, micro_batch=MICRO_BATCH,
+        clip={"norm": 1.0}, checkpoint={"minutes": None},
+    )  # fmt: skip
+    blocks = by_lockstep(Layers(), resolve([("argument", values)]), runtime, BLOCK)
+    while True:
         torch.use_deterministic_algorithms(exact)  # what `exact` asks for in a process of its own
-        run.finish(share, run.stepper.step(share, task.loss))
-        if run.stepper.counters.step % BLOCK == 0:
-            yield sum(p.nbytes for p in run.driver.parameters)
+        yield sum(p.nbytes for p in next(blocks).driver.parameters)
 
 
 def count_bytes() -> list[int]:
@@ -90,19 +78,16 @@ def worker(turns: int, out: Path) -> None:
     with context.start(World.from_env(), resolve([]).config) as runtime:
         sent = count_bytes()
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
-        loops = [loop(exact, runtime, out.parent / f"{out.name}-{i}") for i, exact in enumerate((False, True, False))]
-        for warm in (*loops, *loops):
-            next(warm)
+        kinds = {"plain": False, "exact": True, "again": False}
+        loops = {name: loop(exact, runtime, out.parent / f"{out.name}-{name}") for name, exact in kinds.items()}
+        take_turns(loops, turns=0)  # warm-up
         sent.clear()
-        times: list[list[float]] = [[], [], []]
-        gradient = 0
-        for turn in range(turns):
-            for index in range(3) if turn % 2 == 0 else reversed(range(3)):
-                runtime.collectives.gather_json(None)  # begin together
-                began = time.perf_counter()
-                gradient = next(loops[index])
-                times[index].append((time.perf_counter() - began) / BLOCK)
-        found = {"times": times, "sent": sum(sent) / (turns * BLOCK), "gradient": gradient}
+        taken = take_turns(loops, turns, warm_up=0, meet=partial(runtime.collectives.gather_json, None))
+        found = {
+            "times": {name: [turn.seconds / BLOCK for turn in each] for name, each in taken.items()},
+            "sent": sum(sent) / (turns * BLOCK),
+            "gradient": taken["exact"][-1].value,
+        }
         everybody = runtime.collectives.gather_json(found)
         if runtime.is_main:
             out.write_text(json.dumps(everybody))
@@ -123,16 +108,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
             out = Path(folder) / str(ranks)
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command += [__file__, "--worker", str(out), "--turns", str(options.turns)]
-            if subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
-                sys.exit(f"{ranks} ranks failed")
+            on_ranks(ranks, __file__, "--worker", str(out), "--turns", str(options.turns))
             everybody = json.loads(out.read_text())
             plain, exact, again = (
-                [max(t) for t in zip(*(r["times"][i] for r in everybody), strict=True)] for i in range(3)
+                [max(t) for t in zip(*(r["times"][name] for r in everybody), strict=True)]
+                for name in ("plain", "exact", "again")
             )
-            ratio = statistics.median(2 * e / (a + b) for a, e, b in zip(plain, exact, again, strict=True))
-            noise = statistics.median(b / a for a, b in zip(plain, again, strict=True))
+            ratio = median_ratio(exact, ((a + b) / 2 for a, b in zip(plain, again, strict=True)))
+            noise = median_ratio(again, plain)
             sent = everybody[0]["sent"] / everybody[0]["gradient"]
             print(
                 f"{ranks:5} {1e3 * statistics.median(plain):9.1f} {1e3 * statistics.median(exact):9.1f} {ratio:7.3f} "

@@ -16,7 +16,6 @@ import argparse
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,17 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from turns import LR_WARM_UP, WARM_UP, by_hand, by_lockstep, losses, settings, take, take_turns
 
-from lockstep.config import resolve_for
-from lockstep.engine.run import Run
+from lockstep.config import Resolved, resolve_for
 from lockstep.losses import linear_cross_entropy
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 
-BLOCK = 20
-MANY = 10**6
-LR, WARMUP = 6e-4, 100
+BLOCK, LR = 20, 6e-4
 
 
 @dataclass(frozen=True)
@@ -115,53 +112,15 @@ class Tokens(Task):
         return Loss(model(ids[:, :-1], ids[:, 1:]), weight=ids[:, 1:].numel())
 
 
-def raw_loop(task: Tokens, batch: int, device: torch.device) -> Iterator[float]:
-    torch.manual_seed(0)
-    on_cuda = device.type == "cuda"
-    model = task.model().to(device)
-    if on_cuda:
-        model.compile()
-    optimizer = task.optimizer(model)
-    tokens, step = task.data().tensors[0], 0
+def batches(tokens: Tensor, size: int) -> Iterator[Tensor]:
     while True:
-        for rows in torch.randperm(len(tokens)).split(batch):
-            if len(rows) < batch:
-                continue
-            ids = tokens[rows]
-            if on_cuda:
-                ids = ids.pin_memory().to(device, non_blocking=True)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_cuda):
-                loss = task.loss(model, [ids])
-                mean = loss.total / loss.weight
-            mean.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = LR * min(1.0, (step + 1) / (WARMUP + 1))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            if step % BLOCK == 0:
-                yield mean.item()
+        yield from (tokens[rows] for rows in torch.randperm(len(tokens)).split(size) if len(rows) == size)
 
 
-def lockstep_loop(task: Tokens, batch: int, runtime: context.Runtime, run_dir: str) -> Iterator[float]:
-    values = {
-        "steps": MANY,
-        "global_batch": batch,
-        "tail": "drop",
-        "lr": {"peak": LR, "warmup": WARMUP, "schedule": "constant"},
-        "clip": {"norm": 1.0},
-        "log": {"every": BLOCK, "progress": "off"},
-        "run_dir": run_dir,
-    }
-    run = Run(resolve_for(task.defaults, {}, [("benchmark", values)]), runtime, "gpt2", task.unit)
-    run.adopt(task.model(), task.optimizer, task)
-    run.open(task.data(), task.collate)
-    for share in run.shares():
-        run.finish(share, run.stepper.step(share, task.loss))
-        if run.stepper.counters.step % BLOCK == 0:
-            run.recorder.poll(wait=True)
-            yield run.recorder.last["loss"]
+def resolved(task: Tokens, batch: int, run_dir: str) -> Resolved:
+    rate = {"peak": LR, "warmup": LR_WARM_UP, "schedule": "constant"}
+    values = settings(run_dir, BLOCK, global_batch=batch, tail="drop", lr=rate, clip={"norm": 1.0})
+    return resolve_for(task.defaults, {}, [("benchmark", values)])
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -179,33 +138,12 @@ def matmul_rate(device: torch.device) -> float:
     return statistics.median(found[1:])
 
 
-@dataclass
-class Turns:
-    """What one loop did in its turns."""
-
-    rates: list[float]
-    losses: list[float]
-    peak_bytes: int = 0
-
-
-def take_turns(loops: dict[str, Iterator[float]], turns: int, tokens: int, on_cuda: bool) -> dict[str, Turns]:
-    found = {name: Turns([], []) for name in loops}
-    for turn in range(-2, turns):  # two turns to compile and warm up
-        for name in list(loops)[:: 1 if turn % 2 else -1]:
-            if on_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-            loss = next(loops[name])
-            if on_cuda:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            if turn < 0:
-                print(f"  {name}: warm-up turn {turn + 3}, {seconds:.1f} s, loss {loss:.4f}", flush=True)
-                continue
-            found[name].rates.append(BLOCK * tokens / seconds)
-            found[name].losses.append(loss)
-            found[name].peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else 0
-    return found
+def warmed(loops: dict[str, Iterator[float]]) -> dict[str, Iterator[float]]:
+    for number in range(1, WARM_UP + 1):
+        for name, loop in loops.items():
+            turn = take(loop)
+            print(f"  {name}: warm-up turn {number}, {turn.seconds:.1f} s, loss {turn.value:.4f}", flush=True)
+    return loops
 
 
 def choose_attention(kind: str) -> None:
@@ -232,23 +170,24 @@ def main() -> None:
         if on_cuda and given.attention != "torch":
             choose_attention(given.attention)
         rate = matmul_rate(runtime.device) if on_cuda else math.nan
+        drawn = batches(task.data().tensors[0], given.batch)
         loops = {
-            "hand-written": raw_loop(task, given.batch, runtime.device),
-            "lockstep": lockstep_loop(task, given.batch, runtime, folder),
+            "hand-written": by_hand(task, drawn, runtime.device, BLOCK, LR, lambda model, ids: task.loss(model, [ids])),
+            "lockstep": losses(by_lockstep(task, resolved(task, given.batch, folder), runtime, BLOCK)),
         }
-        found = take_turns(loops, given.turns, tokens, on_cuda)
+        found = take_turns(warmed(loops), given.turns, warm_up=0)
     print(
         f"{runtime.device}, torch {torch.__version__}, {given.form}, batch {given.batch}, {given.attention} attention"
     )
     for name, turns in found.items():
-        median = statistics.median(turns.rates)
+        median = statistics.median(BLOCK * tokens / turn.seconds for turn in turns)
         print(
             f"{name:14} {median:11,.0f} tokens/s  {tokens / median * 1e3:8.2f} ms/step  "
-            f"{median * size.flops / rate:6.1%} of {rate / 1e12:.0f} TFLOP/s  loss {turns.losses[-1]:.4f}  "
-            f"peak {turns.peak_bytes / 2**30:.1f} GiB with both models"
+            f"{median * size.flops / rate:6.1%} of {rate / 1e12:.0f} TFLOP/s  loss {turns[-1].value:.4f}  "
+            f"peak {turns[-1].peak_bytes / 2**30:.1f} GiB with both models"
         )
-    pairs = zip(found["lockstep"].rates, found["hand-written"].rates, strict=True)
-    ratios = sorted(a / b for a, b in pairs)
+    pairs = zip(found["hand-written"], found["lockstep"], strict=True)
+    ratios = sorted(theirs.seconds / ours.seconds for theirs, ours in pairs)
     print(f"ratio          {statistics.median(ratios):11.4f}   (turns: {ratios[0]:.4f} to {ratios[-1]:.4f})")
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from turns import settings, take_turns
 
 import lockstep
 from lockstep.config import resolve_for
@@ -34,7 +34,6 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
-MANY = 10**6
 WAYS = {
     "plain": {"compile": False, "graph": False},
     "compile": {"compile": True, "graph": False},
@@ -141,8 +140,7 @@ def by_lockstep(
     make: Callable[[], Any], block: int, runtime: context.Runtime, values: dict[str, Any], run_dir: str
 ) -> Generator[None]:
     task = make()
-    quiet = {"steps": MANY, "log": {"every": block, "progress": "off"}, "checkpoint": {"minutes": None}}
-    asked = {**values, **quiet, "clip": {"norm": 1.0}, "run_dir": run_dir}
+    asked = values | settings(run_dir, block, checkpoint={"minutes": None}, clip={"norm": 1.0})
     run = Run(resolve_for(task.defaults, task.presets, [("benchmark", asked)]).without_options(), runtime, "bench")
     run.adopt(task.model(), task.optimizer, task)
     run.open(task.data(), task.collate)
@@ -169,28 +167,15 @@ def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, 
         loops = {"by hand": by_hand(make, block, runtime.device, batch)}
         for way in ways:
             loops[way] = by_lockstep(make, block, runtime, values | WAYS[way], f"{folder}/{way}")
-        for each in loops.values():  # compiled, decided, recorded
-            next(each)
-            next(each)
-        seconds: dict[str, list[float]] = {way: [] for way in loops}
-        begin = time.perf_counter()
-        for _ in range(turns):
-            for way, each in loops.items():
-                torch.cuda.synchronize()
-                since = time.perf_counter()
-                next(each)
-                torch.cuda.synchronize()
-                seconds[way].append((time.perf_counter() - since) / block)
-            if time.perf_counter() - begin > limit_s:
-                break
-        base = statistics.median(seconds["by hand"])
-        for way, times in seconds.items():
-            typical = statistics.median(times)
+        found = take_turns(loops, turns, limit_s=limit_s)  # warmed up they are compiled, decided, recorded
+        typically = {way: statistics.median(turn.seconds for turn in taken) / block for way, taken in found.items()}
+        base = typically["by hand"]
+        for way, typical in typically.items():
             line = f"{name:6} {way:16} {1 / typical:8.1f} steps/s  x {base / typical:.2f} of by hand"
             if way in ways:
                 waits = [m["data_wait_s"] for m in read_jsonl(f"{folder}/{way}/metrics.jsonl")]
                 line += f"  waits {statistics.median(waits) * 1e3:.2f} ms for data"
-            print(f"{line}  ({len(times)} turns)")
+            print(f"{line}  ({len(found[way])} turns)")
         for each in loops.values():
             each.close()
         for way in ways:

@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainings import on_ranks
+from turns import by_lockstep, median_ratio, settings, take_turns
 
 from lockstep import Loss, Task
-from lockstep.config import resolve
+from lockstep.config import Resolved, resolve
 from lockstep.data.shard import apportion
-from lockstep.engine.run import Run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -53,38 +50,20 @@ class Mixed(Task):
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
 
 
-def turns(speed_weights: str, task: Mixed, runtime: context.Runtime, folder: Path) -> Iterator[None]:
-    """`engine/loop.fit`, stopped after every block to let the other run go on."""
-    values = {
-        "steps": 10**6,
-        "global_batch": 4 * MICRO_BATCHES,
-        "micro_batch": 4,
-        "speed_weights": speed_weights,
-        "log": {"every": BLOCK, "progress": "off"},
-        "run_dir": str(folder / speed_weights),
-    }
-    run = Run(resolve([("argument", values)]), runtime, "bench")
-    run.adopt(task.model(), task.optimizer)
-    run.open(task.data(), task.collate)
-    for share in run.shares():
-        run.finish(share, run.stepper.step(share, task.loss))
-        run.keep()
-        if run.stepper.counters.step % BLOCK == 0:
-            yield
+def resolved(speed_weights: str, folder: Path) -> Resolved:
+    values = settings(
+        folder / speed_weights, BLOCK, global_batch=4 * MICRO_BATCHES, micro_batch=4, speed_weights=speed_weights
+    )
+    return resolve([("argument", values)])
 
 
 def worker(seconds: float, slower: float, repeats: int, out: Path) -> None:
     with context.start(World.from_env(), resolve([]).config) as runtime:
         task = Mixed(seconds * (slower if runtime.world.rank else 1.0))
-        runs = [turns(word, task, runtime, out.parent / "runs") for word in ("none", "auto")]
-        for run in runs:  # warm-up, and the measurement
-            next(run)
-        times: list[list[float]] = [[], []]
-        for turn in range(repeats):
-            for index in (0, 1) if turn % 2 == 0 else (1, 0):
-                began = time.perf_counter()
-                next(runs[index])
-                times[index].append((time.perf_counter() - began) / BLOCK)
+        asked = {word: resolved(word, out.parent / "runs") for word in ("none", "auto")}
+        loops = {word: by_lockstep(task, values, runtime, BLOCK, keeping=True) for word, values in asked.items()}
+        taken = take_turns(loops, repeats, warm_up=1)  # and the speeds are measured
+        times = [[turn.seconds / BLOCK for turn in turns] for turns in taken.values()]
         if runtime.is_main:
             out.write_text(json.dumps(times))
         runtime.collectives.farewell()
@@ -101,17 +80,15 @@ def main() -> None:
         return worker(options.seconds, options.slower, options.repeats, options.worker)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         same = [f"--{name}={getattr(options, name)}" for name in ("seconds", "slower", "repeats")]
-        command = [*torchrun, __file__, "--worker", str(out), *same]
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        on_ranks(2, __file__, "--worker", str(out), *same)
         even, auto = json.loads(out.read_text())
         events = read_jsonl(Path(folder) / "runs" / "auto" / "events.jsonl")
     for event in (event for event in events if event["event"] == "deal"):
         print(event["reason"])
     dealt = apportion(MICRO_BATCHES, (1.0, 1.0 / options.slower))
     ideal = max(dealt[0], dealt[1] * options.slower) / (MICRO_BATCHES / 2 * options.slower)
-    ratio = statistics.median(b / a for a, b in zip(even, auto, strict=True))
+    ratio = median_ratio(auto, even)
     print(f"even {1000 * statistics.median(even):.1f} ms/step, auto {1000 * statistics.median(auto):.1f} ms/step")
     print(f"ratio {ratio:.3f} (median of {options.repeats} turns), ideal {ideal:.3f} with {dealt[0]} + {dealt[1]}")
 

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainings import command, metrics
+
 FIRST, FIRST_LIMIT = 50, 1e-4
 LAST, LAST_LIMIT = 100, 0.02  # the mean of so many steps: one step's loss depends on its few hard pictures
 
@@ -29,30 +31,25 @@ def main() -> int:
     batch = {"cpu": 64, "tiny": 16}.get(asked.preset, 64)
     settings = [
         f"preset={asked.preset}", f"steps={asked.steps}", "precision=fp32", f"micro_batch={batch // 2}", "log.every=1",
-        f"checkpoint.every={asked.steps // 2}", "evaluate.every=null", "threads=1",
+        f"checkpoint.every={asked.steps // 2}", "evaluate.every=null", "threads=1", "log.progress=off",
     ]  # fmt: skip
     one, two = asked.out / "one", asked.out / "two"
-    train(one, [*settings, "--nproc", "1"])
+    train(one, settings, ranks=1)
     marks = asked.out / "killed"
     marks.mkdir(parents=True)
     fault = {"how": "kill", "rank": 1, "step": asked.steps * 3 // 4, "marks": str(marks.resolve())}
-    train(two, [*settings, "--nproc", "2"], faults=[fault])
+    train(two, settings, ranks=2, faults=[fault])
     return judge(one, two)
 
 
-def train(run_dir: Path, settings: list[str], faults: list[dict] | None = None) -> None:
+def train(run_dir: Path, settings: list[str], ranks: int, faults: list[dict] | None = None) -> None:
     env = os.environ | ({"LOCKSTEP_FAULTS": json.dumps(faults)} if faults else {})
-    lockstep("train", "pixel_llm", *settings, f"run_dir={run_dir}", "log.progress=off", env=env)
-
-
-def lockstep(*words: str, env: dict[str, str] | None = None) -> None:
-    subprocess.run([sys.executable, "-m", "lockstep.cli", *words], env=env, check=True)
+    subprocess.run(command("pixel_llm", run_dir, *settings, ranks=ranks), env=env, check=True)
 
 
 def losses(run_dir: Path) -> list[float]:
     """By step; a step that was taken again after a failure counts as it was the last time."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [loss for _, loss in sorted({row["step"]: row["loss"] for row in rows}.items())]
+    return [loss for _, loss in sorted({row["step"]: row["loss"] for row in metrics(run_dir)}.items())]
 
 
 def judge(one: Path, two: Path) -> int:
@@ -62,7 +59,7 @@ def judge(one: Path, two: Path) -> int:
     last = min(LAST, len(a) // 4)
     mean_a, mean_b = sum(a[-last:]) / last, sum(b[-last:]) / last
     for run_dir in (one, two):
-        lockstep("ckpt", "verify", str(run_dir))
+        subprocess.run([sys.executable, "-m", "lockstep.cli", "ckpt", "verify", str(run_dir)], check=True)
     restarts = [line for line in (two / "events.jsonl").read_text().splitlines() if '"restart"' in line]
     print(f"{len(a)} steps; restarts of the two processes: {len(restarts)}")
     print(f"first {FIRST} steps: losses apart by at most {max(apart[:FIRST]):.1e} (limit {FIRST_LIMIT})")

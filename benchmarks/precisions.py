@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from trainings import command, metrics
+
 LIMIT = 0.02
 SETTINGS = [
     "preset=gpu",
@@ -43,17 +45,16 @@ class Outcome(NamedTuple):
 
 def start(precision: str, steps: int, more: list[str], folder: Path) -> subprocess.Popen:
     values = [*SETTINGS, f"precision={precision}", f"steps={steps}", f"evaluate.every={steps}", *more]
-    values = list({value.split("=")[0]: value for value in values}.values())  # what comes later counts
-    command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", *values, f"run_dir={folder / precision}"]
     with (folder / f"{precision}.txt").open("w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        asked = command("char_lm", folder / precision, *values)
+        return subprocess.Popen(asked, stdout=output, stderr=subprocess.STDOUT)
 
 
 def outcome(precision: str, folder: Path) -> Outcome | None:
     if not (folder / precision / "summary.json").exists():
         print(f"{precision} failed:\n{(folder / f'{precision}.txt').read_text()[-3000:]}")
         return None
-    lines = [json.loads(line) for line in (folder / precision / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(folder / precision)
     summary, late = json.loads((folder / precision / "summary.json").read_text()), lines[len(lines) // 2 :]
     return Outcome(
         statistics.mean(line["loss"] for line in lines[-3:]),

@@ -12,13 +12,13 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+from trainings import command
 
 PATIENCE = 60.0  # longer than this is a hang, and ends the benchmark with an error
 
@@ -47,9 +47,9 @@ def main() -> None:
 
 def start(run: Path, ranks: int) -> subprocess.Popen[bytes]:
     settings = ["preset=tiny", "steps=1000000", "checkpoint.every=5", "log.every=1", "restart.per_hour=100000"]
-    settings += ["lr.schedule=constant", "evaluate.every=null", f"run_dir={run}"]
-    command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", "--nproc", str(ranks), *settings]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    settings += ["lr.schedule=constant", "evaluate.every=null"]
+    asked = command("char_lm", run, *settings, ranks=ranks)
+    return subprocess.Popen(asked, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 
 def measure(run: Path, launcher: subprocess.Popen[bytes], kills: int, how: int) -> tuple[list, list, list]:

@@ -16,12 +16,8 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,15 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
+from trainings import on_ranks
+from turns import LR_WARM_UP, MANY, by_lockstep, settings, take_turns
 
 from lockstep import Loss, Task
-from lockstep.config import resolve
-from lockstep.engine.run import Run
+from lockstep.config import Resolved, resolve
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 
 BLOCK = 50  # steps in a turn, and between two log lines
-MANY = 10**7
 
 
 class Block(nn.Module):
@@ -103,7 +99,7 @@ MICRO_BATCH = {"mlp": 32, "gpt": 4}
 
 
 def learning_rate(step: int) -> float:
-    return 1e-3 * min(1.0, (step + 1) / 101) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / MANY)))
+    return 1e-3 * min(1.0, (step + 1) / (LR_WARM_UP + 1)) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / MANY)))
 
 
 def raw_loop(work: Workload, accumulation: int, world: World, log: Path) -> Iterator[None]:
@@ -139,42 +135,12 @@ def raw_loop(work: Workload, accumulation: int, world: World, log: Path) -> Iter
                 yield
 
 
-def lockstep_loop(work: Workload, accumulation: int, runtime: context.Runtime, folder: Path) -> Iterator[None]:
-    """`engine/loop.fit`, stopped after every block to let the other loop run."""
+def resolved(work: Workload, accumulation: int, world: World, folder: Path) -> Resolved:
     micro = MICRO_BATCH[work.name]
-    values = {
-        "steps": MANY,
-        "global_batch": micro * accumulation * runtime.world.size,
-        "micro_batch": micro,
-        "clip": {"norm": 1.0},
-        "lr": {"schedule": "cosine", "warmup": 100},
-        "log": {"every": BLOCK, "progress": "off"},
-        "run_dir": str(folder),
-    }
-    run = Run(resolve([("argument", values)]), runtime, "bench")
-    run.adopt(work.model(), work.optimizer)
-    run.open(work.data(), work.collate)
-    for share in run.shares():
-        result = run.stepper.step(share, work.loss)
-        run.finish(share, result)
-        run.keep()
-        if run.stepper.counters.step % BLOCK == 0:
-            yield
-
-
-def measure(loops: list[Iterator[None]], repeats: int) -> list[list[tuple[float, float]]]:
-    """(wall, CPU) seconds of every turn of every loop; who begins alternates."""
-    for loop in loops:  # imports, allocations, bucket rebuilding
-        next(loop)
-        next(loop)
-    times: list[list[tuple[float, float]]] = [[] for _ in loops]
-    for turn in range(repeats):
-        order = range(len(loops)) if turn % 2 == 0 else reversed(range(len(loops)))
-        for index in order:
-            wall, cpu = time.perf_counter(), time.process_time()
-            next(loops[index])
-            times[index].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return times
+    batch = micro * accumulation * world.size
+    rate = {"schedule": "cosine", "warmup": LR_WARM_UP}
+    values = settings(folder, BLOCK, global_batch=batch, micro_batch=micro, clip={"norm": 1.0}, lr=rate)
+    return resolve([("argument", values)])
 
 
 def worker(case: str, repeats: int, out: Path) -> None:
@@ -185,13 +151,14 @@ def worker(case: str, repeats: int, out: Path) -> None:
         context.start(World.from_env(), resolve([]).config) as runtime,
         tempfile.TemporaryDirectory() as folder,
     ):
-        loops = [
-            raw_loop(work, accumulation, runtime.world, Path(folder) / "raw.jsonl"),
-            lockstep_loop(work, accumulation, runtime, out.parent / f"run-{out.name}"),
-            raw_loop(work, accumulation, runtime.world, Path(folder) / "raw2.jsonl"),
-        ]
-        times = measure(loops, repeats)
-        everybody = runtime.collectives.gather_json(times)
+        asked = resolved(work, accumulation, runtime.world, out.parent / f"run-{out.name}")
+        loops = {
+            "raw": raw_loop(work, accumulation, runtime.world, Path(folder) / "raw.jsonl"),
+            "lockstep": by_lockstep(work, asked, runtime, BLOCK, keeping=True),
+            "raw again": raw_loop(work, accumulation, runtime.world, Path(folder) / "raw2.jsonl"),
+        }
+        found = take_turns(loops, repeats).values()
+        everybody = runtime.collectives.gather_json([[(t.seconds, t.cpu_seconds) for t in turns] for turns in found])
         if runtime.is_main:
             out.write_text(json.dumps(everybody))
 
@@ -224,10 +191,7 @@ def main() -> None:
             out = Path(folder) / case.replace(":", "-")
             ranks = int(case.split(":")[1].split("x")[0])
             repeats = options.repeats if case.startswith("mlp") else max(6, options.repeats // 6)  # a GPT step is long
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*torchrun, __file__, "--worker", case, "--repeats", str(repeats), "--out", str(out)]
-            if subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
-                sys.exit(f"{case} failed")
+            on_ranks(ranks, __file__, "--worker", case, "--repeats", str(repeats), "--out", str(out))
             everybody = json.loads(out.read_text())
             wall, cpu = ratios(everybody, 1, 0)
             noise = ratios(everybody, 2, 0)[1]

@@ -10,12 +10,12 @@ host memory over gloo, so seconds compare strategies with one another here and s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from trainings import FIRST_STEPS, metrics, train
 
 ROWS = {
     "one process": [],
@@ -32,22 +32,14 @@ ROWS = {
     "fsdp, remat=full, offload": ["strategy=fsdp", "remat=full", "fsdp.offload=true"],
 }
 SETTINGS = [
-    "preset=gpu",
+    *FIRST_STEPS,
     "steps=6",
     "task.width=768",
     "task.layers=14",
     "task.heads=12",
-    "task.dropout=0",
-    "task.max_bytes=1000000",
     "task.eval_bytes=8192",
     "global_batch=16",
     "micro_batch=4",
-    "compile=false",
-    "evaluate.at_end=false",
-    "evaluate.every=null",
-    "checkpoint.at_end=false",
-    "log.every=1",
-    "log.progress=off",
 ]
 
 
@@ -59,19 +51,15 @@ def main() -> int:
     print(f"{'':34}  {'ranks':>5}  {'memory MB':>9}  {'step s':>7}  {'last loss':>9}", flush=True)
     for name, values in ROWS.items():
         ranks = 1 if name.startswith("one process") else options.ranks
-        chosen = list({value.split("=")[0]: value for value in [*SETTINGS, *values, *more]}.values())
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", "--nproc", str(ranks), *chosen]
-            done = subprocess.run([*command, f"run_dir={folder}/run"], capture_output=True, text=True, check=False)
+            done = train("char_lm", Path(folder) / "run", *SETTINGS, *values, *more, ranks=ranks)
             if done.returncode:
                 failed += 1
                 print(f"{name:34}  exit code {done.returncode}: {done.stderr[-600:]}", flush=True)
                 continue
-            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-        memory, seconds = (
-            max(line["memory_mb"] for line in lines),
-            statistics.median(line["step_s"] for line in lines[2:]),
-        )
+            lines = metrics(Path(folder) / "run")
+        memory = max(line["memory_mb"] for line in lines)
+        seconds = statistics.median(line["step_s"] for line in lines[2:])
         print(f"{name:34}  {ranks:>5}  {memory:9,.0f}  {seconds:7.3f}  {lines[-1]['loss']:9.5f}", flush=True)
     return int(failed > 0)
 

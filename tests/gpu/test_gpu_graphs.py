@@ -133,10 +133,11 @@ TINY = {
 }  # fmt: skip
 
 
-def curve(folder: Path) -> tuple[list[float], list[float]]:
-    """The loss of every step, and the gradient's length of every one whose outcome was known by then: a step later."""
+def curve(folder: Path) -> tuple[dict[int, float], list[float]]:
+    """Losses by step, and lengths of gradients, where known: an outcome comes a step later, the last two at once."""
     lines = list(read_jsonl(folder / "metrics.jsonl"))
-    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines if "grad_norm" in line]
+    losses = {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
+    return losses, [line["grad_norm"] for line in lines if "grad_norm" in line]
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -155,10 +156,13 @@ def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> Non
     again = lockstep.fit(HRM, **exact, graph=True, resume=str(tmp_path / "half"))
     assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
     losses, lengths = curve(tmp_path / "plain")
-    assert len(losses) == 12
+    assert list(losses) == list(range(2, 13))
     assert curve(tmp_path / "graph")[1] == pytest.approx(lengths, rel=5e-4)
     for name, weights in {"graph": found.weights, "half": again.weights}.items():
-        assert curve(tmp_path / name)[0] == pytest.approx(losses, rel=5e-5), name
+        same = [step for step in losses if name == "graph" or step not in (6, 7)]  # where the first half ends
+        assert {step: curve(tmp_path / name)[0][step] for step in same} == pytest.approx(
+            {step: losses[step] for step in same}, rel=5e-5
+        ), name
         assert curve(tmp_path / name)[1][-1] == pytest.approx(lengths[-1], rel=5e-4), name
         assert distance(plain.weights, weights) < 0.01 * distance(plain.weights, early), name
 

@@ -39,7 +39,7 @@ def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) 
         run.finish = note
         loop.fit(Ragged(), run)
         weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
-        return {"applied": applied, "scales": scales, "weights": {name: t.clone() for name, t in weights.items()}}
+        return {"applied": applied, "scales": scales, "weights": {name: t.cpu().clone() for name, t in weights.items()}}
 
 
 @pytest.fixture(scope="module")

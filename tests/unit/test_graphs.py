@@ -293,6 +293,40 @@ def test_hooks_and_hidden_values():
         found(iter([torch.ones(2, 4)]))
 
 
+@dataclass
+class Memory:
+    """What a model that writes word after word has read so far."""
+
+    read: list
+    length: int = 0
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x, memory):
+        memory.read, memory.length = [*memory.read[-1:], x], memory.length + 1
+        return self.net(sum(memory.read))
+
+
+def test_a_cache_that_grows_is_not_replayed():
+    """Equal results alone would not show it: what the call leaves in its arguments is missing after a replay."""
+    model, x = Remembering().eval(), torch.ones(2, 4)
+    _, _, said = graphed(model)
+    plain, found = [], []
+    with torch.no_grad():
+        for results, call in ((plain, model._call_impl), (found, model)):
+            for _ in range(WATCHED + 3):
+                memory = Memory([])
+                results += [call(x * word, memory) for word in range(3)] + [torch.tensor(memory.length)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert {reason for _, reason in said} == {
+        "not recorded: it puts something else into its arguments (a cache, say), which a replay would not"
+    }
+
+
 def test_attributes_are_part_of_a_call():
     """A schedule may change them between two calls; what was recorded would know nothing of it."""
     model = Body(lambda m, x: x * m.weight * m.factor * m.table)

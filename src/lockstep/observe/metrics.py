@@ -144,6 +144,6 @@ def _as_floats(values: list[Weight]) -> list[float]:
 
 
 def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
-    """Sum over weight, taken once, at the very end."""
+    """Sum over weight, taken once, at the very end. What nothing was counted for has none."""
     pairs = zip(names, packed[0::2], packed[1::2], strict=True)
-    return {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+    return {name: total / weight for name, total, weight in pairs if weight}

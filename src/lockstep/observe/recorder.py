@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -195,6 +196,7 @@ def _record(
     """`carried`: weight from before a resume, for which no time was spent here."""
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
-    loss = means.pop("loss")
+    # None: no outcome is known yet, since a GPU's come a step late. If every step was skipped, that is news.
+    loss = means.pop("loss", math.nan if facts.get("skipped") else None)
     rate = (weight - carried) / seconds
     return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}

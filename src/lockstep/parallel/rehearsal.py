@@ -74,6 +74,8 @@ def rehearse(
             _there_and_back(trip, used)
         if [tensor._version for tensor in trip.inputs] != versions:
             return [], "it changes its inputs in place"
+        if not trip.keeps_arguments:
+            return [], "it puts something else into its arguments (a cache, say), which a replay would not"
         if around.drawn_on_host():
             return [], "it draws random numbers on the host"
         if replaced := around.replaced():

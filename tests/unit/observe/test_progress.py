@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import pytest
+from start_record import START
 
 from lockstep.errors import UserError
 from lockstep.observe.plain import RECENT_STEPS, Tracker, event_line
@@ -34,17 +35,6 @@ RECORD: dict[str, Any] = {
     "data_wait_s": 0.001,
     "memory_mb": 512.0,
     "skipped": 0,
-}
-START = {
-    "time": 1763179400.0,
-    "event": "start",
-    "task": "char_lm",
-    "world": 2,
-    "device": "cpu",
-    "precision": "fp32",
-    "parameters": 10_812_000,
-    "unit": "token",
-    "steps": 400,
 }
 
 

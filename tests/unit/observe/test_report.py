@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from start_record import START
 
 from lockstep.errors import UserError
 from lockstep.observe.folder import without_undone
@@ -19,17 +20,6 @@ from lockstep.observe.report import mean_rate, write_report
 from lockstep.observe.sinks import JsonlSink
 
 FILES = ["metrics.jsonl", "events.jsonl", "config.yaml", "config.sources.json", "plan.json", "summary.json"]
-START = {
-    "time": 1763179400.0,
-    "event": "start",
-    "task": "char_lm",
-    "world": 2,
-    "device": "cpu",
-    "precision": "fp32",
-    "parameters": 10_812_000,
-    "unit": "token",
-    "steps": 400,
-}
 
 
 class Outline(HTMLParser):

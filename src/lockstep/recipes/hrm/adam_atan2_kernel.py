@@ -37,8 +37,8 @@ def update_(
 
 
 @triton.jit
-def _update(
-    params, grads, means, squares, correction, divisor, skip,
+def _update(  # none of them may be called `params` or `options`: Triton's own code around this one has such names
+    weights, grads, means, squares, correction, divisor, skip,
     lr, rest1, beta2, rest2, keep, size, WIDE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
@@ -46,10 +46,10 @@ def _update(
     grad = tl.load(grads + place, mask=inside, other=0.0) / tl.load(divisor)
     mean = tl.load(means + place, mask=inside, other=0.0)
     square = tl.load(squares + place, mask=inside, other=0.0)
-    p = tl.load(params + place, mask=inside, other=0.0)
+    p = tl.load(weights + place, mask=inside, other=0.0)
     mean += (grad - mean) * rest1
     square = square * beta2 + grad * grad * rest2
     angle = libdevice.atan2(mean * tl.load(correction), tl.sqrt_rn(square))
     tl.store(means + place, mean, mask=inside)
     tl.store(squares + place, square, mask=inside)
-    tl.store(params + place, p * keep - lr * angle, mask=inside)
+    tl.store(weights + place, p * keep - lr * angle, mask=inside)

@@ -53,9 +53,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Four facts, eight vectors: to find one fact among several is what the readers learn late.
     "gpu": {
         **GPU,
-        "steps": 6000,
+        "steps": 2000,
         "lr": {"peak": 1e-3, "warmup": 250},
-        "evaluate": {"every": 1000, "batch": 512},
+        "evaluate": {"every": 500, "batch": 512},
         "goals": ["a_of_text >= 0.6", "b_of_text >= 0.6", "a_text >= 0.98", "b_text >= 0.98", *CONTROLS],
         "task": {**GPU_WIRE, "facts": 4, "questions": 4, "reader_questions": 8, "reader_steps": 8000},
     },

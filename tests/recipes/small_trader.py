@@ -1,0 +1,29 @@
+"""The smallest agent of the trading recipe, and its rollouts without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.config import resolve_for
+from lockstep.recipes.clstm_ppo import ClstmPpo
+from lockstep.targets import make_task, settled
+from lockstep.task import Surroundings
+
+TINY = ClstmPpo.presets["tiny"]
+SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if key != "task"}}
+
+
+def tiny(**options: Any) -> ClstmPpo:
+    """The preset with other options, as the command makes it."""
+    layers = [("test", {"preset": "tiny", **{f"task.{name}": value for name, value in options.items()}})]
+    resolved = settled(ClstmPpo, resolve_for(ClstmPpo.defaults, ClstmPpo.presets, layers))
+    return make_task(ClstmPpo, resolved.config.task)
+
+
+def attached(task: ClstmPpo, agent: Any, seed: int = 0) -> Any:
+    """The rollouts of a single process, without an engine."""
+    device = torch.device("cpu")
+    task.source.attach(Surroundings(agent, device, seed, 8, 2, range(4), 1, False, lambda values: values))
+    return task.source
