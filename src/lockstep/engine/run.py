@@ -134,7 +134,7 @@ class Run:
         about_data = attach(self.source, share, self.driver, plan, config, runtime)
         rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
         self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
-        self.stepper.skips.on_skip = self._on_skip
+        self.stepper.skips.on_skip, self.stepper.skips.on_many_empty = self._on_skip, self._on_many_empty
         self.dealer = open_dealer(config.speed_weights, plan, self.source, self.driver, runtime, self.recorder.event)
         if self.dealer:
             self.stepper.before_exchange = self.dealer.mark
@@ -274,6 +274,7 @@ class Run:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self.end_loaders()
         self._heed(self.stepper.settle())
+        self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._compare_replicas()
         if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
@@ -333,6 +334,9 @@ class Run:
         everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
         self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
         return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
+
+    def _on_many_empty(self, result: StepResult, reason: str) -> None:
+        self.recorder.event("warning", step=result.step, reason=reason)
 
     def _heed(self, result: StepResult | None) -> None:
         """What the control word of a step says to all ranks."""

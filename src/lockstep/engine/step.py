@@ -303,6 +303,7 @@ class Stepper:
             trouble=trouble,
         )
         if weight == 0:  # nothing to learn in this step, and nothing wrong with it
+            self.skips.empty(result)
             return result
         before = self._scale()
         if self.scaler and (applied or not math.isfinite(length)):  # a loss spike says nothing about the scale
