@@ -3,7 +3,7 @@
 Otherwise the backward is compiled inside the first exchange, where ranks that are done sooner wait in a collective with
 a limit of its own. Here they meet over the store, with the patience for what was never done before (`hang.first`).
 
-Only inside a step: that is where every rank comes to. A call elsewhere (to print a shape, on rank 0 only) is a plain one.
+Only inside a step: that is where every rank comes to. A call elsewhere (on rank 0 only, to print a shape) is plain.
 """
 
 from __future__ import annotations
