@@ -28,7 +28,7 @@ Record = Mapping[str, Any]
 RECENT_STEPS = 20  # records the time left is estimated from
 MOST_METRICS = 2  # on one line
 WIDTH = 100  # columns of a line that is made of several parts, where they fit
-FIGURES = ("eval", "checkpoint", "end")  # events without sentences, whose lines are broken too
+BROKEN = ("checkpoint", "end")  # events whose lines are broken too: long ones in every run
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 
 
@@ -119,7 +119,7 @@ def event_line(record: Record) -> str:
     if kind == "end":  # the rest of the summary was said at the start
         record = {key: record.get(key) for key in END_KEYS}
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event"))]
-    return _broken(parts) if kind in FIGURES else "  ".join(parts).rstrip()
+    return _broken(parts) if kind in BROKEN else "  ".join(parts).rstrip()
 
 
 def fact_lines(name: str, fact: str) -> str:
