@@ -183,7 +183,7 @@ class Run:
         """The transaction ends here: the source moves on, and what is due is written down."""
         self.source.commit(share, result)
         if self._sample_log:
-            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.taken)
+            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.tally.pieces)
         self._heed(result)
         self._interval_samples += share.samples
         self._interval_steps += 1
@@ -329,8 +329,9 @@ class Run:
     def _on_skip(self, result: StepResult, reason: str) -> str:
         """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        pieces, sums = self.stepper.settled
-        worst = blame(pieces, [float(loss) for loss in sums.losses], self.runtime.world.rank, spike=is_spike(result))
+        tally = self.stepper.settled
+        losses = [float(loss) for loss in tally.sums.losses]
+        worst = blame(tally.pieces, losses, self.runtime.world.rank, spike=is_spike(result))
         everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
         self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
         return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
