@@ -127,6 +127,11 @@ def test_a_run_leaves_everything_behind(trained):
     assert events == ["start", "checkpoint", "eval", "end"]
     assert "<svg" in (folder / "report.html").read_text()
     assert all((folder / log).stat().st_size > 0 for log in logs)
+    pids = re.search(
+        r"^  pids +rank 0 (\d+), rank 1 (\d+), rank 2 (\d+)$", (folder / "logs/rank-0.log").read_text(), re.M
+    )
+    assert pids
+    assert len(set(pids.groups())) == 3
 
 
 def test_logged_losses_do_not_depend_on_the_world(trained):

@@ -208,15 +208,18 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         own = OwnRun(run)
         try:
             with explained(run):
-                yield own
+                try:
+                    yield own
+                except SystemExit as left:
+                    if not left.code:
+                        own.close()  # the script ends here, and well
+                    raise
+                own.close()
         except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
-                own.close()  # the script ends here, and well
-            else:
+            if not isinstance(error, SystemExit) or error.code:
                 failure.stamp(error)
                 run.fail(error)
             raise
-        own.close()
 
 
 def fit_shipped(path: str, layers: list[Layer]) -> None:

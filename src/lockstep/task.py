@@ -146,7 +146,7 @@ class Task:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`."""
 
     unit: str = "sample"
-    """What a loss weight of 1 is: shown in rates."""
+    """What a loss weight of 1 is, such as "token": shown in rates. As it stands, rates count samples."""
     defaults: dict[str, Any] = {}
     """Values of the run's configuration that suit this task; files and the command line override them."""
     presets: dict[str, dict[str, Any]] = {}

@@ -100,6 +100,37 @@ def test_training_does_not_notice(kind: type[nn.Module], compiled: bool, tmp_pat
     assert plain.summary["loss"] == pytest.approx(found.summary["loss"], rel=1e-5)
 
 
+class Rooted(nn.Module):
+    """A second result that no loss uses; where x is 0 its slope is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 8, bias=False), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.first(x)
+        return self.last(seen), seen.abs().sqrt()
+
+
+class Unused(Fitting):
+    def data(self) -> Any:
+        x, y = super().data().tensors
+        return TensorDataset(x * (torch.arange(len(x)) % 3 > 0)[:, None], y)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        y, _ = model(batch[0])
+        return lockstep.Loss((y - batch[1]).square().sum(), weight=len(y))
+
+    eval_loss = loss
+
+
+def test_a_result_without_a_gradient_spoils_nothing(tmp_path: Path) -> None:
+    plain = lockstep.fit(Unused(Rooted), graph=False, run_dir=tmp_path / "plain")
+    found = lockstep.fit(Unused(Rooted), graph=True, run_dir=tmp_path / "graph")
+    assert (found.summary["applied"], found.summary["skipped"]) == (20, 0)
+    equal(plain.weights, found.weights)
+
+
 def test_small_models_are_launch_bound_and_large_ones_are_not(tmp_path: Path) -> None:
     lockstep.fit(Fitting(Recurrent), run_dir=tmp_path / "small")
     assert any(reason.startswith("recorded") for reason in told(tmp_path / "small")), told(tmp_path / "small")

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -47,8 +48,26 @@ class Plain(Task):
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
 
 
-def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+class Curious(Plain):
+    """Rank 0 tries the model before the first step."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        return self.net
+
+    def data(self) -> Any:
+        if dist.get_rank() == 0:
+            self.net(torch.ones(4, 3)).sum().backward()
+            for buffer, other in zip(self.net.buffers(), Net().buffers(), strict=True):
+                buffer.copy_(other)
+        return super().data()
+
+
+def trained(
+    world: World, store: Any, folder: str, compiled: bool, task: type[Task] = Plain
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     values = {**QUIET, "compile": compiled, "steps": 6, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    values["hang.first"] = 20
     compiles, phases = nn.Module.compile, []
 
     def slowly(self: nn.Module) -> None:
@@ -67,7 +86,7 @@ def trained(world: World, store: Any, folder: str, compiled: bool) -> tuple[dict
         with context.start(world, resolved.config, store) as runtime:
             runtime.pulse.hook = lambda step, phase: phases.append(phase)
             run = Run(resolved, runtime, "test")
-            loop.fit(Plain(), run)
+            loop.fit(task(), run)
             return {name: value.clone() for name, value in run.driver.model.state_dict().items()}, phases
     finally:
         nn.Module.compile = compiles  # type: ignore[method-assign]
@@ -90,6 +109,15 @@ def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
         order = [phase for phase in phases if phase in ("compile", "compiled", "agree", "exchange")]
         begin = order.index("compile")
         assert order[begin + 1 : begin + 4] == ["compiled", "agree", "exchange"]
+        assert phases.count("compile") == 1
+
+
+def test_a_call_on_one_rank_before_the_first_step(pool: Any, tmp_path: Any) -> None:
+    """It must not wait for the others there: they are on their way to a collective."""
+    plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
+    found = pool.run(trained, str(tmp_path / "curious"), True, Curious, world=2)
+    for (expected, _), (weights, phases) in zip(plain, found, strict=True):
+        assert all(torch.equal(expected[name], weights[name]) for name in expected)
         assert phases.count("compile") == 1
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.skips import MANY
 from lockstep.errors import UserError
+from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.support import (
@@ -436,3 +438,23 @@ def test_replicas_that_drift_are_found_before_anything_is_kept(pool: Pool, tmp_p
 
 def test_replicas_that_do_not_drift(pool: Pool) -> None:
     pool.run(fit, Regression(), VALUES | {"checks.every": 1}, world=3)
+
+
+# ---- a run that learns nothing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_a_run_whose_steps_all_have_weight_0(pool: Pool, job: str, tmp_path: Path) -> None:
+    values = VALUES | {"steps": MANY + 2, "run_dir": str(tmp_path / "run")}
+    errors = pool.errors(JOBS[job], weighted_regression(40, seed=0, zeros=1.0), values, world=2)
+    assert_user_errors(errors, f"a training of {MANY + 2} steps", "the loss of every step had weight 0", "is not saved")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    warnings = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["event"] == "warning"]
+    assert [(event["step"], f"last {MANY} steps" in event["reason"]) for event in warnings] == [(MANY - 1, True)]
+
+
+def test_one_step_with_something_in_it_is_enough(pool: Pool) -> None:
+    task = weighted_regression(40, seed=0, zeros=1.0)
+    task.tensors[-1][3] = 1
+    (trace,) = pool.run(fit, task, VALUES | {"steps": 5}, world=1)
+    assert (trace.summary["applied"], trace.summary["skipped"]) == (1, 0)

@@ -2,7 +2,10 @@
 records nothing, and replays by doing the work again. tests/gpu/test_gpu_graphs.py has the real one."""
 
 import copy
+import gc
 import random
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ from again import Again
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import graphs
-from lockstep.parallel.graphs import WATCHED, Graphs
+from lockstep.parallel.graphs import WATCHED, Graphs, forget_recordings
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 from lockstep.recipes.hrm import HRM
 
@@ -120,11 +123,15 @@ def test_a_run_of_a_recipe(tmp_path, monkeypatch):
     plain = lockstep.fit(HRM, values, run_dir=tmp_path / "plain")
     monkeypatch.setattr(graphs, "wants_graph", lambda config, runtime: True)
     monkeypatch.setattr(graphs, "CudaDevice", lambda device: Again())
+    made, init = [], Graphs.__init__
+    monkeypatch.setattr(Graphs, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     found = lockstep.fit(HRM, values, run_dir=tmp_path / "graph")
     assert all(torch.equal(plain.weights[name], found.weights[name]) for name in plain.weights)
     events = [event for event in read_jsonl(tmp_path / "graph" / "events.jsonl") if event["event"] == "graph"]
     assert [event["reason"].split(",")[0] for event in events] == ["recorded"]
     assert plain.summary["eval_loss"] == found.summary["eval_loss"]
+    assert len(made) == 1
+    assert not made[0].ways  # the run has freed them
 
 
 def test_every_way_of_calling_has_its_own_recording():
@@ -189,6 +196,80 @@ def test_losses_that_take_turns():
             optimizer.step()
     assert device.replayed > 4
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Rooted(nn.Module):
+    """Two results that share a node; where x is 0 the slope of the second one is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x):
+        seen = self.layer(x)
+        return seen, seen.abs().sqrt()
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["never used", "used later"])
+def test_a_result_without_a_gradient_spoils_nothing(also):
+    """0 x inf is nan: no gradient is something else than a gradient of zeros."""
+    plain = Rooted()
+    model = copy.deepcopy(plain)
+    found, device, said = graphed(model)
+    for step in range(WATCHED + 12):
+        x = torch.zeros(3, 4) if step > WATCHED + 3 and step % 3 else torch.ones(3, 4)
+        for each in (model, plain):
+            left, right = each(x)
+            (right if also and step % 3 == 0 and step > WATCHED + 1 else left).sum().backward()
+        assert torch.isfinite(plain.layer.weight.grad).all()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad), step
+    (way,) = found.ways.values()
+    assert (way.ready, way.patterns) == (True, [(True, False), (False, True)][: 1 + also])
+    assert device.replayed > 4
+    assert any("to other results than before" in reason for _, reason in said) == also
+
+
+class Lenient(Again):
+    """Under a dispatch mode torch would not compile."""
+
+    def strict(self):
+        return nullcontext()
+
+
+def test_a_compiled_model_with_a_result_that_nobody_uses():
+    """Its backward can be gone through once only, whatever is recorded of it."""
+    plain = Rooted()
+    model = copy.deepcopy(plain)
+    model.compile(backend="aot_eager")
+    found = Graphs(model, model._compiled_call_impl, Lenient(), True, Said())
+    model._compiled_call_impl = found
+    for step in range(WATCHED + 4):
+        for each in (model, plain):
+            seen = each(torch.ones(3, 4))[step == WATCHED + 2]
+            seen.sum().backward()
+        assert "CompiledFunction" in type(found.call(torch.ones(3, 4))[0].grad_fn).__name__
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+    assert [way.ready for way in found.ways.values()] == [True]
+
+
+def test_recordings_are_freed_at_the_end_of_a_run():
+    """Not when Python next looks for things that hold each other: until then the GPU's memory would be taken."""
+    model = Dropping()
+    found, device, _said = warmed(model)
+    (way,) = found.ways.values()
+    capture, gone = weakref.ref(way.capture), weakref.ref(model)
+    del way, found
+    gc.disable()
+    try:
+        forget_recordings(model)
+        assert capture() is None
+        replayed = device.replayed
+        model(torch.ones(3, 4)).sum().backward()  # as before the run
+        assert device.replayed == replayed
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_second_backward_is_an_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from lockstep.engine.keeper import Resumed
     from lockstep.engine.run import Run
 
+MOST_PIDS = 16
+
 
 def tell_launcher(config: RunConfig) -> None:
     """The launcher does not know the task's own settings: rank 0 leaves those that concern it where it looks."""
@@ -52,6 +55,7 @@ def facts(
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     told = {
         "world": _world(runtime),
+        **_pids(runtime),
         "parameters": f"{trainable:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
         "precision": f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}",
         "batch": _batch(plan),
@@ -88,6 +92,17 @@ def _world(runtime: Runtime) -> str:
         return f"1 process on {runtime.device}, {_count(runtime.threads, 'CPU thread')}"
     threads = _count(runtime.threads, "CPU thread")
     return f"{size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
+
+
+def _pids(runtime: Runtime) -> dict[str, str]:
+    """For whoever wants to look at a rank, or to kill it. Every rank must call this."""
+    if runtime.world.alone:
+        return {}
+    everybody = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
+    several = len({host for host, _ in everybody}) > 1
+    words = [f"rank {rank} {pid}" + f" on {host}" * several for rank, (host, pid) in enumerate(everybody)]
+    more = [f"and {len(words) - MOST_PIDS} more"] if len(words) > MOST_PIDS else []
+    return {"pids": ", ".join(words[:MOST_PIDS] + more)}
 
 
 def _batch(plan: Plan) -> str:

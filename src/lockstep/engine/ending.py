@@ -12,6 +12,7 @@ from lockstep.engine.announce import summary_of
 from lockstep.engine.folder import write_summary
 from lockstep.errors import Preempted
 from lockstep.observe.report import write_report
+from lockstep.parallel.graphs import forget_recordings
 from lockstep.pulse import FOLDER
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def close(run: Run, text: str | None) -> dict[str, Any]:
     """Write the summary and the report."""
     run.runtime.pulse.beat("end")
     run.optimizers.release()
+    forget_recordings(run.driver.model)
     run.keeper.close()
     summary = summary_of(run)
     if text:
@@ -45,6 +47,8 @@ def fail(run: Run, error: BaseException) -> None:
     """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
     with contextlib.suppress(Exception):
         run.end_loaders()
+        if hasattr(run, "driver"):
+            forget_recordings(run.driver.model)
         if hasattr(run, "optimizers"):
             run.optimizers.release()
         if hasattr(run, "keeper"):

@@ -1,7 +1,8 @@
 """One run in this process: what `fit` and the user's own loop have in common.
 
-A Run owns the pieces (driver, source, stepper, recorder). `shares()` is the skeleton of the loop, `finish()` the end
-of every transaction. It decides nothing about gradients: that is the Stepper's.
+A Run owns the pieces (driver, source, stepper, recorder), which beginning.py makes and ending.py closes. `shares()` is
+the skeleton of the loop, `finish()` the end of every transaction. It decides nothing about gradients: that is the
+Stepper's.
 """
 
 from __future__ import annotations
@@ -14,50 +15,40 @@ from torch import nn
 
 from lockstep.config import Resolved
 from lockstep.data.loader import Reader
-from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine import ending
-from lockstep.engine.announce import facts, resumed_text, start_record, tell_launcher
-from lockstep.engine.attach import attach
+from lockstep.engine import beginning, ending
+from lockstep.engine.announce import tell_launcher
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.exact import Exactness
-from lockstep.engine.exhausted import noted_micro_batch
-from lockstep.engine.folder import on_main, open_run_dir, save_weights, write_head
+from lockstep.engine.folder import on_main, open_run_dir, save_weights
 from lockstep.engine.keeper import Keeper, Resumed
-from lockstep.engine.lean import chosen
-from lockstep.engine.masters import Masters
-from lockstep.engine.optim import LearningRate
-from lockstep.engine.optimizers import Optimizers, rebind
+from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.samples import SampleLog, blame
-from lockstep.engine.selfcheck import (
-    TrainableGuard,
-    check_enough_work,
-    check_even_work,
-    check_logged,
-    check_plain,
-    check_replicas,
-    check_same_config,
-    check_something_left,
-    check_supported,
-    first_share,
-)
+from lockstep.engine.selfcheck import TrainableGuard, check_replicas, check_same_config, first_share
 from lockstep.engine.skips import is_spike
-from lockstep.engine.speeds import by_speed, open_dealer
-from lockstep.engine.state import RunState, Stateful, whole_state
+from lockstep.engine.speeds import Dealer
+from lockstep.engine.state import Stateful, whole_state
 from lockstep.engine.step import Stepper
-from lockstep.engine.zero import ShardedOptimizers
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
-from lockstep.plan.plan import make_plan
-from lockstep.precision import check_statistics, check_storage, choose
+from lockstep.plan.plan import Plan
+from lockstep.precision import choose
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
-from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
 
 
 class Run:
+    driver: Driver  # from `adopt` on
+    optimizers: Optimizers
+    guard: TrainableGuard
+    exactness: Exactness | None
+    plan: Plan  # from `open` on
+    source: BatchSource
+    stepper: Stepper
+    dealer: Dealer | None
+    keeper: Keeper
+
     def __init__(self, resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample"):
         self.resolved, self.config, self.runtime = resolved, resolved.config, runtime
         self.name, self.unit = name, unit
@@ -85,87 +76,12 @@ class Run:
 
     def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
         """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it."""
-        if hasattr(self, "driver"):
-            raise UserError(
-                "a second model in one run",
-                "one that was set up before; a run trains one module",
-                "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
-            )
-        check_plain(model)
-        if not self.precision.way:
-            check_storage(model)
-        else:
-            check_statistics(model, self.precision)
-        check_supported(model)
-        check_replicas(model, self.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
-        before = dict(model.named_parameters())
-        self.driver = apply(model, self.config, self.runtime, task, self.recorder.event)
-        self.others.update(self.driver.kept)
-        made = optimizers(self.driver.model)
-        rebind(made, before, dict(model.named_parameters()))
-        made = chosen(self.config, made)
-        cut = self.config.strategy == "zero1" and not self.runtime.world.alone
-        self.optimizers = ShardedOptimizers(made, model, self.runtime) if cut else Optimizers(made, model)
-        if self.precision.way:
-            self.optimizers.stand_in(Masters(self.optimizers.all, model, self.precision.way, self.config.seed))
-        self.guard = TrainableGuard(model)
-        self.exactness = Exactness(model, self.optimizers, self.runtime) if self.config.exact else None
-        if self.exactness:
-            self.others["exact"] = self.exactness
-        return self.driver
+        return beginning.adopt(self, model, optimizers, task)
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""
-        config, runtime = self.config, self.runtime
-        share = World(self.driver.data_rank, self.driver.data_size)  # ranks that share a layer share the samples too
-        samples = len(data) if hasattr(data, "__len__") else None
-        most = noted_micro_batch(self.run_dir, runtime) if config.micro_batch == "auto" else None
-        self.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
-        check_even_work(self.driver.model, plan, config.tail)
-        if self.driver.pipeline is not None:
-            check_enough_work(plan)
-        shape = BatchShape(
-            plan.global_batch, plan.micro_batch, config.tail, self.driver.interleaved, even=self.driver.in_step
-        )
-        self.source: BatchSource = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
-        # A source of the user's own may compute its batches on the GPU: there, a long time for data is no waiting.
-        self.recorder.watch_data = runtime.device.type == "cuda" and self.source is not data
-        check_logged(config, self.source)
-        about_data = attach(self.source, share, self.driver, plan, config, runtime)
-        rate = LearningRate(config.lr, self.optimizers.all, plan.steps, plan.global_batch)
-        self.stepper = Stepper(self.driver, self.optimizers, rate, self.precision, config, runtime, plan.global_batch)
-        self.stepper.skips.on_skip = self._on_skip
-        self.dealer = open_dealer(config.speed_weights, plan, self.source, self.driver, runtime, self.recorder.event)
-        if self.dealer:
-            self.stepper.before_exchange = self.dealer.mark
-        state = RunState(
-            self.driver.model,
-            self.optimizers,
-            self.stepper,
-            self.source,
-            self.others,
-            config.checkpoint.frozen,
-            self.driver.holders,
-            runtime.world.rank,
-        )
-        self.keeper = Keeper(self.folder, state, config, plan, runtime, self.recorder.event)
-        told = facts(self.driver.model, config, plan, rate, self.precision, runtime)
-        told |= {"data": about_data} if about_data else {}
-        self.keeper.check_space()
-        self.resumed = self.keeper.resume()
-        if self.resumed:
-            check_something_left(plan.steps, self.stepper.counters.step)
-            told["resumed"] = resumed_text(self.resumed, self.folder)
-            self.started -= self.resumed.seconds
-            self.recorder.carry_on(self.stepper.sums, self.resumed.interval)
-            self.stepper.metrics_known = set(self.recorder.names)
-        if self.exactness:
-            told["exact"] = self.exactness.begin(self.source, plan, self.resumed.changes if self.resumed else [])
-        self.opened = True
-        if runtime.is_main:
-            write_head(self.run_dir, self.resolved, plan.as_dict())
-        self.recorder.open(config.log.progress, plan.steps, self.unit, start_record(self) | {"facts": told})
-        self.keeper.begin()
+        beginning.open_data(self, data, collate)
+        self.stepper.skips.on_skip, self.stepper.skips.on_many_empty = self._on_skip, self._on_many_empty
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
@@ -183,7 +99,7 @@ class Run:
         """The transaction ends here: the source moves on, and what is due is written down."""
         self.source.commit(share, result)
         if self._sample_log:
-            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.taken)
+            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.tally.pieces)
         self._heed(result)
         self._interval_samples += share.samples
         self._interval_steps += 1
@@ -274,6 +190,7 @@ class Run:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self.end_loaders()
         self._heed(self.stepper.settle())
+        self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._compare_replicas()
         if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
@@ -328,11 +245,15 @@ class Run:
     def _on_skip(self, result: StepResult, reason: str) -> str:
         """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        pieces, sums = self.stepper.settled
-        worst = blame(pieces, [float(loss) for loss in sums.losses], self.runtime.world.rank, spike=is_spike(result))
+        tally = self.stepper.settled
+        losses = [float(loss) for loss in tally.sums.losses]
+        worst = blame(tally.pieces, losses, self.runtime.world.rank, spike=is_spike(result))
         everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
         self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
         return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
+
+    def _on_many_empty(self, result: StepResult, reason: str) -> None:
+        self.recorder.event("warning", step=result.step, reason=reason)
 
     def _heed(self, result: StepResult | None) -> None:
         """What the control word of a step says to all ranks."""

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from lockstep.engine.step import Piece
+from lockstep.engine.tally import Piece
 from lockstep.observe.sinks import JsonlSink
 
 MOST_IDS = 8  # named of one micro-batch

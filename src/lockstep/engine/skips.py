@@ -1,5 +1,6 @@
 """What happens to a step that must not be applied (a gradient that is not finite, a loss spike): it is skipped and
-the reason said; then the run goes on, goes back to its last checkpoint, or stops."""
+the reason said; then the run goes on, goes back to its last checkpoint, or stops. A step of weight 0 has nothing to
+learn from, which is legal; many in a row are told, and a run of nothing else is an error."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from lockstep.config import NonfiniteConfig, SpikeConfig
 from lockstep.errors import UserError
 from lockstep.task import StepResult
 
+MANY = 20  # steps of weight 0 in a row: by then somebody should hear of it
+
 
 class SkipPolicy:
     """Counts skipped steps. Every rank sees the same outcomes, so every rank does the same at the same step."""
@@ -21,15 +24,23 @@ class SkipPolicy:
         self.nonfinite, self.spike = nonfinite, spike
         self.skipped = 0
         self.failures_in_a_row = 0
+        self.empty_in_a_row = 0  # steps of weight 0
         self.rewind_wanted: StepResult | None = None  # the step to go back before, and to leave out
         self.on_skip: Callable[[StepResult, str], str] = lambda result, reason: reason
+        self.on_many_empty: Callable[[StepResult, str], None] = lambda result, reason: None
 
     def applied(self) -> None:
-        self.failures_in_a_row = 0
+        self.failures_in_a_row = self.empty_in_a_row = 0
+
+    def empty(self, result: StepResult) -> None:
+        self.empty_in_a_row += 1
+        if self.empty_in_a_row == MANY:
+            self.on_many_empty(result, f"the loss of the last {MANY} steps has weight 0: nothing is learned from them")
 
     def skip(self, result: StepResult, scale_lowered: bool) -> None:
         """An overflow that lowers the fp16 loss scale is the scaler at work, not a failure."""
         self.skipped += 1
+        self.empty_in_a_row = 0
         assert result.trouble is not None
         reason = self.on_skip(result, result.trouble)
         if scale_lowered:
@@ -45,6 +56,18 @@ class SkipPolicy:
             )
         if policy == "rewind":
             self.rewind_wanted = result
+
+    def check_something_learned(self, steps: int, applied: int) -> None:
+        """At the end: weights that no step has changed must not look like the result of a training."""
+        if applied or not steps:
+            return
+        found = f"none was applied: {steps - self.skipped} had weight 0, and {self.skipped} were skipped (see above)"
+        raise UserError(
+            f"a training of {steps} step{'s' * (steps != 1)}",
+            found if self.skipped else "none was applied: the loss of every step had weight 0",
+            "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked), and "
+            "at the samples; the model is as it was before the first step, and is not saved",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row}

@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import faults
 from lockstep.config import RunConfig
-from lockstep.engine.exact import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.engine.optim import Clipping, LearningRate
 from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.outcome import STEP_MODULUS, Gradient, Outcomes
+from lockstep.engine.scale import LossScale
 from lockstep.engine.selfcheck import check_loss
-from lockstep.engine.skips import SkipPolicy, gradient_trouble, spike_trouble
-from lockstep.engine.spikes import SpikeWatch
+from lockstep.engine.tally import Tally
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.parallel.drivers import Driver, Pipelined
 from lockstep.parallel.layout import local
@@ -35,21 +35,11 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, Share, StepResult
 
-STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries them exactly
-
 
 @dataclass
 class Counters:
     step: int = 0  # transactions begun and ended, applied or not
     applied: int = 0  # optimizer steps: what the schedule runs on
-
-
-class Piece(NamedTuple):
-    """A micro-batch that this rank has gone through: which samples. What they cost is in the step's sums."""
-
-    index: int
-    epoch: int
-    ids: Any
 
 
 @dataclass(frozen=True)
@@ -61,8 +51,7 @@ class _Pending:
     arrived: torch.cuda.Event
     norms: Tensor
     used: list[str]
-    sums: Sums
-    pieces: list[Piece]
+    tally: Tally
     loss_limit: float
 
 
@@ -81,9 +70,10 @@ class Stepper:
         self.precision, self.config, self.runtime = precision, config, runtime
         self.global_batch = global_batch
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
+        self.scale = LossScale(self.scaler, runtime)
+        self.outcomes = Outcomes(config, self.scale, runtime.world.size)
+        self.skips = self.outcomes.skips
         self.clipping = Clipping(config.clip)
-        self.skips = SkipPolicy(config.nonfinite, config.spike)
-        self.spikes = SpikeWatch(config.spike)
         whole = driver.replicated or optimizers.masters is not None  # those divide parts of gradients, too
         self.folds = optimizers.folds and whole and not self.clipping.changes_elements
         optimizers.now = lambda: self.counters.step
@@ -93,8 +83,7 @@ class Stepper:
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
         self.before_exchange: Callable[[], None] = lambda: None  # somebody may be measuring this rank's own work
         self.stop_requested = self.save_requested = self.save_failed = False
-        self.taken: list[Piece] = []  # of the step that runs
-        self.settled: tuple[list[Piece], Sums] = [], self.sums  # of the one whose outcome came last
+        self.tally = self.settled = Tally()  # of the step that runs; of the one whose outcome came last
         self.metrics_seen: set[str] = set()  # on this rank
         self.metrics_known: set[str] = set()  # on all ranks: what the log may show
         self.new_metrics = False  # some rank has seen one that is not known yet
@@ -132,10 +121,10 @@ class Stepper:
             return loss.total * start
 
         micros = list(share)
-        if self.scaler and self.scaler.unit_weight is None:  # the first stages must know the scale before the loss
+        if self.scale.unknown:  # the first stages must know it before the loss
             self._micro = micros[0]
             loss = pipeline.forward(loss_of, micros[0].data)
-            self.scaler.unit_weight = self._usual_weight(0.0 if loss is None else loss.weight)
+            self._find_unit(0.0 if loss is None else loss.weight)
         pipeline.run(micros, loss_of, begin, finish)
         self.backwards_done = share.count
         self.runtime.pulse.beat("exchange")
@@ -143,10 +132,8 @@ class Stepper:
 
     def begin(self, share: Share) -> None:
         self.driver.begin()
-        self._share, self.backwards_done, self._weight = share, 0, 0.0
-        self._step_sums = Sums()
-        self.taken = []
-        self._loss: float | Tensor = 0.0
+        self._share, self.backwards_done = share, 0
+        self.tally = Tally(self.config.exact, self.outcomes.spikes.on)
 
     @property
     def padding(self) -> bool:
@@ -171,22 +158,15 @@ class Stepper:
     def _note(self, loss: Loss) -> float:
         """Add up what the micro-batch cost. What its gradient starts with."""
         check_loss(loss)
-        if self.scaler and self.scaler.unit_weight is None:
-            self.scaler.unit_weight = self._usual_weight(loss.weight)
+        if self.scale.unknown:
+            self._find_unit(loss.weight)
         if loss.metrics:
             self.metrics_seen.update(loss.metrics)
         if kind := faults.fire("loss", self.counters.step):
             loss.total = loss.total * float(kind)
         if not self._micro.padding and self.driver.speaks:
-            if self.config.exact and (self.counters.step == 0 or not _on_gpu(loss.weight)):
-                check_weight(float(loss.weight))  # on a GPU the host would wait for it: once
-            self._weight = self._weight + self._as_number(loss.weight, WEIGHT_GRID)
-            self._step_sums.add(loss)
-            micro = self._micro
-            self.taken.append(Piece(micro.index, micro.epoch, micro.ids))
-            if self.spikes.on:
-                self._loss = self._loss + self._as_number(loss.total.detach(), LOSS_GRID)
-        return 0.0 if self._micro.padding else self._scale()
+            self.tally.add(loss, self._micro, first_step=self.counters.step == 0)
+        return 0.0 if self._micro.padding else self.scale.value
 
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
@@ -207,15 +187,12 @@ class Stepper:
             return self._apply_late(step, norm, norms, packed, used)
         word = driver.codec.unpack(packed.tolist())  # on a GPU the host waits here, and for the norm
         weight = float(word.weight)
-        to_mean = driver.gradient_factor / (weight * self._scale()) if weight else math.nan
-        length = float(norm) * to_mean
-        limit = self.spikes.limit()
-        if applied := math.isfinite(length) and not self._spiked(word, limit):
+        to_mean = driver.gradient_factor / (weight * self.scale.value) if weight else math.nan
+        length, limit = float(norm) * to_mean, self.outcomes.spikes.limit()
+        if applied := self.outcomes.good(word, length, limit):
             self._update(parameters, grads, to_mean * self.clipping.coefficient(length))
             self.counters.applied += 1
-            self.sums.merge(self._step_sums)
-        self.settled = self.taken, self._step_sums
-        return self._settle(step, word, length, applied, norms, used, limit)
+        return self._settle(step, word, Gradient(length, norms, used, limit), applied, self.tally)
 
     def settle(self) -> StepResult | None:
         """The outcome of the last step, if it is still on its way."""
@@ -225,13 +202,11 @@ class Stepper:
         pending.arrived.synchronize()  # host waits for the device: one step late, or at the very end
         length, *values = pending.row.tolist()
         word = self.driver.codec.unpack(values)
-        applied = math.isfinite(length) and not self._spiked(word, pending.loss_limit)
-        self.settled = pending.pieces, pending.sums
-        if applied:
-            self.sums.merge(pending.sums)
-        else:
+        applied = self.outcomes.good(word, length, pending.loss_limit)
+        if not applied:
             self.counters.applied -= 1  # it was counted on trust
-        return self._settle(pending.step, word, length, applied, pending.norms, pending.used, pending.loss_limit)
+        gradient = Gradient(length, pending.norms, pending.used, pending.loss_limit)
+        return self._settle(pending.step, word, gradient, applied, pending.tally)
 
     def _update(self, parameters: list, grads: list[Tensor], coefficient: float) -> None:
         self.before_update()
@@ -250,7 +225,7 @@ class Stepper:
         to_mean = self.driver.gradient_factor / self.driver.codec.weight(packed)
         length = norm * to_mean  # weight 0: 0 x inf = nan, so nothing is applied
         coefficient = to_mean * self.clipping.coefficient_on_device(length)
-        skip, limit = ~torch.isfinite(length), self.spikes.limit()
+        skip, limit = ~torch.isfinite(length), self.outcomes.spikes.limit()
         if limit < math.inf:
             skip = skip | (self.driver.codec.mean_loss(packed) > limit)
         self.before_update()
@@ -260,101 +235,49 @@ class Stepper:
         row = torch.cat([length.reshape(1), packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = _Pending(step, row, arrived, norms, used, self._step_sums, self.taken, limit)
+        self._pending = _Pending(step, row, arrived, norms, used, self.tally, limit)
         return previous
 
     def _word(self) -> Word:
         return Word(
-            weight=self._weight,
+            weight=self.tally.weight,
             stop=int(self.stop_requested),
             exhausted=int(self._share.exhausted),
             step=self.counters.step % STEP_MODULUS,
-            scale=math.log2(self.scaler.value) if self.scaler else 0.0,
+            scale=self.scale.logarithm,
             new_metrics=int(not self.metrics_seen <= self.metrics_known),
             save=int(self.save_requested),
             leave=int(self.runtime.notice.signal is not None),
             save_failed=int(self.save_failed),
-            loss=self._loss,
+            loss=self.tally.loss,
         )
 
-    def _settle(
-        self, step: int, word: Word, length: float, applied: bool, norms: Tensor, used: list[str], loss_limit: float
-    ) -> StepResult:
-        ranks, weight = self.runtime.world.size, float(word.weight)
-        if word.step != ranks * (step % STEP_MODULUS):
-            raise RuntimeError(f"the ranks have fallen out of step: their step numbers add up to {word.step}")
-        if self.scaler and abs(word.scale / ranks - math.log2(self.scaler.value)) > 1e-3:
-            raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
-        self.new_metrics = self.new_metrics or word.new_metrics > 0
-        trouble = None
-        if weight and not applied:
-            finite = math.isfinite(length)
-            trouble = spike_trouble(_mean_loss(word), loss_limit) if finite else gradient_trouble(norms, used)
-        result = StepResult(
-            step=step,
-            applied=applied,
-            weight=weight,
-            grad_norm=length,
-            stop=word.stop > 0,
-            exhausted=word.exhausted == ranks,
-            save=word.save > 0,
-            leave=word.leave > 0,
-            save_failed=word.save_failed > 0,
-            trouble=trouble,
-        )
-        if weight == 0:  # nothing to learn in this step, and nothing wrong with it
-            return result
-        before = self._scale()
-        if self.scaler and (applied or not math.isfinite(length)):  # a loss spike says nothing about the scale
-            self.scaler.update(overflowed=not applied)
+    def _settle(self, step: int, word: Word, gradient: Gradient, applied: bool, tally: Tally) -> StepResult:
+        self.settled = tally
         if applied:
-            self.skips.applied()
-            if self.spikes.on:
-                self.spikes.add(_mean_loss(word))
-        else:
-            self.skips.skip(result, scale_lowered=self._scale() < before)
-        return result
+            self.sums.merge(tally.sums)
+        self.new_metrics = self.new_metrics or word.new_metrics > 0
+        return self.outcomes.settle(step, word, gradient, applied)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "an outcome is still on its way"
-        return {
-            "counters": asdict(self.counters),
-            "skips": self.skips.state_dict(),
-            "spikes": self.spikes.state_dict(),
-            "scaler": self.scaler.get_state() if self.scaler else None,
-        }
+        return {"counters": asdict(self.counters), **self.outcomes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters = Counters(**state["counters"])
-        self.skips.load_state_dict(state["skips"])
-        self.spikes.load_state_dict(state["spikes"])
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state(state["scaler"])
+        self.outcomes.load_state_dict(state)
         self.sums, self._pending = self._no_sums(), None  # of steps that are being undone
         self.lr = self.learning_rate.at(self.counters.applied)
-
-    def _spiked(self, word: Word, limit: float) -> bool:
-        return self.spikes.on and _mean_loss(word) > limit
 
     def _used_names(self) -> list[str]:
         """The parameters that have a gradient in this step."""
         pairs = zip(self.driver.names, self.driver.parameters, strict=True)
         return [name for name, p in pairs if p.grad is not None]
 
-    def _scale(self) -> float:
-        """What backward starts with: 1, or for fp16 the loss scale."""
-        return self.scaler.value / (self.scaler.unit_weight or 1.0) if self.scaler else 1.0
-
-    def _usual_weight(self, weight: Any) -> float:
-        """The weight of a usual step, as a power of two; found once, at the first micro-batch, equal on all ranks.
-
-        We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
-        """
-        silent = self._micro.padding or not self.driver.speaks or (self.config.exact and self._micro.index > 0)
-        counts = [0.0, 0.0] if silent else [float(weight), float(self._micro.samples)]
-        mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
-        total, samples = self.runtime.collectives.sum_(mine).tolist()
-        return 2.0 ** round(math.log2(max(1.0, total / max(1.0, samples) * self.global_batch)))
+    def _find_unit(self, weight: Any) -> None:
+        micro = self._micro
+        silent = micro.padding or not self.driver.speaks or (self.config.exact and micro.index > 0)
+        self.scale.find_unit(weight, micro.samples, self.global_batch, silent)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """A constant on the device, made once."""
@@ -362,10 +285,6 @@ class Stepper:
         if key not in self._numbers:
             self._numbers[key] = torch.tensor(value, dtype=dtype, device=self.runtime.device)
         return self._numbers[key]
-
-    def _as_number(self, value: Any, grid: float) -> float | Tensor:
-        number = value.detach().double() if _on_gpu(value) else float(value)
-        return on_grid(number, grid) if self.config.exact else number
 
     def _seed(self, stream: str, *keys: int) -> None:
         value = derive(self.config.seed, stream, self.counters.step, *keys)
@@ -375,11 +294,3 @@ class Stepper:
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.runtime.collectives) if self.config.exact else Sums()
-
-
-def _on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cuda"
-
-
-def _mean_loss(word: Word) -> float:
-    return float(word.loss) / float(word.weight) if word.weight else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import UserError
-from lockstep.observe.formats import number
+from lockstep.observe.formats import SAMPLE, number
 from lockstep.observe.sinks import read_jsonl
 
 Record = dict[str, Any]
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        return str(self.facts.get("unit", "sample"))
+        return str(self.facts.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})

@@ -58,6 +58,14 @@ def compact(value: Any) -> str:
     return f"{found * 1e15:.1e}"
 
 
+SAMPLE = "sample"  # the unit of a task that names none
+
+
+def rate_key(unit: str) -> str:
+    """Which rate of a record is in `unit`: weights are in the task's own, if it has named one."""
+    return "samples_per_s" if unit == SAMPLE else "weight_per_s"
+
+
 def rate(per_second: Any, unit: str) -> str:
     return "-" if number(per_second) is None else f"{compact(per_second)} {unit}/s"
 

@@ -15,7 +15,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.observe.formats import duration, figures, megabytes, number, one_line, printable, rate, scientific
+from lockstep.observe.formats import (
+    SAMPLE,
+    duration,
+    figures,
+    megabytes,
+    number,
+    one_line,
+    printable,
+    rate,
+    rate_key,
+    scientific,
+)
 from lockstep.observe.plain import Record, Tracker, event_line, metric_parts, title_parts
 
 STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for data": "yellow"}
@@ -103,9 +114,9 @@ class LiveDisplay:
 
     def _speed_parts(self) -> Iterable[tuple[str, str]]:
         last, unit = self._tracker.last, self._tracker.unit
-        yield "", rate(last.get("weight_per_s"), unit)
-        if unit != "sample":
-            yield "", rate(last.get("samples_per_s"), "sample")
+        yield "", rate(last.get(rate_key(unit)), unit)
+        if unit != SAMPLE:
+            yield "", rate(last.get(rate_key(SAMPLE)), SAMPLE)
         yield "mem", megabytes(last.get("memory_mb"))
         wait, step = number(last.get("data_wait_s")), number(last.get("step_s"))
         if wait and step and wait >= 0.05 * step:

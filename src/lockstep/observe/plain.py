@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from lockstep.observe.formats import (
     printable,
     ranks,
     rate,
+    rate_key,
     scientific,
 )
 
@@ -25,6 +27,8 @@ Record = Mapping[str, Any]
 
 RECENT_STEPS = 20  # records the time left is estimated from
 MOST_METRICS = 2  # on one line
+WIDTH = 100  # columns of a line that is made of several parts, where they fit
+BROKEN = ("checkpoint", "end")  # events whose lines are broken too: long ones in every run
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 
 
@@ -97,7 +101,7 @@ def step_line(tracker: Tracker) -> str:
         f"loss {figures(last.get('loss'), 4):>6}",
         f"lr {scientific(last.get('lr')):>7}",
         f"norm {figures(last.get('grad_norm'), 3):>6}",
-        f"{rate(last.get('weight_per_s'), tracker.unit):>{len(tracker.unit) + 8}}",
+        f"{rate(last.get(rate_key(tracker.unit)), tracker.unit):>{len(tracker.unit) + 8}}",
         f"mem {megabytes(last.get('memory_mb')):>7}",
         f"eta {duration(tracker.seconds_left)}",
     ]
@@ -114,7 +118,25 @@ def event_line(record: Record) -> str:
         return f"sample:\n{record.get('text', '-')}"
     if kind == "end":  # the rest of the summary was said at the start
         record = {key: record.get(key) for key in END_KEYS}
-    return "  ".join([f"{kind:<7}", *event_words(record, leave_out=("time", "event"))]).rstrip()
+    parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event"))]
+    return _broken(parts) if kind in BROKEN else "  ".join(parts).rstrip()
+
+
+def fact_lines(name: str, fact: str) -> str:
+    """`  batch          global 8 (as asked) = ...`, and on further lines what does not fit."""
+    head = f"  {name:14} "
+    return textwrap.fill(fact, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def _broken(parts: list[str]) -> str:
+    """Parts in lines of at most WIDTH columns; no part is broken."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"{'':<7}  {part}")
+    return "\n".join(lines)
 
 
 def metric_parts(record: Record) -> list[tuple[str, str]]:

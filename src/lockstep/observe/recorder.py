@@ -15,6 +15,7 @@ import torch
 
 from lockstep.observe import dyadic, stragglers
 from lockstep.observe.metrics import Sums, quotients
+from lockstep.observe.plain import fact_lines
 from lockstep.observe.progress import Progress, make_progress
 from lockstep.observe.sinks import JsonlSink
 from lockstep.runtime.context import Runtime
@@ -51,7 +52,7 @@ class Recorder:
             if self.runtime.is_main:  # what all ranks have in common is said once
                 view.start(start)
                 for name, fact in start.get("facts", {}).items():
-                    view.message(f"  {name:14} {fact}")
+                    view.message(fact_lines(name, fact))
             for record in self._early:
                 view.event(record)
         self._early = []

@@ -17,7 +17,19 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.folder import Record, Run, flat, read_run
-from lockstep.observe.formats import compact, duration, escaped, event_words, figures, megabytes, number, ranks, rate
+from lockstep.observe.formats import (
+    SAMPLE,
+    compact,
+    duration,
+    escaped,
+    event_words,
+    figures,
+    megabytes,
+    number,
+    ranks,
+    rate,
+    rate_key,
+)
 
 MOST_EVENTS = 400
 MOST_METRICS = 8
@@ -141,8 +153,9 @@ def key_numbers(run: Run) -> list[tuple[str, str, str]]:
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
     trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
-    tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != "sample" else ""
-    samples_per_s = rate(mean_rate(run.metrics, "samples"), "sample") if unit != "sample" else ""
+    tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
+    samples_per_s = rate(mean_rate(run.metrics, "samples"), SAMPLE) if unit != SAMPLE else ""
+    counted = "samples" if unit == SAMPLE else "weight"
     return [
         ("Final loss", figures(known.get("loss"), 4), ""),
         ("Best eval loss", figures(best.get("loss"), 4), _at_step(best)),
@@ -150,7 +163,7 @@ def key_numbers(run: Run) -> list[tuple[str, str, str]]:
         ("Steps", " / ".join(of_steps) or "-", " · ".join(counts)),
         ("Samples", compact(total(run.metrics, "samples")), tokens),
         ("Wall time", duration(wall_seconds(run)), ""),
-        ("Mean rate", rate(mean_rate(run.metrics, "weight"), unit), samples_per_s),
+        ("Mean rate", rate(mean_rate(run.metrics, counted), unit), samples_per_s),
         ("Peak memory", megabytes(max(amounts(run.metrics, "memory_mb"), default=None)), ""),
         ("World", ranks(facts.get("world")), ""),
         ("Device", _plain(facts.get("device")), ""),
@@ -202,7 +215,7 @@ def curves(run: Run) -> str:
 
     charts = [
         *loss_charts(run),
-        line_chart(series("weight_per_s", "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
+        line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
         line_chart(series("lr", "learning rate"), "Learning rate", zero=True),
         line_chart(series("grad_norm", "norm", "smooth"), "Gradient norm", log=10),
         line_chart(series("memory_mb", "memory"), "Memory", "MB", zero=True),

@@ -9,7 +9,8 @@ A rank that was given more micro-batches than others is compared with what they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,7 +19,11 @@ COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchan
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its micro-batches
 LEAST_SHARE = 0.1  # of a step: less is not worth a word
 MUCH = 0.2  # of a step, for which a GPU has nothing to do because its batch is late
-CONSECUTIVE = 2  # intervals, before anything is said or taken back
+CONSECUTIVE = 2  # intervals, before late data is told
+# On a machine that others use too, now this rank is slow and now that one. It is news if it stays the same one.
+LASTING = 5  # intervals in a row
+LASTING_S = 10.0  # and seconds
+SILENCE_S = 300.0  # after something was said
 
 
 @dataclass(frozen=True)
@@ -82,20 +87,24 @@ def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
 
 
 class Watch:
-    """Says a finding once, when it has lasted, and again only after it has changed."""
+    """Names a rank that has been slow for a while; then says nothing for some minutes, whoever is slow."""
 
-    def __init__(self, threshold: float = 1.3):
-        self.threshold = threshold
-        self._said: tuple[int, str] | None = None
-        self._recent: list[tuple[int, str] | None] = []
+    def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
+        self.threshold, self._clock = threshold, clock
+        self._rank: int | None = None
+        self._intervals, self._since = 0, 0.0  # of that rank's slowness, without a gap
+        self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> Slow | None:
-        found = slowest(rows, self.threshold)
-        name = (found.rank, found.cause) if found else None
-        self._recent = [*self._recent, name][-CONSECUTIVE:]
-        if self._recent != [name] * CONSECUTIVE or name == self._said:
+        now, found = self._clock(), slowest(rows, self.threshold)
+        rank = found.rank if found else None
+        if rank != self._rank:
+            self._rank, self._intervals, self._since = rank, 0, now
+        self._intervals += 1
+        lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
+        if found is None or not lasts or now < self._silent_until:
             return None
-        self._said = name
+        self._silent_until = now + SILENCE_S
         return found
 
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 
 Work = Callable[[], None]
+Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether a gradient arrives
 
 
 class Device(Protocol):
@@ -152,40 +154,62 @@ class Trip:
     def differentiable(self) -> list[Tensor]:
         return [output for output in self.outputs if output.requires_grad]
 
-    def backward(self, starts: Sequence[Tensor | None]) -> None:
-        """`starts`: the gradient of every differentiable output, None where none arrives."""
+    def backward(self, starts: Sequence[Tensor | None], again: bool = False) -> None:
+        """`starts`: the gradient of every differentiable output, None where none arrives. `again`: another one may
+        follow."""
         pairs = [(o, s) for o, s in zip(self.differentiable, starts, strict=True) if s is not None]
         if not pairs:
             self.gradients = [None] * len(self.sources)
             return
         with torch.autocast(self.device_type, enabled=False):  # as the engine does it
             outputs, given = [o for o, _ in pairs], [s for _, s in pairs]
-            self.gradients = list(torch.autograd.grad(outputs, self.sources, given, allow_unused=True))
+            self.gradients = list(torch.autograd.grad(outputs, self.sources, given, again, allow_unused=True))
 
     def reached(self) -> list[set[int]]:
         """For every differentiable output, the places of the sources below it. Between forward and backward."""
         places = {id(source): place for place, source in enumerate(self.sources)}
-        variables = [_variables_below(output.grad_fn) for output in self.differentiable]
+        below = [_nodes_below(output.grad_fn) for output in self.differentiable]
+        variables = [[n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"] for nodes in below]
         return [{places[id(v)] for v in found if id(v) in places} for found in variables]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its backward has compiled parts, which run once only. Between forward and backward."""
+        names = (type(node).__name__ for output in self.differentiable for node in _nodes_below(output.grad_fn))
+        return any(name.startswith("CompiledFunction") for name in names)
 
 
 class Capture:
     """A recorded trip. `reached`: for every differentiable output, the places of the sources that its gradient goes to.
-    What no gradient reaches has none then, not one of zeros."""
+    What no gradient reaches has none then, not one of zeros.
 
-    def __init__(self, trip: Trip, reached: Sequence[set[int]], device: Device):
+    Every one of `patterns` has a backward of its own: where no gradient arrives, none goes back, since zeros would
+    become nan at a node that gives inf. Patterns that were not seen before, and compiled models (which fill in zeros
+    by themselves), go through one backward of all outputs, with zeros.
+    """
+
+    def __init__(self, trip: Trip, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: Device):
         self._trip, self._reached = trip, reached
+        self._everything: Pattern = (True,) * len(reached)
+        self._patterns = [*(pattern for pattern in patterns if pattern != self._everything), self._everything]
+        self._gradients: dict[Pattern, list[Tensor | None]] = {}  # of the sources, where each backward leaves them
         self._starts: list[Tensor] = []
+        self._one_for_all = False
+        self.strange: Pattern | None = None  # one that came, and has no backward of its own
         self._waiting: Callable[[], object] = lambda: None  # gives the ticket of a forward that waits for its backward
         self._wants = [t.requires_grad for t in trip.inputs]
-        self._replays = device.record(self._works())
+        self._forward, *backwards = device.record(self._works())
+        self._backwards = dict(zip(self._gradients, backwards, strict=True))
 
     def _works(self) -> Iterator[Work]:
         yield self._trip.forward
         if self._trip.grad:
             # Between two recordings, so that no replay fills them anew.
             self._starts = [torch.zeros_like(output) for output in self._trip.differentiable]
-            yield lambda: self._trip.backward(self._starts)
+            self._one_for_all = self._trip.compiled
+            for pattern in self._patterns[-1:] if self._one_for_all else self._patterns:
+                starts = [start if given else None for start, given in zip(self._starts, pattern, strict=True)]
+                yield partial(_go_back, self._trip, starts, pattern != self._everything, self._gradients, pattern)
 
     @property
     def waits(self) -> bool:
@@ -214,7 +238,7 @@ class Capture:
         with torch.no_grad():
             if tensors:
                 torch._foreach_copy_(self._trip.inputs, [t.detach() for t in tensors])
-            self._replays[0]()
+            self._forward()
             return _copies(self._trip.outputs)
 
     @property
@@ -228,14 +252,18 @@ class Capture:
 
     def backward(self, starts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`starts`: one for each differentiable output. A gradient for each source."""
+        pattern = (*(start is not None for start in starts),)
+        if pattern not in self._backwards:
+            self.strange = None if self._one_for_all else pattern
+            pattern = self._everything
         with torch.no_grad():
             for own, start in zip(self._starts, starts, strict=True):
                 own.zero_() if start is None else own.copy_(start)
-            self._replays[1]()
+            self._backwards[pattern]()
             given = [places for places, start in zip(self._reached, starts, strict=True) if start is not None]
             live = {
                 place: gradient
-                for place, gradient in enumerate(self._trip.gradients)
+                for place, gradient in enumerate(self._gradients[pattern])
                 if gradient is not None and any(place in places for places in given)
             }
             fresh = dict(zip(live, _copies(list(live.values())), strict=True))
@@ -245,6 +273,14 @@ class Capture:
         """Gradients of the sources, as gradients of all inputs and the parameters."""
         gradients = iter(found)
         return [next(gradients) if wants else None for wants in self._wants] + list(gradients)
+
+
+def _go_back(
+    trip: Trip, starts: list[Tensor | None], again: bool, left: dict[Pattern, list[Tensor | None]], pattern: Pattern
+) -> None:
+    """No method: what is recorded must not hold the Capture, or nobody would free it."""
+    trip.backward(starts, again)
+    left[pattern] = trip.gradients
 
 
 class _Ticket:
@@ -272,17 +308,14 @@ class _Replay(torch.autograd.Function):
         return None, *ctx.capture.arguments(ctx.capture.backward(starts))
 
 
-def _variables_below(node: Any) -> list[Tensor]:
+def _nodes_below(node: Any) -> set[Any]:
     """Those that a backward from `node` comes to."""
-    found, seen, left = [], {node}, [node]
+    seen, left = {node}, [node]
     while left:
-        node = left.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
-        below = {after for after, _ in node.next_functions if after is not None} - seen
+        below = {after for after, _ in left.pop().next_functions if after is not None} - seen
         seen |= below
         left.extend(below)
-    return found
+    return seen
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.attributes import Settings, loose_tensors
-from lockstep.parallel.captures import Capture, CudaDevice, Device, Trip
+from lockstep.parallel.captures import Capture, CudaDevice, Device, Pattern, Trip
 from lockstep.parallel.rehearsal import Surroundings, compare, first_line, rehearse
 from lockstep.parallel.trees import Opaque, take_apart
 from lockstep.runtime.context import Runtime
@@ -30,7 +30,7 @@ WATCHED = 5  # calls that run plainly; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # of the device's time: so long does the host take to hand out the work, or longer
 MOST_RECORDED = 8
 MOST_KNOWN = 64  # ways of calling that are told apart at all
-MOST_MOVES = 2
+MOST_DROPS = 2  # of a recording that is of no use any more, before none is made again
 
 Tell = Callable[..., None]
 
@@ -61,6 +61,14 @@ def has_recordings(model: nn.Module) -> bool:
     return isinstance(call, Graphs) and any(way.capture for way in call.ways.values())
 
 
+def forget_recordings(model: nn.Module) -> None:
+    """Free their memory now: the model and what records its calls hold each other, until somebody looks for that."""
+    call = model._compiled_call_impl
+    if isinstance(call, Graphs):
+        model._compiled_call_impl = None if call.call == model._call_impl else call.call
+        call.ways.clear()
+
+
 @dataclass
 class Stretch:
     """How long the host took to hand out some work, and the device to do it: the least of several times."""
@@ -79,10 +87,10 @@ class Way:
 
     name: str
     calls: int = 0
-    moves: int = 0
+    times_dropped: int = 0
     there: Stretch = field(default_factory=Stretch)
     back: Stretch = field(default_factory=Stretch)
-    used: list[bool] = field(default_factory=list)  # the results that have a gradient: whether one arrives
+    patterns: list[Pattern] = field(default_factory=list)  # to which results gradients came back, each way once
     capture: Capture | None = None
     addresses: list[int] = field(default_factory=list)
     ready: bool = False
@@ -157,18 +165,19 @@ class Graphs:
     def _record(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
         grad = torch.is_grad_enabled()
         make = partial(Trip, self.call, self._parameters, tensors, rest, self.device.type)
-        if grad and not any(way.used):
+        if grad and not way.patterns:
             return self._refuse(way, "no gradient came back to its results")
         if not self.required and (bound := self._bound(way)):
             return self._refuse(way, bound)
         if sum(other.capture is not None for other in self.ways.values()) >= MOST_RECORDED:
             return self._refuse(way, f"{MOST_RECORDED} ways of calling the model are recorded already")
-        reached, why = rehearse(make, way.used, self.model, self.device)
+        patterns = way.patterns or [()]
+        reached, why = rehearse(make, patterns, self.model, self.device)
         if why:
             return self._refuse(way, why)
         around = Surroundings(self.model, self.device.generator())
         try:
-            way.capture = Capture(make(), reached, self.device)
+            way.capture = Capture(make(), reached, patterns, self.device)
         except Exception as error:
             return self._refuse(way, first_line(error))
         finally:
@@ -180,7 +189,7 @@ class Graphs:
         assert way.capture is not None
         trip = Trip(self.call, self._parameters, tensors, rest, self.device.type)
         try:
-            why = compare(way.capture, trip, way.used, self.model, self.device)
+            why = compare(way.capture, trip, (way.patterns or [()])[0], self.model, self.device)
         except Exception as error:
             why = first_line(error)
         if why:
@@ -217,16 +226,20 @@ class Graphs:
                 way.told_waiting = True
                 self._say(way.name, "a second forward before the backward of the first one runs plainly")
             return False
-        if way.addresses == self._addresses():
-            return True
-        way.calls, way.ready, way.capture, way.moves = WATCHED, False, None, way.moves + 1
-        if way.moves > MOST_MOVES:
-            self._refuse(way, "parameters, buffers or other tensors move in memory again and again")
+        if way.capture.strange:
+            way.patterns.append(way.capture.strange)
+            self._drop(way, "a gradient came back to other results than before")
+        elif way.addresses != self._addresses():
+            self._drop(way, "a parameter, buffer or other tensor has moved in memory")
+        return way.ready
+
+    def _drop(self, way: Way, why: str) -> None:
+        """What was recorded is of no use any more."""
+        way.calls, way.ready, way.capture, way.times_dropped = WATCHED, False, None, way.times_dropped + 1
+        if way.times_dropped > MOST_DROPS:
+            self._refuse(way, f"{why}, for the {way.times_dropped}th time")
         else:
-            self._say(
-                way.name, f"a parameter, buffer or other tensor has moved in memory (time {way.moves}): recorded anew"
-            )
-        return False
+            self._say(way.name, f"{why} (time {way.times_dropped}): recorded anew")
 
     def _addresses(self) -> list[int]:
         tensors = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
@@ -263,9 +276,7 @@ class Graphs:
         if any(tensor.grad_fn is None for tensor in live):
             self._refuse(way, "it returns one of its arguments or parameters")
             return result
-        if len(way.used) != len(live):
-            way.used = [False] * len(live)
-        watch = _Backward(self, way, way.calls > 1)
+        watch = _Backward(self.device, way, len(live))
         for place, tensor in enumerate(live):
             tensor.register_hook(partial(watch.arrived, place))
         return result
@@ -274,15 +285,24 @@ class Graphs:
 class _Backward:
     """One backward of a watched call: which results get a gradient, and how long it takes from the first one on."""
 
-    def __init__(self, graphs: Graphs, way: Way, timed: bool):
-        self._device, self._way, self._timed, self._running = graphs.device, way, timed, False
+    def __init__(self, device: Device, way: Way, results: int):
+        self._device, self._way = device, way
+        self._timed, self._running = way.calls > 1, False
+        self._given = [False] * results
 
-    def arrived(self, place: int, gradient: Tensor) -> None:
-        self._way.used[place] = True
-        if self._timed and not self._running:
+    def arrived(self, place: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # one of several results of the same node, and none came back to this one
+            return
+        self._given[place] = True
+        if not self._running:
             self._running = True
             self._begin, self._mark = time.perf_counter(), self._device.mark()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._way.back.add(time.perf_counter() - self._begin, self._mark, self._device.mark())
+        if self._timed:
+            self._way.back.add(time.perf_counter() - self._begin, self._mark, self._device.mark())
+        if self._way.patterns and len(self._way.patterns[0]) != len(self._given):
+            self._way.patterns = []  # it returns other results than before
+        if (pattern := tuple(self._given)) not in self._way.patterns:
+            self._way.patterns.append(pattern)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.attributes import Attributes
-from lockstep.parallel.captures import Capture, Device, Trip
+from lockstep.parallel.captures import Capture, Device, Pattern, Trip
 from lockstep.parallel.trees import Opaque
 
 # Relative to the length of the tensor. Kernels that add in no fixed order differ by rounding; a wrong replay by more.
@@ -60,18 +60,20 @@ class Surroundings:
 
 
 def rehearse(
-    make: Callable[[], Trip], used: Sequence[bool], model: nn.Module, device: Device
+    make: Callable[[], Trip], patterns: Sequence[Pattern], model: nn.Module, device: Device
 ) -> tuple[list[set[int]], str | None]:
-    """The call, twice, the second time under supervision. Which sources the gradient of each result goes to; and what
-    speaks against recording it."""
+    """The call there and back, in each of `patterns`, and once more under supervision. Which sources the gradient of
+    each result goes to; and what speaks against recording it."""
     around = Surroundings(model, device.generator())
     try:
-        reached = _there_and_back(make(), used)  # whatever is still to be compiled, tuned or allocated
-        around.restore()
+        reached: list[set[int]] = []
+        for pattern in patterns:  # whatever is still to be compiled, tuned or allocated
+            reached = _there_and_back(make(), pattern)
+            around.restore()
         trip = make()
         versions = [tensor._version for tensor in trip.inputs]
         with device.strict():
-            _there_and_back(trip, used)
+            _there_and_back(trip, patterns[0])
         if [tensor._version for tensor in trip.inputs] != versions:
             return [], "it changes its inputs in place"
         if not trip.keeps_arguments:
@@ -91,22 +93,22 @@ def rehearse(
     return reached, None
 
 
-def _there_and_back(trip: Trip, used: Sequence[bool]) -> list[set[int]]:
+def _there_and_back(trip: Trip, pattern: Pattern) -> list[set[int]]:
     trip.forward()
     reached = trip.reached()
     if trip.grad:
-        trip.backward([torch.ones_like(o) if u else None for o, u in zip(trip.differentiable, used, strict=True)])
+        trip.backward([torch.ones_like(o) if g else None for o, g in zip(trip.differentiable, pattern, strict=True)])
     return reached
 
 
-def compare(capture: Capture, trip: Trip, used: Sequence[bool], model: nn.Module, device: Device) -> str | None:
+def compare(capture: Capture, trip: Trip, pattern: Pattern, model: nn.Module, device: Device) -> str | None:
     """A replay against the call itself, `trip`: results, gradients and buffers. What differs. The host waits here."""
     around = Surroundings(model, device.generator())
     inputs = [tensor.detach().clone() for tensor in trip.inputs]
     try:
         trip.forward()
         results = [output.detach() for output in trip.outputs]
-        starts = [torch.randn_like(o) if u else None for o, u in zip(trip.differentiable, used, strict=True)]
+        starts = [torch.randn_like(o) if g else None for o, g in zip(trip.differentiable, pattern, strict=True)]
         if trip.grad:
             trip.backward(starts)
         left = around.buffers()

@@ -2,6 +2,8 @@
 
 Otherwise the backward is compiled inside the first exchange, where ranks that are done sooner wait in a collective with
 a limit of its own. Here they meet over the store, with the patience for what was never done before (`hang.first`).
+
+Only inside a step: that is where every rank comes to. A call elsewhere (on rank 0 only, to print a shape) is plain.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class FirstCall:
         self._cold = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._cold and torch.is_grad_enabled():
+        pulse = self.runtime.pulse
+        if self._cold and torch.is_grad_enabled() and pulse.phase == "compute":
             self._cold = False
-            pulse = self.runtime.pulse
             pulse.beat("compile")
             self._there_and_back(args, kwargs)
             pulse.beat("agree")

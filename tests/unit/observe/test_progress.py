@@ -17,8 +17,9 @@ import pytest
 from start_record import START
 
 from lockstep.errors import UserError
-from lockstep.observe.plain import RECENT_STEPS, Tracker, event_line
+from lockstep.observe.plain import RECENT_STEPS, Tracker, event_line, fact_lines
 from lockstep.observe.progress import make_progress
+from lockstep.task import Task
 
 RECORD: dict[str, Any] = {
     "time": 1763179421.5,
@@ -55,9 +56,9 @@ def test_the_time_left_is_the_median_of_recent_steps_without_the_first_record():
     assert tracker.seconds_left == 0
 
 
-def plain_lines(*calls: tuple[str, Any]) -> list[str]:
+def plain_lines(*calls: tuple[str, Any], unit: str = "token") -> list[str]:
     stream = io.StringIO()
-    display = make_progress("plain", 400, "token", stream)
+    display = make_progress("plain", 400, unit, stream)
     for method, argument in calls:
         getattr(display, method)(argument)
     display.close()
@@ -82,6 +83,30 @@ def test_plain_lines():
         "eval     step 130  loss 2.500  acc 0.3100  samples 101",
         "skip     step 131  the gradient norm is inf",
         "hello",
+    ]
+
+
+def test_samples_are_counted_where_a_task_names_no_unit():
+    """What its weights are is not known: it may be anything."""
+    (line,) = plain_lines(("update", RECORD), unit=Task.unit)
+    assert "  900 sample/s  " in line
+
+
+def test_long_lines_are_broken_between_their_parts():
+    saved = {"event": "checkpoint", "step": 40, "path": "runs/" + "a" * 50, "mb": 0.379, "stall_s": 0.5}
+    ended = {"event": "end", "step": 40, "seconds": 1.0, "loss": 2.5, "eval_metrics": {"a" * 30: 0.5, "b" * 30: 0.5}}
+    warned = {"event": "warning", "reason": "word " * 30}
+    assert plain_lines(("event", saved), ("event", ended), ("event", warned)) == [
+        f"checkpoint  step 40  path runs/{'a' * 50}  mb 0.3790",
+        "         stall_s 0.5000",
+        f"end      step 40  1.0 s  loss 2.500  {'a' * 30} 0.5000",
+        f"         {'b' * 30} 0.5000",
+        f"warning  {'word ' * 30}".rstrip(),  # a sentence stays in one piece, to be searched for
+    ]
+    batch = "global 8 (as asked) = 2 micro-batches of 4 (global_batch 8 / 2 ranks), at most 1 per rank"
+    assert fact_lines("batch", batch).splitlines() == [
+        "  batch          global 8 (as asked) = 2 micro-batches of 4 (global_batch 8 / 2 ranks), at most 1",
+        "                 per rank",
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.observe.stragglers import Hunger, Watch, pack, slowest, unpack
+from lockstep.observe.stragglers import LASTING, Hunger, Watch, pack, slowest, unpack
 from lockstep.pulse import Pulse
 
 
@@ -96,19 +96,42 @@ def test_figures_travel_as_plain_numbers():
     assert pack(before, pulse.spent, 0, 0) == pytest.approx([1.0, 2.5, 3.5, 0.0])
 
 
-def test_a_finding_is_said_once_and_again_after_a_change():
-    well = job([(0.01, 0.2)] * 3)
-    first, second = job([(0.01, 0.4), (0.01, 0.2), (0.01, 0.2)]), job([(0.01, 0.2), (0.01, 0.4), (0.01, 0.2)])
-    watch = Watch()
-    said = [watch.look(rows) for rows in (first, well, first, first, first, second, second, well, well, first, first)]
-    assert [slow.rank if slow else None for slow in said] == [None, None, None, 0, None, None, 1, None, None, None, 0]
+WELL = job([(0.01, 0.2)] * 3)
+FIRST = job([(0.01, 0.4), (0.01, 0.2), (0.01, 0.2)])
+SECOND = job([(0.01, 0.2), (0.01, 0.4), (0.01, 0.2)])
+LATE = job([(0.21, 0.2), (0.01, 0.2), (0.01, 0.2)])  # the first rank, for another reason
 
 
-def test_one_good_interval_does_not_make_it_news_again():
-    well, bad = job([(0.01, 0.2)] * 2), job([(0.01, 0.4), (0.01, 0.2)])
-    watch = Watch()
-    said = [watch.look(rows) for rows in (bad, bad, well, bad, bad)]
-    assert [bool(slow) for slow in said] == [False, True, False, False, False]
+def said(intervals, seconds):
+    """The ranks that a watch names, with the number of the interval. `seconds`: from one to the next."""
+    now = iter(range(0, 10**6, seconds))
+    watch = Watch(clock=lambda: next(now))
+    found = [watch.look(rows) for rows in intervals]
+    return [(place, slow.rank) for place, slow in enumerate(found) if slow]
+
+
+def test_a_rank_is_named_when_it_has_been_slow_for_a_while():
+    assert said([FIRST] * LASTING, seconds=10) == [(LASTING - 1, 0)]
+    assert said([FIRST] * (LASTING - 1), seconds=10) == []
+    assert said([WELL, *[FIRST] * LASTING], seconds=10) == [(LASTING, 0)]
+    assert said([FIRST, LATE] * LASTING, seconds=10) == [(LASTING - 1, 0)]
+
+
+def test_many_short_intervals_are_not_a_while():
+    assert said([FIRST] * 11, seconds=1) == [(10, 0)]
+    assert said([FIRST] * 10, seconds=1) == []
+
+
+def test_ranks_that_are_slow_in_turns_are_no_news():
+    busy = [*[FIRST] * (LASTING - 1), WELL, *[SECOND] * (LASTING - 1)]
+    assert said(busy * 5, seconds=10) == []
+
+
+def test_nothing_is_said_twice_within_minutes():
+    """Nor of another rank: where several are slow by turns for long, one line tells enough."""
+    assert said([*[FIRST] * 8, *[SECOND] * 8], seconds=10) == [(4, 0)]
+    assert said([*[FIRST] * 8, *[SECOND] * 40], seconds=10) == [(4, 0), (34, 1)]
+    assert said([FIRST] * 70, seconds=10) == [(4, 0), (34, 0), (64, 0)]
 
 
 def test_gpus_that_wait_for_data_are_told_about_once():

@@ -1,0 +1,145 @@
+"""How a run begins: the model under its driver, and its optimizers; then the plan, the data and the step, and the
+checkpoint to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lockstep.data.sources import BatchShape, open_source
+from lockstep.engine.announce import facts, resumed_text, start_record
+from lockstep.engine.attach import attach
+from lockstep.engine.exact import Exactness
+from lockstep.engine.exhausted import noted_micro_batch
+from lockstep.engine.folder import write_head
+from lockstep.engine.keeper import Keeper
+from lockstep.engine.lean import chosen
+from lockstep.engine.masters import Masters
+from lockstep.engine.optim import LearningRate
+from lockstep.engine.optimizers import Optimizers, rebind
+from lockstep.engine.selfcheck import (
+    TrainableGuard,
+    check_enough_work,
+    check_even_work,
+    check_logged,
+    check_plain,
+    check_replicas,
+    check_something_left,
+    check_supported,
+)
+from lockstep.engine.speeds import by_speed, open_dealer
+from lockstep.engine.state import RunState
+from lockstep.engine.step import Stepper
+from lockstep.engine.zero import ShardedOptimizers
+from lockstep.errors import UserError
+from lockstep.parallel.apply import apply
+from lockstep.parallel.drivers import Driver
+from lockstep.plan.plan import make_plan
+from lockstep.precision import check_statistics, check_storage
+from lockstep.runtime.world import World
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run
+
+
+def adopt(run: Run, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
+    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it."""
+    if hasattr(run, "driver"):
+        raise UserError(
+            "a second model in one run",
+            "one that was set up before; a run trains one module",
+            "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
+        )
+    check_plain(model)
+    if not run.precision.way:
+        check_storage(model)
+    else:
+        check_statistics(model, run.precision)
+    check_supported(model)
+    check_replicas(model, run.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
+    before = dict(model.named_parameters())
+    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event)
+    run.others.update(run.driver.kept)
+    made = optimizers(run.driver.model)
+    rebind(made, before, dict(model.named_parameters()))
+    made = chosen(run.config, made)
+    cut = run.config.strategy == "zero1" and not run.runtime.world.alone
+    run.optimizers = ShardedOptimizers(made, model, run.runtime) if cut else Optimizers(made, model)
+    if run.precision.way:
+        run.optimizers.stand_in(Masters(run.optimizers.all, model, run.precision.way, run.config.seed))
+    run.guard = TrainableGuard(model)
+    run.exactness = Exactness(model, run.optimizers, run.runtime) if run.config.exact else None
+    if run.exactness:
+        run.others["exact"] = run.exactness
+    return run.driver
+
+
+def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+    """With the data known, everything that depends on its size is decided, written down and told."""
+    about_data = _plan_data(run, data, collate)
+    rate = _make_step(run)
+    told = facts(run.driver.model, run.config, run.plan, rate, run.precision, run.runtime)
+    told |= {"data": about_data} if about_data else {}
+    told |= _go_on(run)
+    run.opened = True
+    if run.runtime.is_main:
+        write_head(run.run_dir, run.resolved, run.plan.as_dict())
+    run.recorder.open(run.config.log.progress, run.plan.steps, run.unit, start_record(run) | {"facts": told})
+    run.keeper.begin()
+
+
+def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str | None:
+    """How the batches are cut, and where they come from. A source's own line about itself."""
+    config, runtime, driver = run.config, run.runtime, run.driver
+    share = World(driver.data_rank, driver.data_size)  # ranks that share a layer share the samples too
+    samples = len(data) if hasattr(data, "__len__") else None
+    most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
+    run.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
+    check_even_work(driver.model, plan, config.tail)
+    if driver.pipeline is not None:
+        check_enough_work(plan)
+    shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, driver.interleaved, even=driver.in_step)
+    run.source = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
+    # A source of the user's own may compute its batches on the GPU: there, a long time for data is no waiting.
+    run.recorder.watch_data = runtime.device.type == "cuda" and run.source is not data
+    check_logged(config, run.source)
+    return attach(run.source, share, driver, plan, config, runtime)
+
+
+def _make_step(run: Run) -> LearningRate:
+    config, runtime, driver, plan = run.config, run.runtime, run.driver, run.plan
+    rate = LearningRate(config.lr, run.optimizers.all, plan.steps, plan.global_batch)
+    run.stepper = Stepper(driver, run.optimizers, rate, run.precision, config, runtime, plan.global_batch)
+    run.dealer = open_dealer(config.speed_weights, plan, run.source, driver, runtime, run.recorder.event)
+    if run.dealer:
+        run.stepper.before_exchange = run.dealer.mark
+    return rate
+
+
+def _go_on(run: Run) -> dict[str, str]:
+    """From a checkpoint, if there is one to go on from; and what is to be told of that."""
+    told = {}
+    state = RunState(
+        run.driver.model,
+        run.optimizers,
+        run.stepper,
+        run.source,
+        run.others,
+        run.config.checkpoint.frozen,
+        run.driver.holders,
+        run.runtime.world.rank,
+    )
+    run.keeper = Keeper(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
+    run.keeper.check_space()
+    run.resumed = run.keeper.resume()
+    if run.resumed:
+        check_something_left(run.plan.steps, run.stepper.counters.step)
+        told["resumed"] = resumed_text(run.resumed, run.folder)
+        run.started -= run.resumed.seconds
+        run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
+        run.stepper.metrics_known = set(run.recorder.names)
+    if run.exactness:
+        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.changes if run.resumed else [])
+    return told
