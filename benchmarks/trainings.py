@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,13 +37,20 @@ def command(recipe: str, run_dir: Path, *words: str, ranks: int | None = None) -
 
 
 def train(recipe: str, run_dir: Path, *words: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """To its end, whatever that is; what it says is kept."""
+    """To its end, whatever that is; what it says is kept. Whoever stops the benchmark stops the training too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     asked = command(recipe, run_dir, *words, ranks=ranks)
     return subprocess.run(asked, capture_output=True, text=True, check=False)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_jsonl(run_dir / "metrics.jsonl")
+
+
+def mean_loss(lines: list[dict[str, Any]]) -> float:
+    """Over all steps. Single lines cannot be compared: a GPU's outcomes may come a step late."""
+    known = [line for line in lines if line["loss"] is not None]
+    return sum(line["loss"] * line["weight"] for line in known) / sum(line["weight"] for line in known)
 
 
 def on_ranks(ranks: int, script: str, *words: str) -> None:

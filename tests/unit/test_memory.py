@@ -121,7 +121,7 @@ def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
 def test_what_is_enough_by_itself_is_said(tmp_path: Path) -> None:
     message = TORCH_SAYS.replace("2.00 GiB", "600 bytes").replace("512.00 MiB", "300 bytes")
     found = str(explain(a_run(tmp_path), torch.OutOfMemoryError(message)))
-    assert "strategy=fsdp --nproc 2 (about 328 B less, enough by itself)" in found
+    assert "the first first: strategy=fsdp --nproc 2 (about 328 B less, enough by itself); " in found
     message = message.replace("300 bytes", "200 bytes")
     assert "strategy=fsdp --nproc 2 (about 328 B less)" in str(
         explain(a_run(tmp_path), torch.OutOfMemoryError(message))

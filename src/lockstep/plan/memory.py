@@ -43,11 +43,13 @@ class Option:
     typed: str
     saves: int | None  # None: it helps, and nobody knows how much
 
+    def enough(self, missing: int | None) -> bool:
+        return self.saves is not None and missing is not None and self.saves >= missing
+
     def text(self, missing: int | None) -> str:
         if self.saves is None:
             return self.typed
-        enough = missing is not None and self.saves >= missing
-        return f"{self.typed} (about {amount(self.saves)} less{', enough by itself' if enough else ''})"
+        return f"{self.typed} (about {amount(self.saves)} less{', enough by itself' if self.enough(missing) else ''})"
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
