@@ -25,9 +25,8 @@ def _leave(code: int) -> NoReturn:
     """End here and now. An ordinary exit tears the interpreter down while gloo's threads may still let go of
     tensors, which aborts the process now and then (pytorch#179291). What an exit does for the user is done by hand."""
     if code in (0, failure.LEFT):
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+        # Executors let their threads go; then all that are no daemons are waited for.
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter):  # files that the user left open

@@ -77,6 +77,20 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
     assert [event["event"] for event in events(tmp_path)] == ["failure"]
 
 
+def test_a_rank_ends_as_any_python_process_does(launch, tmp_path):
+    """Threads are waited for, those of executors told to go, and exit handlers run. torch's compiler has all three."""
+    code = """
+    import atexit, threading
+    from concurrent.futures import ThreadPoolExecutor
+    executor = ThreadPoolExecutor(1)  # nobody shuts it down
+    executor.submit(int).result()
+    threading.Thread(target=lambda: (time.sleep(0.2), me.note("a thread"))).start()
+    atexit.register(lambda: me.note((me.run_dir / f"0-{me.rank}").read_text() + ", then the handlers"))
+    """
+    assert launch(dedent(code)).wait() == 0
+    assert all((tmp_path / f"0-{rank}").read_text().endswith("a thread, then the handlers") for rank in (0, 1))
+
+
 def test_a_user_error_is_shown_without_a_traceback(run, capfd):
     assert run("raise UserError('asked', 'found', 'type this')").code == 2
     assert capfd.readouterr().err == "lockstep: asked\n  found: found\n  do:    type this\n"

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Blocks, tied weights, a frozen part, and one part that is used in some steps only."""
+    """Blocks, tied weights, and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,17 +94,19 @@ class Ragged(Task):
 
 
 # The sixth step is short, and the seventh begins another epoch.
-BASE = {"global_batch": 10, "micro_batch": 2, "steps": 7, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+BASE = {"global_batch": 10, "micro_batch": 2, "steps": 10, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
 BASE |= {"evaluate.batch": 15}  # four batches, the last one short
-LEAVE_AT = 3
+LEAVE_AT = 5
 
 
-def final(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
+def final(
+    world: World, store: Any, values: dict[str, Any], leave_at: int | None = None, kind: type[Ragged] = Ragged
+) -> dict[str, Any]:
     """A job: the whole model after a run, and what was measured on it."""
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
-        task = Ragged()
+        task = kind()
         if leave_at is not None:
             notice = runtime.notice
             original = run.finish
@@ -160,6 +162,29 @@ def test_every_strategy_ends_with_the_same_parameters(
     for found in pool.run(final, STRATEGIES[name], world=world):
         assert_close(found["weights"], single["weights"])
         assert found["summary"]["eval_loss"] == pytest.approx(single["summary"]["eval_loss"], rel=1e-5)
+
+
+class TiedBlocks(Ragged):
+    """The first two blocks share a weight, and the last one is used in every second step only, on all ranks."""
+
+    def model(self) -> nn.Module:
+        self.net = Small()
+        self.net.blocks[1].up.weight = self.net.blocks[0].up.weight
+        return self.net
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        last = self.net.blocks[2]
+        last.forward = (lambda x: x) if step % 2 else type(last).forward.__get__(last)  # type: ignore[method-assign]
+
+
+SHARED = ("unused", "fsdp", "fsdp-grads", "hsdp")
+
+
+def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool) -> None:
+    (expected,) = pool.run(final, {"steps": 4}, None, TiedBlocks, world=1)
+    for name in SHARED:
+        for found in pool.run(final, STRATEGIES[name] | {"steps": 4}, None, TiedBlocks, world=2):
+            assert_close(found["weights"], expected["weights"])
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ hsdp         cut inside a group of ranks, copied between groups
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -53,7 +54,7 @@ class FSDPDriver(CutDriver):
             store(module, precision)
             shard(module)
 
-        parts = find_blocks(model, blocks)
+        parts = _without_shared(find_blocks(model, blocks), model)
         if any(p.is_meta for p in model.parameters()):
             fill(model, parts, cut, seed, runtime)
         else:
@@ -71,6 +72,17 @@ class FSDPDriver(CutDriver):
     def add_gradients(self) -> None:
         if self._parts:
             agree_on_plain(self.parameters, self._parts)
+
+
+def _without_shared(parts: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """A parameter is cut with one part only. Those that share one with another part, or with the rest, are left to the
+    model as a whole."""
+    inside = {id(module) for part in parts for module in part.modules()}
+    rest = [module for module in model.modules() if id(module) not in inside]
+    holders = [{id(p) for p in part.parameters()} for part in parts]
+    times = Counter(place for holder in holders for place in holder)
+    times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
+    return [part for part, holder in zip(parts, holders, strict=True) if all(times[place] == 1 for place in holder)]
 
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
