@@ -447,7 +447,9 @@ def test_replicas_that_do_not_drift(pool: Pool) -> None:
 def test_a_run_whose_steps_all_have_weight_0(pool: Pool, job: str, tmp_path: Path) -> None:
     values = VALUES | {"steps": MANY + 2, "run_dir": str(tmp_path / "run")}
     errors = pool.errors(JOBS[job], weighted_regression(40, seed=0, zeros=1.0), values, world=2)
-    assert_user_errors(errors, f"a training of {MANY + 2} steps", "the loss of every step had weight 0", "is not saved")
+    assert_user_errors(
+        errors, f"a training of {MANY + 2} steps", "the loss of every step had weight 0", "is not written"
+    )
     assert not (tmp_path / "run" / "model.safetensors").exists()
     warnings = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["event"] == "warning"]
     assert [(event["step"], f"last {MANY} steps" in event["reason"]) for event in warnings] == [(MANY - 1, True)]
@@ -458,3 +460,26 @@ def test_one_step_with_something_in_it_is_enough(pool: Pool) -> None:
     task.tensors[-1][3] = 1
     (trace,) = pool.run(fit, task, VALUES | {"steps": 5}, world=1)
     assert (trace.summary["applied"], trace.summary["skipped"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "fix"),
+    [
+        (
+            {"nonfinite.policy": "skip"},
+            "3 were skipped for the reasons above",
+            "look at the samples",
+        ),
+        (
+            {"precision": "fp16"},
+            "3 overflowed, and each of them halved the loss scale",
+            "a smaller scaler.initial",
+        ),
+    ],
+    ids=["nan", "the scaler at work"],
+)
+def test_a_run_whose_steps_are_all_skipped(pool: Pool, values: dict[str, Any], found: str, fix: str) -> None:
+    task = weighted_regression(40, seed=0)
+    task.tensors[0][:] = float("nan")
+    (error,) = pool.errors(fit, task, VALUES | {"steps": 3} | values, world=1)
+    assert_user_errors([error], "a training of 3 steps", found, fix, "is not written")

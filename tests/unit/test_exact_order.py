@@ -208,6 +208,6 @@ def test_recurrent_layers_that_are_cut_on_a_gpu(strategy: str) -> None:
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.LSTM(2, 2)})
     config = resolve([("test", {"exact": True, "strategy": strategy})]).config
     alone = World(0, 1, 0, 1)
-    with pytest.raises(UserError, match=r"second is an LSTM.*\n.*strategy=ddp"):
+    with pytest.raises(UserError, match=r"second \(LSTM\), which cuDNN.*\n.*strategy=ddp"):
         drive_exactly(model, config, SimpleNamespace(device=torch.device("cuda"), world=alone))
     drive_exactly(model, config, SimpleNamespace(device=torch.device("cpu"), world=alone))

@@ -18,7 +18,7 @@ from again import Again
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import graphs
-from lockstep.parallel.graphs import WATCHED, Graphs, forget_recordings
+from lockstep.parallel.graphs import MOST_PATTERNS, WATCHED, Graphs, forget_recordings
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 from lockstep.recipes.hrm import HRM
 
@@ -196,6 +196,58 @@ def test_losses_that_take_turns():
             optimizer.step()
     assert device.replayed > 4
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class ManyHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 1) for _ in range(8))
+
+    def forward(self, x):
+        seen = self.trunk(x)
+        return [head(seen) for head in self.heads]
+
+
+def test_losses_that_are_new_again_and_again():
+    """Seven of eight losses come late, one after the other: the call stays a recorded one, and what must be recorded is
+    not refused in the midst of a run."""
+    plain = ManyHeads()
+    model = copy.deepcopy(plain)
+    found, device, _said = graphed(model, required=True)
+    for step in range(60):
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(3, 4))[max(0, step // 5 - 3) % 8].sum().backward()
+        assert all(_same(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    (way,) = found.ways.values()
+    assert (way.ready, len(way.patterns)) == (True, MOST_PATTERNS)
+    assert device.replayed > 60
+
+
+def _same(one, other):
+    return (one is None and other is None) or torch.equal(one, other)
+
+
+class StaleOnce(Again):
+    """Of what was recorded, one piece is not done again."""
+
+    def __init__(self, which):
+        super().__init__()
+        self._which = which
+
+    def record(self, works):
+        replays = super().record(works)
+        replays[self._which] = lambda: None
+        return replays
+
+
+@pytest.mark.parametrize("which", [1, 2, 3], ids=["the first loss", "the second", "both"])
+def test_every_backward_is_compared(which):
+    model = TwoHeads()
+    _, _, said = graphed(model, StaleOnce(which))
+    for step in range(WATCHED + 4):
+        model(torch.randn(3, 4))[step % 2].sum().backward()
+    assert ["not recorded: a gradient of a replay differs" in reason for _, reason in said] == [True]
 
 
 class Rooted(nn.Module):

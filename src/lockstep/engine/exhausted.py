@@ -75,8 +75,8 @@ def _explanation(error: RuntimeError, run: Run) -> Exception:
         blocks = len(find_blocks(run.driver.model, run.config.blocks))
         less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks)
     missing = _missing(str(error), held.to_come)
-    known = sorted([*first, *less], key=lambda option: not option.enough(missing))  # otherwise as they are
-    advice = "; ".join(option.text(missing) for option in known)
+    less = sorted(less, key=lambda option: not option.enough(missing))  # otherwise as they are
+    advice = "; ".join(option.text(missing) for option in [*first, *less])
     return UserError(asked, f"{found}; it holds {held}", f"type one of these, the first first: {advice}")
 
 

@@ -63,7 +63,7 @@ class Run:
         self.started = time.time()
         self.evaluation: Evaluation | None = None
         self._evaluated_at = 0
-        self._interval_samples = self._interval_steps = 0
+        self._interval_samples = self._interval_steps = self._interval_skips = 0
         log_samples = self.config.log.samples
         self._stopped = self._leaving = self._save_asked = False
         self._spans: tuple[Any, Any] = (None, None)  # (step, positions of its samples) of the last two
@@ -228,8 +228,8 @@ class Run:
 
     def _log(self, result: StepResult | None) -> None:
         counters, stepper = self.stepper.counters, self.stepper
-        samples, steps = self._interval_samples, self._interval_steps
-        self._interval_samples = self._interval_steps = 0
+        samples, steps, skips = self._interval_samples, self._interval_steps, self._interval_skips
+        self._interval_samples = self._interval_steps = self._interval_skips = 0
         facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": stepper.skips.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
@@ -240,10 +240,11 @@ class Run:
         if stepper.new_metrics:  # all ranks have heard of it, in the same step
             self.recorder.agree_on_names(stepper.metrics_seen)
             stepper.metrics_known, stepper.new_metrics = set(self.recorder.names), False
-        self.recorder.interval(stepper.sums, steps, samples, facts)
+        self.recorder.interval(stepper.sums, steps, samples, skips, facts)
 
     def _on_skip(self, result: StepResult, reason: str) -> str:
         """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
+        self._interval_skips += 1
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
         tally = self.stepper.settled
         losses = [float(loss) for loss in tally.sums.losses]
@@ -272,7 +273,7 @@ class Run:
             result, next(span for step, span in filter(None, self._spans) if step == result.step)
         )
         self.recorder.carry_on(self.stepper.sums, resumed.interval)
-        self._interval_samples = self._interval_steps = 0
+        self._interval_samples = self._interval_steps = self._interval_skips = 0
         self.recorder.start_clock()
 
     def _leave_evaluation(self) -> NoReturn:

@@ -23,6 +23,7 @@ class SkipPolicy:
     def __init__(self, nonfinite: NonfiniteConfig, spike: SpikeConfig):
         self.nonfinite, self.spike = nonfinite, spike
         self.skipped = 0
+        self._lowered = 0  # of these, by the fp16 loss scale at work
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
         self.rewind_wanted: StepResult | None = None  # the step to go back before, and to leave out
@@ -44,6 +45,7 @@ class SkipPolicy:
         assert result.trouble is not None
         reason = self.on_skip(result, result.trouble)
         if scale_lowered:
+            self._lowered += 1
             return
         self.failures_in_a_row += 1
         key, policy = ("spike", self.spike.policy) if is_spike(result) else ("nonfinite", self.nonfinite.policy)
@@ -61,19 +63,27 @@ class SkipPolicy:
         """At the end: weights that no step has changed must not look like the result of a training."""
         if applied or not steps:
             return
-        found = f"none was applied: {steps - self.skipped} had weight 0, and {self.skipped} were skipped (see above)"
-        raise UserError(
-            f"a training of {steps} step{'s' * (steps != 1)}",
-            found if self.skipped else "none was applied: the loss of every step had weight 0",
-            "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked), and "
-            "at the samples; the model is as it was before the first step, and is not saved",
-        )
+        asked, empty = f"a training of {steps} step{'s' * (steps != 1)}", steps - self.skipped
+        if not self.skipped:
+            found = "none was applied: the loss of every step had weight 0"
+            fix = "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked)"
+        elif self._lowered == self.skipped:
+            found = f"none was applied: {self.skipped} overflowed, and each of them halved the loss scale of fp16"
+            fix = "train for more steps, or type a smaller scaler.initial"
+        else:
+            found = f"none was applied: {self.skipped} were skipped for the reasons above"
+            fix = "look at the samples that are named above, and at the loss of an untrained model"
+        if self.skipped and empty:
+            found += f"; {empty} had weight 0"
+        end = "the model is as it was before the first step, and model.safetensors is not written"
+        raise UserError(asked, found, f"{fix}; {end}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped, self.failures_in_a_row = state["skipped"], state["failures_in_a_row"]
+        self.empty_in_a_row = 0
 
 
 SPIKE = "a loss spike"

@@ -125,7 +125,13 @@ def event_line(record: Record) -> str:
 def fact_lines(name: str, fact: str) -> str:
     """`  batch          global 8 (as asked) = ...`, and on further lines what does not fit."""
     head = f"  {name:14} "
-    return textwrap.fill(fact, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    further = " " * len(head)
+    return (
+        textwrap.fill(  # a path stays whole, to be copied
+            fact, WIDTH, initial_indent=head, subsequent_indent=further, break_on_hyphens=False, break_long_words=False
+        )
+        or head.rstrip()
+    )
 
 
 def _broken(parts: list[str]) -> str:

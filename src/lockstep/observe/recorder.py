@@ -65,8 +65,9 @@ class Recorder:
         """Something other than training took this long: the steps of the running interval keep their own time."""
         self._since += seconds
 
-    def interval(self, sums: Sums, steps: int, samples: int, facts: dict[str, Any]) -> None:
-        """End an interval of `steps`: reduce its sums over ranks, and write them once they have arrived."""
+    def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
+        """End an interval of `steps`, of which some were skipped: reduce its sums over ranks, and write them once they
+        have arrived."""
         names = list(self.names)
         taken = sums.take(names, self.runtime.device)
         packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
@@ -86,7 +87,7 @@ class Recorder:
         def record() -> dict[str, Any]:
             values = host.tolist()
             self._look_for_waiting(values[2 * len(names) :], facts["step"])
-            return _record(names, values, seconds, facts, carried)
+            return _record(names, values, seconds, facts, carried, skipped)
 
         self._waiting.append((_arrival(packed), record))
         self.poll()
@@ -192,12 +193,12 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 def _record(
-    names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float
+    names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float, skipped: int
 ) -> dict[str, Any]:
     """`carried`: weight from before a resume, for which no time was spent here."""
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
-    # None: no outcome is known yet, since a GPU's come a step late. If every step was skipped, that is news.
-    loss = means.pop("loss", math.nan if facts.get("skipped") else None)
+    # None: no outcome is known yet, since a GPU's come a step late; or all had weight 0. A skipped step is news.
+    loss = means.pop("loss", math.nan if skipped else None)
     rate = (weight - carried) / seconds
     return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}

@@ -87,24 +87,26 @@ def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
 
 
 class Watch:
-    """Names a rank that has been slow for a while; then says nothing for some minutes, whoever is slow."""
+    """Names a rank that has been slow for a while, once; then says nothing for some minutes, whoever is slow."""
 
     def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
         self.threshold, self._clock = threshold, clock
         self._rank: int | None = None
         self._intervals, self._since = 0, 0.0  # of that rank's slowness, without a gap
-        self._silent_until = -float("inf")
+        self._silent_until, self._told = -float("inf"), (-1, "")  # the rank and the cause that were named last
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> Slow | None:
         now, found = self._clock(), slowest(rows, self.threshold)
         rank = found.rank if found else None
+        if found is None:
+            self._told = (-1, "")
         if rank != self._rank:
             self._rank, self._intervals, self._since = rank, 0, now
         self._intervals += 1
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
-        if found is None or not lasts or now < self._silent_until:
+        if found is None or not lasts or now < self._silent_until or (found.rank, found.cause) == self._told:
             return None
-        self._silent_until = now + SILENCE_S
+        self._silent_until, self._told = now + SILENCE_S, (found.rank, found.cause)
         return found
 
 

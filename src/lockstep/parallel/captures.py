@@ -191,7 +191,7 @@ class Capture:
     def __init__(self, trip: Trip, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: Device):
         self._trip, self._reached = trip, reached
         self._everything: Pattern = (True,) * len(reached)
-        self._patterns = [*(pattern for pattern in patterns if pattern != self._everything), self._everything]
+        self.patterns = [*(pattern for pattern in patterns if pattern != self._everything), self._everything]
         self._gradients: dict[Pattern, list[Tensor | None]] = {}  # of the sources, where each backward leaves them
         self._starts: list[Tensor] = []
         self._one_for_all = False
@@ -207,7 +207,7 @@ class Capture:
             # Between two recordings, so that no replay fills them anew.
             self._starts = [torch.zeros_like(output) for output in self._trip.differentiable]
             self._one_for_all = self._trip.compiled
-            for pattern in self._patterns[-1:] if self._one_for_all else self._patterns:
+            for pattern in self.patterns[-1:] if self._one_for_all else self.patterns:
                 starts = [start if given else None for start, given in zip(self._starts, pattern, strict=True)]
                 yield partial(_go_back, self._trip, starts, pattern != self._everything, self._gradients, pattern)
 

@@ -44,8 +44,8 @@ def _refuse_recurrent(model: nn.Module, strategy: str) -> None:
         if isinstance(module, nn.RNNBase):
             raise UserError(
                 f"exact=true strategy={strategy} on a GPU",
-                f"{name or 'the model'} is an {type(module).__name__}: cuDNN computes it with other bits when its "
-                "weights are gathered from the parts that ranks hold",
+                f"{name or 'the model'} ({type(module).__name__}), which cuDNN computes with other bits when its "
+                "weights are gathered from the parts that several ranks hold",
                 "type strategy=ddp",
             )
 

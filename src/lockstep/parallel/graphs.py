@@ -30,7 +30,8 @@ WATCHED = 5  # calls that run plainly; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # of the device's time: so long does the host take to hand out the work, or longer
 MOST_RECORDED = 8
 MOST_KNOWN = 64  # ways of calling that are told apart at all
-MOST_DROPS = 2  # of a recording that is of no use any more, before none is made again
+MOST_MOVES = 2  # of tensors in memory, before nothing is recorded any more
+MOST_PATTERNS = 6  # sets of results that gradients come back to, each with a backward of its own
 
 Tell = Callable[..., None]
 
@@ -87,7 +88,7 @@ class Way:
 
     name: str
     calls: int = 0
-    times_dropped: int = 0
+    moves: int = 0
     there: Stretch = field(default_factory=Stretch)
     back: Stretch = field(default_factory=Stretch)
     patterns: list[Pattern] = field(default_factory=list)  # to which results gradients came back, each way once
@@ -104,7 +105,7 @@ class Graphs:
     def __init__(self, model: nn.Module, call: Callable[..., Any], device: Device, required: bool, tell: Tell):
         self.model, self.call, self.device, self.required, self.tell = model, call, device, required, tell
         self.ways: dict[Hashable, Way] = {}
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         self._modules = list(model.modules())
         self._settings, self._loose = Settings(self._modules), loose_tensors(self._modules)
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -187,13 +188,14 @@ class Graphs:
     def _compare(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
         """With the next call's arguments: not those that it was recorded with."""
         assert way.capture is not None
-        trip = Trip(self.call, self._parameters, tensors, rest, self.device.type)
-        try:
-            why = compare(way.capture, trip, (way.patterns or [()])[0], self.model, self.device)
-        except Exception as error:
-            why = first_line(error)
-        if why:
-            return self._refuse(way, why)
+        make = partial(Trip, self.call, self._parameters, tensors, rest, self.device.type)
+        for pattern in way.capture.patterns:
+            try:
+                why = compare(way.capture, make(), pattern, self.model, self.device)
+            except Exception as error:
+                why = first_line(error)
+            if why:
+                return self._refuse(way, why)
         way.ready = True
         self.tell("graph", call=way.name, reason=f"recorded, and equal to a plain call{self._times(way)}")
 
@@ -226,20 +228,21 @@ class Graphs:
                 way.told_waiting = True
                 self._say(way.name, "a second forward before the backward of the first one runs plainly")
             return False
-        if way.capture.strange:
+        if way.capture.strange and len(way.patterns) < MOST_PATTERNS:  # of further ones the backward of all takes care
             way.patterns.append(way.capture.strange)
-            self._drop(way, "a gradient came back to other results than before")
+            self._drop(way, "gradients came back to other results than before")
         elif way.addresses != self._addresses():
-            self._drop(way, "a parameter, buffer or other tensor has moved in memory")
+            way.moves += 1
+            if way.moves > MOST_MOVES:
+                self._refuse(way, "parameters, buffers or other tensors move in memory again and again")
+            else:
+                self._drop(way, f"a parameter, buffer or other tensor has moved in memory (time {way.moves})")
         return way.ready
 
     def _drop(self, way: Way, why: str) -> None:
         """What was recorded is of no use any more."""
-        way.calls, way.ready, way.capture, way.times_dropped = WATCHED, False, None, way.times_dropped + 1
-        if way.times_dropped > MOST_DROPS:
-            self._refuse(way, f"{why}, for the {way.times_dropped}th time")
-        else:
-            self._say(way.name, f"{why} (time {way.times_dropped}): recorded anew")
+        way.calls, way.ready, way.capture = WATCHED, False, None
+        self._tell_once(way.name, f"recorded anew: {why}")
 
     def _addresses(self) -> list[int]:
         tensors = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
@@ -254,9 +257,12 @@ class Graphs:
         """`training`: whether this is a call that graph=true wants to have recorded."""
         if self.required and training:
             raise UserError("graph=true", f"{type(self.model).__name__} ({call}): {why}", "type graph=auto")
-        if (text := f"{call}: {why}") not in self._told:
-            self._told.add(text)
-            self.tell("graph", call=call, reason=f"not recorded: {why}")
+        self._tell_once(call, f"not recorded: {why}")
+
+    def _tell_once(self, call: str, reason: str) -> None:
+        if (call, reason) not in self._told:
+            self._told.add((call, reason))
+            self.tell("graph", call=call, reason=reason)
 
     # ---- watching plain calls ----
 

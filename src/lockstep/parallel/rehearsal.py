@@ -62,28 +62,23 @@ class Surroundings:
 def rehearse(
     make: Callable[[], Trip], patterns: Sequence[Pattern], model: nn.Module, device: Device
 ) -> tuple[list[set[int]], str | None]:
-    """The call there and back, in each of `patterns`, and once more under supervision. Which sources the gradient of
-    each result goes to; and what speaks against recording it."""
+    """The call there and back, in each of `patterns`, twice: the second time under supervision. Which sources the
+    gradient of each result goes to; and what speaks against recording it."""
     around = Surroundings(model, device.generator())
     try:
         reached: list[set[int]] = []
-        for pattern in patterns:  # whatever is still to be compiled, tuned or allocated
-            reached = _there_and_back(make(), pattern)
+        for pattern in patterns:
+            reached = _there_and_back(make(), pattern)  # whatever is still to be compiled, tuned or allocated
             around.restore()
-        trip = make()
-        versions = [tensor._version for tensor in trip.inputs]
-        with device.strict():
-            _there_and_back(trip, patterns[0])
-        if [tensor._version for tensor in trip.inputs] != versions:
-            return [], "it changes its inputs in place"
-        if not trip.keeps_arguments:
-            return [], "it puts something else into its arguments (a cache, say), which a replay would not"
-        if around.drawn_on_host():
-            return [], "it draws random numbers on the host"
-        if replaced := around.replaced():
-            return [], f"it replaces the buffer {replaced[0]} instead of changing it in place"
-        if left := around.attributes_set():
-            return [], f"it sets {left[0]}, which a replay would not"
+            trip = make()
+            versions = [tensor._version for tensor in trip.inputs]
+            with device.strict():
+                _there_and_back(trip, pattern)
+            if [tensor._version for tensor in trip.inputs] != versions:
+                return [], "it changes its inputs in place"
+            if why := _left_behind(trip, around):
+                return [], why
+            around.restore()
     except Opaque as error:
         return [], f"it returns {error}"
     except Exception as error:
@@ -91,6 +86,19 @@ def rehearse(
     finally:
         around.restore()
     return reached, None
+
+
+def _left_behind(trip: Trip, around: Surroundings) -> str | None:
+    """What a call has done besides returning something, and a replay would not do."""
+    if not trip.keeps_arguments:
+        return "it puts something else into its arguments (a cache, say), which a replay would not"
+    if around.drawn_on_host():
+        return "it draws random numbers on the host"
+    if replaced := around.replaced():
+        return f"it replaces the buffer {replaced[0]} instead of changing it in place"
+    if left := around.attributes_set():
+        return f"it sets {left[0]}, which a replay would not"
+    return None
 
 
 def _there_and_back(trip: Trip, pattern: Pattern) -> list[set[int]]:
