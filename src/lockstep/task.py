@@ -151,6 +151,8 @@ class Task:
     """Values of the run's configuration that suit this task; files and the command line override them."""
     presets: dict[str, dict[str, Any]] = {}
     """Named sets of values: `preset=tiny`."""
+    lasting: tuple[str, ...] = ()
+    """Settings that a resumed run must keep, such as "global_batch": those that the task's own state goes with."""
     option_rules: tuple[OnlyWith, ...] = ()
     """Options that count only with others. Those of a preset are left out where they do not count; a constructor
     refuses what is left with `without_effect`."""

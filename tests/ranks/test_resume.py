@@ -227,14 +227,19 @@ class MoreData(Averaged):
         return TensorDataset(torch.randn(LENGTH + 1, 6), torch.randn(LENGTH + 1))
 
 
+class Slots(Averaged):
+    lasting = ("global_batch",)
+
+
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
+        (Slots(), {"global_batch": 4}, ("to go on with global_batch=4", "goes with that", "type global_batch=")),
         (OtherNet(), {}, ("the model of the checkpoint", "missing, first '0.bias'")),
         (OtherOptimizer(), {}, ("2 optimizers, here 1",)),
         (Untied(), {}, ("tied",)),
         (MoreData(), {}, ("45 samples now, 44 when",)),
-        (Averaged(), {"seed": 7}, ("an order of the samples other than", "seed")),
+        (Averaged(), {"seed": 7}, ("an order of the samples other than", "has changed (seed: 0 -> 7)")),
         (Averaged(), {"data.shuffle": False}, ("data.shuffle",)),
     ],
 )

@@ -59,7 +59,7 @@ class Exactness:
             raise UserError(
                 "exact=true",
                 f"data from a {type(source).__name__}: which samples make up a micro-batch follows the number of ranks",
-                "return a dataset with a length and __getitem__",
+                "return a dataset with a length and __getitem__; or leave exact out",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         changes = [*self._changes, *(change for change in settings if change.startswith(tuple(f"{c}:" for c in CUT)))]
@@ -77,7 +77,7 @@ class Exactness:
                 raise UserError(
                     "exact=true with a model whose buffers stay as they are in training",
                     f"the buffer {name!r} changed in the first step; it follows the samples that a rank has seen",
-                    "keep such numbers in the task, or compute them from the step; or type exact=false",
+                    "keep such numbers in the task, or compute them from the step; or leave exact out",
                 )
         self._buffers = {}
 

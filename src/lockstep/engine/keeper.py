@@ -111,7 +111,8 @@ class Keeper:
         values = found.manifest.values
         _check_version(values)
         changes = _config_changes(values["config"], self.config)
-        changes += self.state.restore(Reader(found.path, found.manifest), values["state"])
+        _check_lasting(changes, {key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())})
+        changes += self.state.restore(Reader(found.path, found.manifest), values["state"], changes)
         step = self.state.stepper.counters.step
         own = found.path.resolve().parent == self.store.root.resolve()
         if self.runtime.is_main and own:
@@ -341,6 +342,18 @@ def _config_changes(saved: dict[str, str], config: RunConfig) -> list[str]:
     now = {key: typed(value) for key, value in flatten(config).items()}
     keys = [key for key in {**saved, **now} if key not in NOT_COMPARED and saved.get(key) != now.get(key)]
     return [f"{key}: {saved.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys]
+
+
+def _check_lasting(changes: list[str], lasting: set[str]) -> None:
+    """The task said that its own state goes with these settings."""
+    for change in changes:
+        key, _, (before, _, now) = *change.partition(": ")[:2], change.partition(": ")[2].partition(" -> ")
+        if key in lasting:
+            raise UserError(
+                f"to go on with {key}={now}",
+                f"a run with {key}={before}, and the state that its task has saved goes with that",
+                f"type {key}={before}, or start a new run from the exported weights",
+            )
 
 
 def _check_version(values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ Nothing in it knows a rank or a number of ranks: whatever saved it, any world ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -121,8 +121,9 @@ class RunState:
         whole_ones = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
         return {name: digest(other.state_dict()) for name, other in whole_ones.items()}
 
-    def restore(self, reader: Reader, values: Values) -> list[str]:
-        """Put everything back in place. Returns what the user has changed since, in words."""
+    def restore(self, reader: Reader, values: Values, settings: Sequence[str] = ()) -> list[str]:
+        """Put everything back in place. `settings`: those that are not as they were. Returns what else the user has
+        changed since, in words."""
         self._restore_model(reader, values["model"])
         changed = []
         for number, saved in enumerate(_as_many(values["optimizers"], len(self.optimizers.all))):
@@ -130,7 +131,7 @@ class RunState:
         self.stepper.load_state_dict(values["stepper"])
         parts = {name: self._part(name, state, reader) for name, state in values["parts"].items()}
         self.source.load_state_dict(parts.pop("data"))
-        _check_next_samples(values["next_samples"], next_samples(self.source))
+        _check_next_samples(values["next_samples"], next_samples(self.source), settings)
         for name, owner in self.others.items():
             saved, here = parts.pop(name, None), owner.state_dict()
             if saved:
@@ -302,12 +303,17 @@ def next_samples(source: BatchSource) -> str | None:
     return digest(upcoming()) if upcoming else None
 
 
-def _check_next_samples(saved: str | None, here: str | None) -> None:
+DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
+
+
+def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[str]) -> None:
     if saved is not None and here is not None and saved != here:
+        guilty = ", ".join(setting for setting in settings if setting.startswith(DECIDE_ORDER))
+        back = f"take back what has changed ({guilty})" if guilty else "restore the dataset as it was"
         raise UserError(
             "to go on at the next sample",
             "an order of the samples other than the one the run had: the next ones are not those it would have taken",
-            "restore seed, data.shuffle and the dataset as they were; or start a new run from the exported weights",
+            f"{back}; or start a new run from the exported weights",
         )
 
 

@@ -57,6 +57,7 @@ class HRM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.1},
     }
     presets = PRESETS
+    lasting = ("global_batch",)  # a puzzle stays in its slot
     option_rules = (
         *OF_PUZZLES,
         OnlyWith(GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
