@@ -147,17 +147,20 @@ def settled(kind: type[Any], resolved: Resolved) -> Resolved:
     them off. The others are refused."""
     from lockstep.task import option_defaults, refusals
 
-    rules, defaults, task = getattr(kind, "option_rules", ()), option_defaults(kind), dict(resolved.config.task)
+    rules, task = getattr(kind, "option_rules", ()), dict(resolved.config.task)
+    if not rules or not task:
+        return resolved
+    defaults = option_defaults(kind)
     layer = {name: _layer(resolved.layers, name) for name in task}
     pairs = [(rule, name) for rule in rules for name in rule.options]
-    while unread := [
-        (name, rule.of)
-        for rule, name in pairs
-        if name in task and name in rule.idle(defaults | task) and _untyped(rule, name, layer, resolved.layers)
-    ]:
-        name, switch = unread[0]
+
+    def unread(rule: OnlyWith, name: str) -> bool:
+        return name in task and name in rule.idle(defaults | task) and _untyped(rule, name, layer, resolved.layers)
+
+    while found := next((pair for pair in pairs if unread(*pair)), None):
+        rule, name = found
         del task[name]
-        layer[name] = layer.get(switch, -1)  # it is as that wants it
+        layer[name] = layer.get(rule.of, -1)  # it is as that wants it
     if problems := refusals(kind, rules, task):
         raise ConfigError(list(problems.values()))
     gone = tuple(f"task.{name}." for name in resolved.config.task.keys() - task.keys())

@@ -86,7 +86,12 @@ def test_frozen_readers_are_left_out_of_checkpoints(runs):
 
 def test_a_wire_does_not_go_on_with_other_readers(pool, runs):
     """Nor could it with those of another version: what to do then is said."""
-    more = {"task.frozen": str(runs / "others"), "task.reader_accuracy": 0.0, "run_dir": str(runs / "next"), "steps": 30}
+    more = {
+        "task.frozen": str(runs / "others"),
+        "task.reader_accuracy": 0.0,
+        "run_dir": str(runs / "next"),
+        "steps": 30,
+    }
     more["resume"] = str(max((runs / "one" / "checkpoints").glob("step-*")))
     (error,) = pool.errors(train, LatentWire, SETTINGS | more, world=1)
     assert_user_errors([error], "the frozen parameter", "goes on only with the Lockstep that wrote it")
