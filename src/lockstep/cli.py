@@ -147,6 +147,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
     resolved = targets.settled(kind, resolve_for(kind.defaults, kind.presets, layers))
+    targets.make_task(kind, resolved.config.task)  # what training would refuse is not shown as if it worked
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {typed(value):24} {source}")
     return 0

@@ -228,8 +228,9 @@ def fit_shipped(path: str, layers: list[Layer]) -> None:
 
     with open(path, "rb") as file:
         task, options = cloudpickle.load(file)
-    resolved = targets.settled(type(task), resolve_for(task.defaults, task.presets, layers))
-    _fit_here(task, resolved if options else resolved.without_options(), type(task).__name__.lower())
+    resolved = resolve_for(task.defaults, task.presets, layers)
+    resolved = targets.settled(type(task), resolved) if options else resolved.without_options()
+    _fit_here(task, resolved, type(task).__name__.lower())
 
 
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:

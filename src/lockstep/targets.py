@@ -8,13 +8,17 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from lockstep.config import Resolved
-from lockstep.config.rules import PREPARED
+from lockstep.config import Layer, Resolved, flatten
+from lockstep.config.rules import PREPARED, by_a_run
 from lockstep.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from lockstep.task import OnlyWith
 
 RECIPES = Path(__file__).parent / "recipes"
 CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")  # what every task has, see task.py
@@ -138,15 +142,43 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
 
 def settled(kind: type[Any], resolved: Resolved) -> Resolved:
-    """Without what a preset, or the task itself, has set for other options than those that were asked for: there it
-    would have no effect. What somebody has typed stays, and is refused by the task."""
-    config, sources = resolved.config, resolved.sources
-    defaults = {name: option.default for name, option in _signature(kind).parameters.items()}
-    idle = {name for rule in getattr(kind, "option_rules", ()) for name in rule.idle(defaults | config.task)}
-    unread = {key for key in (f"task.{name}" for name in idle) if sources.get(key, "").startswith(PREPARED)}
-    task = {name: value for name, value in config.task.items() if f"task.{name}" not in unread}
-    left = {key: source for key, source in sources.items() if key not in unread}
-    return Resolved(config.model_copy(update={"task": task}), left)
+    """Without options that do not count beside what was asked for, where nobody has typed them for it: those of a
+    preset or of the task itself, of a configuration that a run has written, and of a weaker source than what switches
+    them off. The others are refused."""
+    from lockstep.task import option_defaults, refusals
+
+    rules, task = getattr(kind, "option_rules", ()), dict(resolved.config.task)
+    if not rules or not task:
+        return resolved
+    defaults = option_defaults(kind)
+    layer = {name: _layer(resolved.layers, name) for name in task}
+    pairs = [(rule, name) for rule in rules for name in rule.options]
+
+    def unread(rule: OnlyWith, name: str) -> bool:
+        return name in task and name in rule.idle(defaults | task) and _untyped(rule, name, layer, resolved.layers)
+
+    while found := next((pair for pair in pairs if unread(*pair)), None):
+        rule, name = found
+        del task[name]
+        layer[name] = layer.get(rule.of, -1)  # it is as that wants it
+    if problems := refusals(kind, rules, task):
+        raise ConfigError(list(problems.values()))
+    gone = tuple(f"task.{name}." for name in resolved.config.task.keys() - task.keys())
+    sources = {key: source for key, source in resolved.sources.items() if not f"{key}.".startswith(gone)}
+    return replace(resolved, config=resolved.config.model_copy(update={"task": task}), sources=sources)
+
+
+def _untyped(rule: OnlyWith, name: str, layer: Mapping[str, int], layers: Sequence[Layer]) -> bool:
+    """Whether nobody has asked for an option beside what switches it off. `layer`: which one has set it."""
+    source, values = layers[layer[name]]
+    weaker = layer[name] < layer.get(rule.of, -1)
+    return source.startswith(PREPARED) or (rule.refused and (weaker or by_a_run(values)))
+
+
+def _layer(layers: Sequence[Layer], name: str) -> int:
+    """The strongest one that sets an option."""
+    sets = [any(f"{key}.".startswith(f"task.{name}.") for key in flatten(values)) for _, values in layers]
+    return max(place for place, here in enumerate(sets) if here)
 
 
 def _signature(kind: type[Any]) -> inspect.Signature:

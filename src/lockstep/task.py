@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.leaves import typed
+from lockstep.config.schema import flatten
 from lockstep.errors import UserError
 
 Weight = int | float | Tensor
@@ -111,34 +112,76 @@ class Surroundings:
 @dataclass(frozen=True, slots=True)
 class OnlyWith:
     """Options that count only with some values of another one, `of`: with those in `values`, or with all but `never`.
-    `found` says what is there otherwise."""
+    `found` says what is there otherwise. With `refused=False` somebody may still give them beside other values, and
+    only those of a preset are left out."""
 
     options: tuple[str, ...]
     of: str
     values: tuple[Any, ...] = ()
     never: tuple[Any, ...] = ()
     found: str = ""
+    refused: bool = True
 
     def idle(self, given: Mapping[str, Any]) -> list[str]:
-        """Of the options in `given`, those that would have no effect."""
+        """Of the options in `given`, those that do not count; none where nobody knows what `of` is."""
+        if self.of not in given:
+            return []
         on = given[self.of] in self.values if self.values else given[self.of] not in self.never
         return [] if on else [name for name in self.options if name in given]
 
 
-def without_effect(
-    kind: Callable[..., Any], rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task."
-) -> list[UserError]:
-    """Options of `kind` that are not as they are when nobody sets them, and that nobody would read."""
-    defaults = {name: option.default for name, option in inspect.signature(kind).parameters.items()}
-    problems = {}
-    for rule in rules:
+def option_defaults(kind: type[Any], handed_on: bool = False) -> dict[str, Any]:
+    """What the options of `kind` are when nobody sets them. `handed_on`: with those that its constructor takes as
+    `**options`, which are what the class above has, if nothing comes in between."""
+    found: dict[str, Any] = {}
+    for owner in (one for one in kind.__mro__ if "__init__" in vars(one)):
+        parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+        found = {p.name: p.default for p in parameters if p.default is not p.empty} | found
+        if not handed_on or all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def refusals(
+    kind: type[Any], rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task."
+) -> dict[str, UserError]:
+    """By name, the options in `given` that are not as they are when nobody sets them, and that nobody would read.
+    What switches them off is judged only if it is given, or if the constructor of `kind` itself says what it is."""
+    known, usual = option_defaults(kind) | dict(given), option_defaults(kind, handed_on=True)
+    problems: dict[str, UserError] = {}
+    for rule in (rule for rule in rules if rule.refused):
         switch = f"{prefix}{rule.of}"
         on = f"type {switch}={typed(rule.values[0])}" if rule.values else f"give {switch} another value"
-        for name in rule.idle(given):
-            if given[name] != defaults[name] and name not in problems:
-                asked = f"{prefix}{name}={typed(given[name])} with {switch}={typed(given[rule.of])}"
+        for name in rule.idle(known):
+            changed = name in given and (name not in usual or given[name] != usual[name])
+            if changed and name not in problems:
+                asked = f"{prefix}{name}={typed(given[name])} with {switch}={typed(known[rule.of])}"
                 problems[name] = UserError(asked, rule.found, f"leave {prefix}{name} out, or {on}")
-    return list(problems.values())
+    return problems
+
+
+def without_effect(task: Task, maker: type[Task], given: Mapping[str, Any]) -> list[UserError]:
+    """For the constructor of the class `maker`: `without_effect(self, MyTask, locals())`. Who extends a preset has not
+    typed what it holds: that is no mistake. And where a subclass has a constructor of its own, only that one knows what
+    was typed: nothing is said here."""
+    if type(task).__init__ is not maker.__init__:
+        return []
+    extended = [preset for preset in map(_options_of, task.presets.values()) if _extends(given, preset)]
+    problems = refusals(maker, task.option_rules, given)
+    return [
+        problem
+        for name, problem in problems.items()
+        if not any(name in preset and preset[name] == given[name] for preset in extended)
+    ]
+
+
+def _options_of(preset: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix("task."): value for key, value in flatten(preset).items() if key.startswith("task.")}
+
+
+def _extends(given: Mapping[str, Any], preset: Mapping[str, Any]) -> bool:
+    """Whether most of what the preset holds is given."""
+    return 2 * sum(name in given and given[name] == value for name, value in preset.items()) > len(preset)
 
 
 class Task:
@@ -153,9 +196,11 @@ class Task:
     """Named sets of values: `preset=tiny`."""
     lasting: tuple[str, ...] = ()
     """Settings that a resumed run must keep, such as "global_batch": those that the task's own state goes with."""
+    frozen_advice: str = "build the model with the same frozen weights"
+    """What to do about a checkpoint that holds only digests of the frozen weights, and of others than the model has."""
     option_rules: tuple[OnlyWith, ...] = ()
-    """Options that count only with others. Those of a preset are left out where they do not count; a constructor
-    refuses what is left with `without_effect`."""
+    """Options that count only with others. Where they do not, those of a preset are left out, and typed ones refused;
+    for those that are given in Python, a constructor calls `without_effect`."""
 
     def model(self) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__}.model() must return an nn.Module")

@@ -26,7 +26,7 @@ from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWo
 from lockstep.recipes.latent_wire.wire import from_replay, from_text
 from lockstep.recipes.latent_wire.world import FactWorld
 from lockstep.testing import fail_at
-from ranks.support import train
+from ranks.support import assert_user_errors, train
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = LatentWire.presets["tiny"]["task"]
@@ -82,6 +82,19 @@ def test_frozen_readers_are_left_out_of_checkpoints(runs):
     assert any("encoder" in name for name in names)
     assert not any("readers." in name for name in names)
     assert "readers.0.embed.weight" in (checkpoint / "manifest.json").read_text()  # its digest
+
+
+def test_a_wire_does_not_go_on_with_other_readers(pool, runs):
+    """Nor could it with those of another version: what to do then is said."""
+    more = {
+        "task.frozen": str(runs / "others"),
+        "task.reader_accuracy": 0.0,
+        "run_dir": str(runs / "next"),
+        "steps": 30,
+    }
+    more["resume"] = str(max((runs / "one" / "checkpoints").glob("step-*")))
+    (error,) = pool.errors(train, LatentWire, SETTINGS | more, world=1)
+    assert_user_errors([error], "the frozen parameter", "goes on only with the Lockstep that wrote it")
 
 
 def test_the_cost_falls(runs):

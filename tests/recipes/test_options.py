@@ -1,11 +1,15 @@
 """Options that count only with others: refused where somebody has given them, left out where a preset has."""
 
+import json
 import re
 from typing import Any
 
 import pytest
 
-from lockstep.config import resolve_for
+from lockstep import doors
+from lockstep.cli import main
+from lockstep.config import flatten, read_layers, resolve_for
+from lockstep.doors import fit
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.char_lm import TASK as CHAR_LM
 from lockstep.recipes.clstm_ppo import TASK as CLSTM_PPO
@@ -14,7 +18,7 @@ from lockstep.recipes.hrm.build import Build, build
 from lockstep.recipes.latent_wire import TASK as LATENT_WIRE
 from lockstep.recipes.pixel_llm import TASK as PIXEL_LLM
 from lockstep.targets import make_task, settled
-from lockstep.task import Task
+from lockstep.task import OnlyWith, Task
 
 ALL = (CHAR_LM, LATENT_WIRE, CLSTM_PPO, PIXEL_LLM, HRM)
 # The task, what makes options idle, and these.
@@ -91,7 +95,7 @@ def test_an_option_that_nobody_would_read_is_refused(task, switch, options, tmp_
 
 
 def test_every_rule_has_a_row():
-    ruled = {(task, name) for task in ALL for rule in task.option_rules for name in rule.options}
+    ruled = {(task, name) for task in ALL for rule in task.option_rules if rule.refused for name in rule.options}
     assert ruled <= {(task, name) for task, _, options in IDLE for name in options}
 
 
@@ -111,6 +115,141 @@ def test_what_a_preset_has_set_for_another_game_is_left_out():
     assert not any(key in resolved.sources for key in ("task.assets", "task.foresight"))
     with pytest.raises(ConfigError, match=r"task.assets=8 with task.game=cue"):
         made(task, {"game": "cue", "assets": 8}, "gpu")  # the same number, but typed
+
+
+def test_a_preset_can_be_extended_in_python():
+    """What most of a preset was given with was not typed. One value that a preset happens to have was."""
+    gpu, tiny = CLSTM_PPO.presets["gpu"]["task"], HRM.presets["tiny"]["task"]
+    CLSTM_PPO(**gpu | {"variant": "mlp"})
+    HRM(**tiny | {"puzzle": "maze", "maze_size": 5})
+    with pytest.raises(ConfigError, match=r"1 problem.*\n- task.cascade=2 with task.variant=mlp"):
+        CLSTM_PPO(**gpu | {"variant": "mlp", "cascade": 2})
+    with pytest.raises(ConfigError, match=r"task.linears=3 with task.variant=mlp"):
+        CLSTM_PPO(variant="mlp", linears=gpu["linears"])
+
+
+# ---- classes that are derived from a recipe ----
+
+
+class Narrow(HRM):
+    def __init__(self, *, width: int = 32):
+        super().__init__(width=width, maze_size=9)  # for the day that the puzzle is a maze
+
+
+class Wide(HRM):
+    def __init__(self, loudness: float = 1.0, **options: Any):
+        super().__init__(**options)
+
+
+class Mazes(HRM):
+    def __init__(self, **options: Any):
+        super().__init__(puzzle="maze", **options)
+
+
+class Moody(HRM):
+    option_rules = (*HRM.option_rules, OnlyWith(("strength",), "mode", ("loud",), found="silence"))
+
+    def __init__(self, *, puzzle: str = "sudoku4", maze_size: int = 9, mode: str = "quiet", strength: float = 1.0):
+        super().__init__(puzzle=puzzle, maze_size=maze_size)
+
+
+def derived(task: type[Task], **typed: Any) -> Task:
+    """As the command does, without the presets of the recipe, which have options that these classes lack."""
+    values = {f"task.{name}": value for name, value in typed.items()}
+    return make_task(task, settled(task, resolve_for({}, {}, [("command line", values)])).config.task)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    for task in (Narrow, Wide, Mazes, Moody):
+        assert isinstance(task(), HRM)
+        assert isinstance(derived(task), HRM)
+    assert derived(Narrow, width=64).width == 64
+    assert derived(Wide, loudness=2.0, width=64, holes=5).asked.holes == 5
+    assert derived(Mazes, maze_size=7).asked.size == 7  # who knows what the class hands on
+    assert derived(Moody, puzzle="idgrid").asked.size == 9  # which nobody typed
+    assert derived(Wide, puzzle="maze", holes=None).asked.holes is None  # as it is when nobody sets it
+    for task, typed, refused in (
+        (Wide, {"puzzle": "maze", "holes": 5}, "task.holes=5 with task.puzzle=maze"),
+        (Moody, {"maze_size": 7}, "task.maze_size=7 with task.puzzle=sudoku4"),
+        (Moody, {"strength": 2.0}, "task.strength=2.0 with task.mode=quiet"),
+    ):
+        with pytest.raises(ConfigError, match=refused):
+            derived(task, **typed)
+
+
+def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        doors, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved.config.task))
+    )
+    for task, options in ((Narrow(), {}), (HRM(width=64, heads=2), {"width": 64, "heads": 2})):
+        with doors._shipped(task, options) as path:
+            doors.fit_shipped(path, [("argument", {"task": options})])
+    [narrow, (width, recorded)] = seen
+    assert narrow == (32, {})
+    assert (width, recorded["heads"]) == (64, 2)
+
+
+# ---- where the options come from ----
+
+
+def test_a_configuration_that_a_run_has_written_is_read_again(tmp_path, monkeypatch):
+    """It has every key, whoever chose it; that of an older version has fewer of them, and options that do not count."""
+    layers = [("command line", {"preset": "tiny", "task.data_path": "puzzles"})]
+    values = flatten(resolve_for(HRM.defaults, HRM.presets, layers).config)
+    assert "task.train_size" in values
+    (tmp_path / "config.yaml").write_text(json.dumps({key: values[key] for key in values if key != "attention"}))
+    file = str(tmp_path / "config.yaml")
+    again = settled(HRM, resolve_for(HRM.defaults, HRM.presets, read_layers([file], [])))
+    assert "train_size" not in again.config.task
+    assert make_task(HRM, again.config.task).data_path == "puzzles"
+    monkeypatch.setattr(doors, "_fit_here", lambda task, resolved, name: resolved.config.task)
+    assert "train_size" not in fit(HRM, file, steps=3)
+    with pytest.raises(ConfigError, match=r"task.test_size=7 with task.data_path=puzzles"):
+        fit(HRM, file, **{"task.test_size": 7})
+    with pytest.raises(ConfigError, match=r"task.holes=9 with task.data_path=puzzles"):
+        settled(HRM, resolve_for(HRM.defaults, HRM.presets, read_layers([file], ["task.holes=9"])))
+
+
+def test_a_command_line_may_leave_the_options_of_a_file_alone(tmp_path, capsys):
+    """The other way round they are refused; and what would not be trained is not shown as if it were."""
+    (tmp_path / "mine.yaml").write_text("task: {holes: 9}\n")
+    (tmp_path / "maze.yaml").write_text("task: {puzzle: maze}\n")
+    show = ["config", "show", "hrm", "preset=tiny", "--config"]
+    assert main([*show, str(tmp_path / "mine.yaml"), "task.puzzle=maze", "task.maze_size=5"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"task.maze_size +5 +command line", shown)
+    assert "task.holes" not in shown
+    for typed, refused in (("task.holes=9", "task.holes=9 with task.puzzle=maze"), ("task.loss=none", "task.loss")):
+        assert main([*show, str(tmp_path / "maze.yaml"), typed]) == 2
+        assert refused in capsys.readouterr().err
+
+
+def test_what_goes_with_its_switch_goes_too():
+    """`tone` counts with a voice, and `voice` with sound: without sound nobody has to take back either."""
+
+    class Sound(Task):
+        option_rules = (OnlyWith(("tone",), "voice", (True,)), OnlyWith(("voice",), "sound", (True,)))
+
+        def __init__(self, sound: bool = True, voice: bool = False, tone: int = 0):
+            self.heard = sound, voice, tone
+
+    layers = [("file a", {"task": {"voice": True, "tone": 3}}), ("command line", {"task.sound": False})]
+    resolved = settled(Sound, resolve_for({}, {}, layers))
+    assert make_task(Sound, resolved.config.task).heard == (False, False, 0)
+    with pytest.raises(ConfigError, match=r"task.tone=3 with task.voice=false"):
+        settled(Sound, resolve_for({}, {}, [*layers, ("later", {"task.tone": 3})]))
+
+
+def test_the_vocabulary_of_a_preset_is_not_for_a_folder_of_pictures(tmp_path):
+    """One that is typed is for whatever there is."""
+    (tmp_path / "a.png").touch()
+    (tmp_path / "a.txt").write_text(" ".join(f"word{number}" for number in range(70)))
+    assert made(PIXEL_LLM, {"folder": str(tmp_path)}, "gpu").vocabulary is None
+    assert made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 200}, "gpu").vocabulary == 200
+    assert made(PIXEL_LLM, {}, "gpu").vocabulary == 64
+    with pytest.raises(UserError, match=r"task.vocabulary=64\n.*words to write\n.*task.vocabulary=null"):
+        made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 64}, "gpu")
 
 
 def test_a_vocabulary_is_not_enlarged_silently():

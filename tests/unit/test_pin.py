@@ -1,13 +1,15 @@
 """Only host memory is page-locked: what a dataset keeps on a device is handed on as it is. The device `meta` stands for
 a GPU here, and a stub for the locking, which takes one."""
 
-from collections import namedtuple
+from collections import UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import pin
+from lockstep.data.loader import pin, to_device
 from lockstep.data.sources import BatchShape, open_source
 from lockstep.runtime.world import World
 
@@ -37,6 +39,51 @@ def test_what_lies_on_a_device_is_left_there(locked):
     assert done["pair"].x is not here
     assert torch.equal(done["pair"].x, here)
     assert (type(done["pair"]), done["name"]) == (Pair, "a")
+
+
+class Sealed(Mapping):
+    """Cannot be made from a dict."""
+
+    def __init__(self, first, second):
+        self.values_by_key = {"first": first, "second": second}
+
+    def __getitem__(self, key):
+        return self.values_by_key[key]
+
+    def __iter__(self):
+        return iter(self.values_by_key)
+
+    def __len__(self):
+        return len(self.values_by_key)
+
+
+class Encoding(UserDict):
+    """As tokenizers return them: a mapping with something beside."""
+
+    def __init__(self, data, source):
+        super().__init__(data)
+        self.source = source
+
+
+class Careful(UserDict):
+    """Knows itself how to be locked."""
+
+    def pin_memory(self):
+        return "locked"
+
+
+def test_mappings_of_every_kind_are_looked_into(locked):
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    encoding, sealed = Encoding({"ids": here, "kept": there}, "a text"), Sealed(here, there)
+    counted = defaultdict(list, ids=[here, there])
+    done = pin([encoding, sealed, counted, MappingProxyType({"ids": here}), Careful(ids=here)])
+    assert len(locked) == 4
+    assert (type(done[0]), done[0].source) == (Encoding, "a text")
+    assert done[0]["kept"] is done[1]["second"] is done[2]["ids"][1] is there
+    assert encoding["ids"] is here  # the dataset's own is as it was
+    assert [type(each) for each in done[1:4]] == [dict, defaultdict, MappingProxyType]
+    assert done[4] == "locked"
+    assert to_device(UserDict(ids=here), torch.device("meta"))["ids"].device.type == "meta"
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -58,11 +58,7 @@ class ElasticGPUConfig:
         """`processes`: how many a launcher has started already; nobody else is invented then, and nobody sent away.
         None: as many as make sense."""
         if processes is not None and not self._divides(processes):
-            raise UserError(
-                f"a batch of {self.base_batch_size} on {processes} processes",
-                "shares of different size",
-                f"type global_batch={-(-self.base_batch_size // processes) * processes}",
-            )
+            raise uneven(self.base_batch_size, processes)
         count = len(self.gpus)
         ranks = processes or self._most(count)  # processes must divide the batch: of three GPUs two can, for 64
         if not count:
@@ -161,6 +157,14 @@ class ElasticGPUConfig:
     def _too_large(self, needed: float, fix: str) -> UserError:
         have = ", ".join(f"{gpu.memory_gb:.0f}" for gpu in self.gpus)
         return UserError(f"{needed:.1f} GiB and a sample on one GPU", f"GPUs of {have} GiB", fix)
+
+
+def uneven(batch: int, processes: int) -> UserError:
+    return UserError(
+        f"a batch of {batch} on {processes} processes",
+        "shares of different size",
+        f"type global_batch={-(-batch // processes) * processes}",
+    )
 
 
 def _processes(count: int) -> str:

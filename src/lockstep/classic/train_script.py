@@ -95,7 +95,7 @@ def _train(target: str, asked: argparse.Namespace, settings: Sequence[str]) -> i
 
 def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
     """How many processes to start, None if that is not for us to do, and settings, weaker than those typed."""
-    from lockstep.classic.elastic_gpu_config import ElasticGPUConfig
+    from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
     from lockstep.config import resolve_for
     from lockstep.targets import load_class
 
@@ -105,11 +105,7 @@ def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tup
     if batch is None:
         raise UserError("--elastic_gpu", "no batch to deal to the processes", "type global_batch=64")
     if config.local_batch is None and batch % world.size:
-        raise UserError(
-            f"a batch of {batch} on {world.size} processes",
-            "shares of different size",
-            f"type global_batch={-(-batch // world.size) * world.size}",
-        )
+        raise uneven(batch, world.size)
     elastic = ElasticGPUConfig(
         base_batch_size=batch if config.local_batch else batch // world.size * world.local_size,  # of this machine
         per_gpu=config.local_batch is not None,

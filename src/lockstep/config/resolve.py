@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -24,11 +24,12 @@ Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and
 class Resolved:
     config: RunConfig
     sources: dict[str, str]  # every dotted key, task.* too -> "default" or the name of the layer that set it
+    layers: Sequence[Layer] = ()  # what it was made of, weakest first
 
     def without_options(self) -> Resolved:
         """For a task that was made with options of its own."""
         sources = {key: source for key, source in self.sources.items() if not key.startswith("task.")}
-        return Resolved(self.config.model_copy(update={"task": {}}), sources)
+        return replace(self, config=self.config.model_copy(update={"task": {}}), sources=sources)
 
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
@@ -36,7 +37,7 @@ def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resol
     defaults = {key: Leaf(key, field.default, "default") for key, field in KEYS.items()}
     given = _strongest(layers, defaults, earlier)
     config = RunConfig.model_validate(nest(given))
-    return Resolved(config, {key: leaf.source for key, leaf in (defaults | given).items()})
+    return Resolved(config, {key: leaf.source for key, leaf in (defaults | given).items()}, layers)
 
 
 def check(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> None:

@@ -52,7 +52,7 @@ def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, An
     """Options of something that is not switched on. Not judged: a rule without all its keys; what a task has set for
     the day that somebody switches it on; and a configuration that a run has written, which has every key."""
     strength = {source: place for place, (source, _) in enumerate(layers)} | {"default": -1}
-    written = {source for source, values in layers if KEYS.keys() <= flatten(values).keys()}
+    written = {source for source, values in layers if by_a_run(values)}
     problems = []
     for need in IDLE:
         switch = leaves.get(need.of)
@@ -65,6 +65,11 @@ def idle(leaves: Mapping[str, Leaf], layers: Sequence[tuple[str, Mapping[str, An
                 fix = f"type {need.fix}, or {option.key}={typed(KEYS[option.key].default)}"
                 problems.append(UserError(f"{option} with {need.of}={typed(switch.value)}", need.why, fix))
     return problems
+
+
+def by_a_run(values: Mapping[str, Any]) -> bool:
+    """Whether a run has written them: it writes every key down, chosen or not. An older version had fewer of them."""
+    return 2 * len(KEYS.keys() & flatten(values).keys()) > len(KEYS)
 
 
 def _is_on(need: Need, switch: Leaf, leaves: Mapping[str, Leaf]) -> bool:

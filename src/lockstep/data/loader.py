@@ -3,10 +3,12 @@ whichever rank or worker reads it."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +117,10 @@ def pin(batch: Any) -> Any:
     stays where it is: only host memory can be locked."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return _each(batch, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, pin_memory)
+    def locked(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+    return _each(batch, locked, pin_memory, "pin_memory")
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
@@ -126,17 +131,41 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
     def moved(tensor: Tensor) -> Tensor:
         return move(tensor) if move and type(tensor) is Tensor else tensor.to(device, non_blocking=True)
 
-    return _each(batch, moved, lambda other: other.to(device) if hasattr(other, "to") else other)
+    return _each(batch, moved, lambda other: other, "to", (device,))
 
 
-def _each(batch: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """`batch` with every tensor changed, and with what is neither a tensor nor a known container changed by `other`."""
+def _each(
+    batch: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any], own: str, arguments: tuple[Any, ...] = ()
+) -> Any:
+    """`batch` with every tensor changed. What is neither a tensor nor a plain container changes itself by its method
+    `own`, if it has that; a mapping without it is taken for a dict, and the rest is left to `other`."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, dict):
-        return type(batch)((key, _each(value, change, other)) for key, value in batch.items())
+
+    def inside(values: Iterable[Any]) -> Iterator[Any]:
+        return (_each(value, change, other, own, arguments) for value in values)
+
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each(value, change, other) for value in batch))
+        return type(batch)(*inside(batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_each(value, change, other) for value in batch)
+        return type(batch)(inside(batch))
+    if not isinstance(batch, dict) and hasattr(batch, own):
+        return getattr(batch, own)(*arguments)
+    if isinstance(batch, Mapping):
+        return _alike(batch, dict(zip(batch, inside(batch.values()), strict=True)))
     return other(batch)
+
+
+def _alike(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values` as a mapping of the same kind, with whatever else `batch` has; a dict if its kind cannot be made."""
+    if type(batch) is dict:
+        return values
+    if isinstance(batch, dict | UserDict):  # a copy of these does not share their values
+        made = copy.copy(batch)
+        made.update(values)
+        return made
+    kind: Callable[..., Mapping[Any, Any]] = type(batch)
+    try:
+        return kind(values)
+    except TypeError:
+        return values

@@ -21,7 +21,7 @@ from lockstep.engine.tree import pack, unpack
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
 from lockstep.parallel.layout import local, whole
-from lockstep.task import BatchSource
+from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
 
@@ -172,7 +172,7 @@ class RunState:
                 raise UserError(
                     f"the frozen parameter {name!r} as it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    "build the model with the same frozen weights",
+                    getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
                 )
         missing, unexpected = sorted(plain - saved - left_out.keys()), sorted(saved - plain)
         if missing or unexpected:

@@ -151,7 +151,7 @@ class ClstmPpo(Task):
         that asset has earned, `all` what all have earned together: then most of what a choice hears is about others.
         `remember` is added to the bias of the gate that keeps what is remembered from day to day: at 0 it begins by
         keeping half, at 3 nineteen twentieths."""
-        idle = without_effect(ClstmPpo, self.option_rules, locals())
+        idle = without_effect(self, ClstmPpo, locals())
         self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
         self.test_episodes = test_episodes
         rules = Rules(window, days, cost, lots, indicators, halt)

@@ -20,7 +20,7 @@ from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.pretrain import overrides
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, SudokuMoves, family
 from lockstep.recipes.hrm.task import OF_PUZZLES, SUDOKUS
-from lockstep.task import OnlyWith, without_effect
+from lockstep.task import OnlyWith, refusals
 
 
 @dataclass
@@ -47,8 +47,8 @@ RULES = (
 
 
 def build(asked: Build) -> None:
-    if problems := without_effect(Build, RULES, vars(asked), prefix=""):
-        raise ConfigError(problems)
+    if problems := refusals(Build, RULES, vars(asked), prefix=""):
+        raise ConfigError(list(problems.values()))
     if bool(asked.train_csv) != bool(asked.test_csv):
         raise UserError("Sudokus from files", "one of train_csv and test_csv", "give both")
     if asked.train_csv:

@@ -106,7 +106,7 @@ class HRM(Task):
     ):
         """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
         `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
-        idle = without_effect(HRM, self.option_rules, locals())
+        idle = without_effect(self, HRM, locals())
         trm = variant == "trm"
         self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
         self.asked = Asked(

@@ -48,6 +48,10 @@ class LatentWire(Task):
         "checkpoint": {"frozen": False},  # readers are kept where they were trained; a checkpoint has their digests
     }
     presets = PRESETS
+    frozen_advice = (
+        "set task.frozen to the folder with the readers of that run; one from before 2026-11-15 goes on only with the "
+        "Lockstep that wrote it: since then readers are trained otherwise, and on other contexts"
+    )
     option_rules = (
         OnlyWith(OF_FACTS, "world", ("facts",), found="sentences without facts, and one question about each"),
         OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
@@ -99,7 +103,7 @@ class LatentWire(Task):
         positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
         `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
         then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
-        idle = without_effect(LatentWire, self.option_rules, locals())
+        idle = without_effect(self, LatentWire, locals())
         self.kind, self.mode = world, mode
         self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
         looks = tuple(latent_adapter or ())

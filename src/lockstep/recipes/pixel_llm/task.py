@@ -39,6 +39,7 @@ class PixelLLM(Task):
     presets = PRESETS
     option_rules = (
         OnlyWith(OF_SCENES, "folder", (None,), found="a folder with pictures and captions of its own"),
+        OnlyWith(("vocabulary",), "folder", (None,), refused=False),  # a preset's is for the words of scenes
         OnlyWith(("patch",), "stem", ("patch",), found="convolutions, whose tokens are 8 pixels wide"),
     )
 
@@ -68,7 +69,7 @@ class PixelLLM(Task):
         and captions of your own instead of scenes."""
         from lockstep.recipes.pixel_llm.folder import read_folder
 
-        idle = without_effect(PixelLLM, self.option_rules, locals())
+        idle = without_effect(self, PixelLLM, locals())
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
@@ -83,7 +84,7 @@ class PixelLLM(Task):
             raise UserError(
                 f"task.vocabulary={vocabulary}",
                 f"{len(self.words)} words to write",
-                f"leave it out, or type task.vocabulary={len(self.words)} or more",
+                f"type task.vocabulary=null, or {len(self.words)} or more",
             )
 
     def model(self) -> Captioner:
