@@ -44,8 +44,15 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
 
 
-def adopt(run: Run, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
-    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it."""
+def adopt(
+    run: Run,
+    model: nn.Module,
+    optimizers: Callable[[nn.Module], Any],
+    task: Any = None,
+    data: Callable[[], Any] | None = None,
+) -> Driver:
+    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it; or
+    samples of `data` show how."""
     if hasattr(run, "driver"):
         raise UserError(
             "a second model in one run",
@@ -60,7 +67,7 @@ def adopt(run: Run, model: nn.Module, optimizers: Callable[[nn.Module], Any], ta
     check_supported(model)
     check_replicas(model, run.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
     before = dict(model.named_parameters())
-    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event)
+    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event, data)
     run.others.update(run.driver.kept)
     made = optimizers(run.driver.model)
     rebind(made, before, dict(model.named_parameters()))

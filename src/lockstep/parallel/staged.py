@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from lockstep.errors import UserError
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.stages import Chunk, cut, keep_only, list_pieces, whereabouts
+from lockstep.parallel.stages import keep_only, whereabouts
+from lockstep.parallel.staging import make_stages
 from lockstep.parallel.word import LENGTH, Word
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
@@ -25,19 +27,29 @@ class StagedDriver(CutDriver):
     """Stages along pp, copied along dp. A weight that two stages use (a tied embedding) is held by both; its two
     gradients are added, so that both make the same step."""
 
-    def __init__(self, model: nn.Module, task: Any, config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool):
-        """`model` is still whole, and on the CPU."""
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Any,
+        config: RunConfig,
+        axes: Axes,
+        runtime: Runtime,
+        compiled: bool,
+        data: Callable[[], Any] | None,
+    ):
+        """`model` is still whole, and on the CPU. `data` gives the samples, two of which may be looked at."""
         _check(config, axes, runtime, compiled)
         self.mesh = axes.mesh
         self._stages, self._copies = axes.along("pp"), axes.along("dp")
         ranks = self.mesh.sizes["pp"]
-        pieces = list_pieces(model, task.stages(model) if hasattr(task, "stages") else None)
         per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        chunks = [Chunk(some) for some in cut(pieces, ranks * per_rank)]
-        places = {name: {n % ranks for n in used} for name, used in whereabouts(model, chunks).items()}
+        chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
+        places = {name: {n % ranks for n in numbers} for name, numbers in whereabouts(model, used).items()}
         here = self.mesh.coordinate("pp")
         _agree_on_start(model, runtime)
-        keep_only(model, lambda name: not places[name] or here in places[name], runtime.device)
+        changing = {id(b) for chunk in chunks[here::ranks] for b in chunk.changing()}
+        real = {name for name, b in model.named_buffers(remove_duplicate=False) if id(b) in changing}
+        keep_only(model, lambda name: not places[name] or here in places[name] or name in real, runtime.device)
         super().__init__(model, runtime)
         self.holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
         self._held = [here in places[name] for name in self.names]
