@@ -41,7 +41,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -70,10 +70,6 @@ class Ragged(Task):
     def model(self) -> nn.Module:
         return Small()
 
-    def stages(self, model: nn.Module) -> list[nn.Module]:
-        assert isinstance(model, Small)
-        return [Front(model), *model.blocks, model.head]
-
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
@@ -91,6 +87,14 @@ class Ragged(Task):
 
     def eval_data(self) -> Any:
         return self.data()
+
+
+class Listed(Ragged):
+    """A pipeline that is cut where the task says."""
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Small)
+        return [Front(model), *model.blocks, model.head]
 
 
 # The sixth step is short, and the seventh begins another epoch.
@@ -151,6 +155,9 @@ STRATEGIES = {
     "pp gpipe x dp": {"mesh.pp": 2, "pp.schedule": "gpipe"},
     "pp interleaved": {"mesh.pp": 2, "pp.schedule": "interleaved"},
     "pp zero-bubble": {"mesh.pp": 2, "pp.schedule": "zero-bubble"},
+    "pp x tp": {"mesh.pp": 2, "mesh.tp": 2},
+    "pp x fsdp": {"strategy": "fsdp", "mesh.pp": 2},
+    "pp x dp x tp": {"mesh": {"pp": 2, "dp": 2, "tp": 2}},
 }
 
 

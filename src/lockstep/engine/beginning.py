@@ -137,6 +137,7 @@ def _go_on(run: Run) -> dict[str, str]:
         run.config.checkpoint.frozen,
         run.driver.holders,
         run.runtime.world.rank,
+        run.driver.echoes,
     )
     run.keeper = Keeper(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
     run.keeper.check_space()

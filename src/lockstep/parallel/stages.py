@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -121,19 +121,20 @@ def whereabouts(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict[str,
     return {name: tuple(users.get(id(tensor), ())) for name, tensor in named}
 
 
-def keep_only(model: nn.Module, mine: Callable[[str], bool], device: torch.device) -> None:
-    """Move what is `mine` to the device, and let go of the memory of the rest. What is let go keeps its name, shape and
-    type, so that every rank still sees the same model; its value is one NaN, so that using it cannot pass unseen."""
+def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> None:
+    """Move what is `mine`, by name, to the device, and let go of the memory of the rest. What is let go keeps its name,
+    shape and type, so that every rank still sees the same model; its value is one NaN, so that using it cannot pass
+    unseen."""
     done: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in done:
-            parameter.data = parameter.data.to(device) if mine(name) else placeholder(parameter, device)
+            parameter.data = parameter.data.to(device) if name in mine else placeholder(parameter, device)
             done.add(id(parameter))
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(device) if mine(name) else placeholder(buffer, device)
+                module._buffers[key] = buffer.to(device) if name in mine else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:

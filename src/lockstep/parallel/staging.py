@@ -14,6 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Reader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.gates import Span
 from lockstep.parallel.pipeline import Stage, model_input
 from lockstep.parallel.stages import WHAT_TO_WRITE, Chunk, Given, cut, list_pieces
 from lockstep.parallel.survey import cut_forward, undrawn
@@ -40,6 +41,14 @@ def make_stages(
     with undrawn():
         given = _example(model, task, config, samples)
     return cut_forward(model, blocks, given, count, precision.autocast)
+
+
+def blocks_of(stage: Stage, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
+    """The blocks that run in this stage."""
+    if isinstance(stage, Span):
+        return stage.blocks
+    inside = {id(module) for module in stage.modules()}
+    return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 def _example(model: nn.Module, task: Any, config: RunConfig, data: Any) -> Given:

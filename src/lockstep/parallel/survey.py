@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
 from lockstep.parallel.gates import Form, Gates, Span
@@ -80,10 +79,7 @@ def _look(model: nn.Module, gates: Gates, given: Given, autocast: Autocast) -> _
             raise _uncut(model, f"block {number} ({type(gates.blocks[number]).__name__}) is called twice")
         found.order.append(number)
         output = call()
-        try:
-            tensors, _ = take_apart(output)
-        except Opaque as opaque:
-            raise _uncut(model, f"block {number} returns {opaque}") from None
+        tensors = _tensors(output, model, f"block {number} returns")
         form = Form.of(output)
         end_segment(tensors, gates.blocks[number].parameters())
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
@@ -102,7 +98,7 @@ def _look(model: nn.Module, gates: Gates, given: Given, autocast: Autocast) -> _
             raise
         except Exception as error:
             raise _uncut(model, f"its forward, on the CPU: {type(error).__name__}: {str(error)[:300]}") from error
-        end_segment([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], iter(()))
+        end_segment(_tensors(output, model, "it returns"), iter(()))
     return found
 
 
@@ -139,10 +135,16 @@ def _rehearse(
         here = {id(tensor) for tensor in mine}
         with torch.no_grad(), autocast(), _only(model, here):
             passed = span(given, None if number == 0 else passed)
-        leaves = [leaf for leaf in tree_leaves(passed) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if any(bool(leaf.isnan().any()) for leaf in leaves):
+        if any(bool(tensor.isnan().any()) for tensor in take_apart(passed)[0]):
             block = f"block {span.first - 1}" if number else "the first block"
             raise _uncut(model, f"what comes after {block} depends on more than what that block returns; or on NaN")
+
+
+def _tensors(output: Any, model: nn.Module, whose: str) -> list[Tensor]:
+    try:
+        return take_apart(output)[0]
+    except Opaque as opaque:
+        raise _uncut(model, f"{whose} {opaque}, which may hold tensors out of sight") from None
 
 
 def _outside(model: nn.Module, gates: Gates) -> list[Tensor]:
