@@ -103,7 +103,8 @@ def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str 
     share = World(driver.data_rank, driver.data_size)  # ranks that share a layer share the samples too
     samples = len(data) if hasattr(data, "__len__") else None
     most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
-    run.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
+    depth = driver.pipeline.depth if driver.pipeline is not None else 1
+    run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.speed_weights)
     check_even_work(driver.model, plan, config.tail)
     if driver.pipeline is not None:
         check_enough_work(plan)

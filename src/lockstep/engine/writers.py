@@ -31,8 +31,8 @@ def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def without_echoes(tensors: dict[str, Tensor], echoes: frozenset[str]) -> dict[str, Tensor]:
-    """What is whole on several ranks they share out. Of what is cut everybody saves his part. But of `echoes` (parameters
-    by name), and of what an optimizer keeps for them, somebody else has the same part."""
+    """What is whole on several ranks they share out. Of what is cut everybody saves his part. But of `echoes`,
+    parameters by name, and of what an optimizer keeps for them somebody else has the same part."""
 
     def is_echo(key: str, tensor: Tensor) -> bool:
         own = key.removeprefix("model.") if key.startswith("model.") else key.split(".", 2)[-1].rpartition(".")[0]

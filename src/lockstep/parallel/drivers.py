@@ -18,6 +18,8 @@ from lockstep.task import Loss, MicroBatch
 class Pipelined(Protocol):
     """What a driver can do whose ranks hold different parts of the model, through which micro-batches flow."""
 
+    depth: int  # micro-batches that can be on their way at once: one on each rank of a pipeline
+
     def run(
         self,
         micros: Sequence[MicroBatch],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.stages import WHAT_TO_WRITE, Given, placeholder
+from lockstep.parallel.stages import WHAT_TO_WRITE, Given
 from lockstep.parallel.trees import put_together, take_apart
 
 Rule = Callable[[int, Callable[[], Any]], Any]  # (number of the block, what it would do) -> what it gives
@@ -99,7 +99,8 @@ class Form:
             for dim in range(min(tensor.dim(), known.dim())):
                 if sizes[dim] == known.shape[dim]:
                     sizes[dim] = here.shape[dim]
-            made.append(placeholder(tensor.new_empty(sizes), here.device))
+            lost = float("nan") if tensor.is_floating_point() else 0
+            made.append(torch.full(sizes, lost, dtype=tensor.dtype, device=here.device))
         return self.fill(made)
 
 
@@ -134,18 +135,14 @@ class Span(nn.Module):
     def forward(self, given: Given, received: Sequence[Tensor] | None) -> Any:
         """What the model returns, or a tuple for the next stage."""
         self._taken = received is None
-        spared = [self.model.get_buffer(name) for name in self._spared]
-        before = [buffer.clone() for buffer in spared]
         args, kwargs = given
         try:
-            with self._gates.under(partial(self._rule, received or ())):
+            with self._sparing(), self._gates.under(partial(self._rule, received or ())):
                 output = self.model(*args, **kwargs)
         except _Left as left:
             output, left_early = left.passed, True
         else:
             left_early = False
-        for buffer, value in zip(spared, before, strict=True):
-            buffer.copy_(value)
         if left_early == self._ends or not self._taken:
             raise UserError(
                 f"{type(self.model).__name__} in stages, cut after blocks that its forward calls",
@@ -153,6 +150,21 @@ class Span(nn.Module):
                 WHAT_TO_WRITE,
             )
         return output
+
+    @contextmanager
+    def _sparing(self) -> Iterator[None]:
+        """Copies take the place of what is not ours to change; a backward may still need what was written into."""
+        places = [name.rpartition(".") for name in self._spared]
+        held = [(self.model.get_submodule(module)._buffers, own) for module, _, own in places]
+        before = [buffers[own] for buffers, own in held]
+        for (buffers, own), buffer in zip(held, before, strict=True):
+            assert buffer is not None
+            buffers[own] = buffer.clone()
+        try:
+            yield
+        finally:
+            for (buffers, own), buffer in zip(held, before, strict=True):
+                buffers[own] = buffer
 
     def _rule(self, received: Sequence[Tensor], number: int, call: Callable[[], Any]) -> Any:
         if number >= self.first:

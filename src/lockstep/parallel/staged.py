@@ -74,7 +74,7 @@ class StagedDriver(CutDriver):
         self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, choose(config, runtime.device).autocast)
-        self.pipeline = self
+        self.pipeline, self.depth = self, ranks
         self.run, self.forward = self._flow.run, self._flow.forward
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:

@@ -62,8 +62,7 @@ def cut_forward(
 
 def _look(model: nn.Module, gates: Gates, given: Given, autocast: Autocast) -> _Found:
     found, given_by = _Found(), {}
-    outside = _outside(model, gates)
-    versions = {id(buffer): buffer._version for buffer in outside}
+    outside = [(buffer, buffer.clone()) for buffer in _outside(model, gates)]
 
     def end_segment(tensors: Sequence[Tensor], own: Iterator[nn.Parameter]) -> None:
         here = len(found.needs)
@@ -71,8 +70,10 @@ def _look(model: nn.Module, gates: Gates, given: Given, autocast: Autocast) -> _
         found.needs.append(leaves - given_by.keys() | {id(p) for p in own})
         for before in {given_by[leaf] for leaf in leaves & given_by.keys()}:
             found.closed.update(range(before + 1, here))
-        found.changed.append({id(b) for b in outside if b._version != versions[id(b)]})
-        versions.update({id(buffer): buffer._version for buffer in outside})
+        changed = [(buffer, before) for buffer, before in outside if not torch.equal(buffer, before)]
+        found.changed.append({id(buffer) for buffer, _ in changed})
+        for buffer, before in changed:
+            before.copy_(buffer)
 
     def rule(number: int, call: Callable[[], Any]) -> Any:
         if number in found.order:
