@@ -106,6 +106,7 @@ def test_what_a_stage_saves_goes_on_without_stages(pool: Pool, tmp_path: Path) -
     (single,) = pool.run(final, KnottyTask(), {"strategy": "ddp"}, world=1)
     values = {"run_dir": str(tmp_path), "resume": "auto"}
     pool.run(final, KnottyTask(), values, 3, world=2)
+    assert list(tmp_path.glob("checkpoints/step-*"))
     (found,) = pool.run(final, KnottyTask(), values | {"strategy": "ddp"}, world=1)
     assert_same(found, single)
 

@@ -126,7 +126,8 @@ def final(
         except Preempted as left:
             summary = {"left": left.step}
         weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
-        return {"weights": {name: t.cpu().clone() for name, t in weights.items()}, "summary": summary}
+        copies = {name: t.cpu().clone() for name, t in weights.items()}
+        return {"weights": copies, "summary": summary, "resumed": run.resumed is not None}
 
 
 @pytest.fixture(scope="module")
@@ -247,4 +248,5 @@ def test_save_in_any_resume_in_any_other(
     shutil.copytree(saved[before], tmp_path / "run")
     values = {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     for found in pool.run(final, STRATEGIES[after] | values, None, kind(after), world=worlds(after)[0]):
+        assert found["resumed"], "it has begun again, from nothing"
         assert_close(found["weights"], single["weights"])
