@@ -305,9 +305,15 @@ GRID = {
     "three copies on four ranks": Row(
         {"strategy": "hsdp", "fsdp.replicas": 3}, "3 copies", "4 is not a multiple of 3", "type fsdp.replicas=2"
     ),
-    "tp and pp": Row({"mesh": {"pp": 2, "tp": 2}}, "mesh.pp=2 with mesh.tp=2", "once more", "leave mesh.tp out"),
-    "fsdp and pp": Row(
-        {"strategy": "fsdp", "mesh.pp": 2}, "with strategy=fsdp", "once more", "type strategy=pp", Asked(long_row)
+    "hsdp with pp": Row(
+        {"strategy": "hsdp", "mesh.pp": 2}, "strategy=hsdp", "no pp axis", "type strategy=fsdp", Asked(long_row)
+    ),
+    "interleaved stages that are cut": Row(
+        {"strategy": "fsdp", "mesh.pp": 2, "pp.schedule": "interleaved"},
+        "pp.schedule=interleaved with strategy=fsdp",
+        "stay whole",
+        "type pp.schedule=1f1b",
+        Asked(long_row),
     ),
     "zero-bubble, compiled": Row(
         {"strategy": "pp", "pp.schedule": "zero-bubble", "compile": True},
@@ -346,7 +352,7 @@ MODEL = {
         {"strategy": "tp"}, "'layers.*'", "no such layer", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
     ),
     "a pipeline without stages": Row(
-        {"strategy": "pp"}, "into stages", "Net, whose forward", "def stages(self, model)"
+        {"strategy": "pp"}, "into stages", "no list of equal modules", "def stages(self, model)", Asked(Strange)
     ),
     "more stages than parts": Row(
         {"strategy": "pp"}, "in 4 stages", "cut into 2", "at most 2 stages", Asked(net_in_row)

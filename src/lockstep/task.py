@@ -228,7 +228,7 @@ class Task:
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
         """For mesh.pp: the model as modules that are called one after another, each with what the one before it
-        returned; cuts lie between them. None: the parts of an nn.Sequential."""
+        returned; cuts lie between them. None: the parts of an nn.Sequential, or between the model's blocks."""
         return None
 
     def eval_data(self) -> Any:

@@ -262,8 +262,6 @@ REFUSED: dict[str, tuple[Task, dict[str, Any], tuple[str, ...]]] = {
     "a parameter in no stage": (Forgetful(), {}, ("last.norm.weight", "stages(model)")),
     "too few parts": (RichTask(), {"pp.schedule": "interleaved"}, ("4 stages", "cut into 3", "pp.stages_per_rank")),
     "one micro-batch": (Row(), {"micro_batch": 12}, ("micro-batches", "micro_batch=6")),
-    "derived micro-batch": (Row(), {"micro_batch": None}, ("micro-batches", "micro_batch=6")),
-    "fsdp": (Row(), {"strategy": "fsdp", "mesh.pp": 2}, ("strategy=fsdp", "strategy=pp")),
     "two calls": (Twice(), {}, ("exactly once", "two")),
     "whole numbers between stages": (Whole(), {}, ("floating-point", "int64")),
     "compiled zero-bubble": (Row(), {"compile": True, "pp.schedule": "zero-bubble"}, ("compile=false", "1f1b")),

@@ -20,7 +20,7 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import configured
+from ranks.support import assert_user_errors, configured
 
 LENGTH, WIDTH, VOCABULARY = 52, 8, 13
 
@@ -41,7 +41,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -70,10 +70,6 @@ class Ragged(Task):
     def model(self) -> nn.Module:
         return Small()
 
-    def stages(self, model: nn.Module) -> list[nn.Module]:
-        assert isinstance(model, Small)
-        return [Front(model), *model.blocks, model.head]
-
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
@@ -91,6 +87,14 @@ class Ragged(Task):
 
     def eval_data(self) -> Any:
         return self.data()
+
+
+class Listed(Ragged):
+    """A pipeline that is cut where the task says."""
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Small)
+        return [Front(model), *model.blocks, model.head]
 
 
 # The sixth step is short, and the seventh begins another epoch.
@@ -122,7 +126,8 @@ def final(
         except Preempted as left:
             summary = {"left": left.step}
         weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
-        return {"weights": {name: t.cpu().clone() for name, t in weights.items()}, "summary": summary}
+        copies = {name: t.cpu().clone() for name, t in weights.items()}
+        return {"weights": copies, "summary": summary, "resumed": run.resumed is not None}
 
 
 @pytest.fixture(scope="module")
@@ -151,25 +156,39 @@ STRATEGIES = {
     "pp gpipe x dp": {"mesh.pp": 2, "pp.schedule": "gpipe"},
     "pp interleaved": {"mesh.pp": 2, "pp.schedule": "interleaved"},
     "pp zero-bubble": {"mesh.pp": 2, "pp.schedule": "zero-bubble"},
+    "pp x tp": {"mesh.pp": 2, "mesh.tp": 2},
+    "pp x fsdp": {"strategy": "fsdp", "mesh.pp": 2},
+    "pp x dp x tp": {"mesh": {"pp": 2, "dp": 2, "tp": 2}},
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", STRATEGIES)
+# How many ranks they run on, where not on 2 and 4: a grid has as many places as it has.
+WORLDS = {"pp x tp": (4,), "pp x fsdp": (4,), "pp x dp x tp": (8,)}
+LISTED = ("pp gpipe x dp", "pp zero-bubble")  # the others are cut by themselves
+
+
+def worlds(name: str) -> tuple[int, ...]:
+    return WORLDS.get(name, (2, 4))
+
+
+def kind(name: str) -> type[Ragged]:
+    return Listed if name in LISTED else Ragged
+
+
+@pytest.mark.parametrize(("name", "world"), [(name, world) for name in STRATEGIES for world in worlds(name)])
 def test_every_strategy_ends_with_the_same_parameters(
     pool: Pool, single: dict[str, Any], name: str, world: int
 ) -> None:
-    for found in pool.run(final, STRATEGIES[name], world=world):
+    for found in pool.run(final, STRATEGIES[name], None, kind(name), world=world):
         assert_close(found["weights"], single["weights"])
         assert found["summary"]["eval_loss"] == pytest.approx(single["summary"]["eval_loss"], rel=1e-5)
 
 
-class TiedBlocks(Ragged):
-    """The first two blocks share a weight, and the last one is used in every second step only, on all ranks."""
+class Resting(Ragged):
+    """One block is used in every second step only, on all ranks."""
 
     def model(self) -> nn.Module:
         self.net = Small()
-        self.net.blocks[1].up.weight = self.net.blocks[0].up.weight
         return self.net
 
     def after_step(self, model: nn.Module, step: int) -> None:
@@ -177,29 +196,47 @@ class TiedBlocks(Ragged):
         last.forward = (lambda x: x) if step % 2 else type(last).forward.__get__(last)  # type: ignore[method-assign]
 
 
-SHARED = ("unused", "fsdp", "fsdp-grads", "hsdp")
+class TiedBlocks(Resting):
+    """And the first block shares a weight with the second, and with the last one."""
+
+    def model(self) -> nn.Module:
+        self.net = Small()
+        for block in (self.net.blocks[1], self.net.blocks[3]):
+            block.up.weight = self.net.blocks[0].up.weight
+        return self.net
 
 
-def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool) -> None:
-    (expected,) = pool.run(final, {"steps": 4}, None, TiedBlocks, world=1)
-    for name in SHARED:
-        for found in pool.run(final, STRATEGIES[name] | {"steps": 4}, None, TiedBlocks, world=2):
+SHARED = ("unused", "fsdp", "fsdp-grads", "hsdp", "pp", "pp interleaved", "pp x fsdp")
+CUT_LAYERS = ("tp", "pp x tp")  # where a tied weight is refused
+
+
+@pytest.mark.parametrize(("kind", "names"), [(TiedBlocks, SHARED), (Resting, CUT_LAYERS)])
+def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool, kind: type[Ragged], names: tuple[str, ...]) -> None:
+    (expected,) = pool.run(final, {"steps": 4}, None, kind, world=1)
+    for name in names:
+        for found in pool.run(final, STRATEGIES[name] | {"steps": 4}, None, kind, world=worlds(name)[0]):
             assert_close(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("name", CUT_LAYERS)
+def test_a_tied_weight_is_not_cut_by_half(pool: Pool, name: str) -> None:
+    errors = pool.errors(final, STRATEGIES[name], None, TiedBlocks, world=worlds(name)[0])
+    assert_user_errors(errors, "'blocks.0.up.weight' is tied to 'blocks.1.up.weight'", "untie")
 
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For every strategy a run on 4 ranks that has left early."""
+    """For every strategy a run on 4 ranks (or 8) that has left early."""
     folder = tmp_path_factory.mktemp("saved")
     for name, values in STRATEGIES.items():
-        left = pool.run(final, values | {"run_dir": str(folder / name)}, LEAVE_AT, world=4)
+        left = pool.run(final, values | {"run_dir": str(folder / name)}, LEAVE_AT, kind(name), world=worlds(name)[-1])
         assert left[0]["summary"] == {"left": LEAVE_AT}
     return {name: folder / name for name in STRATEGIES}
 
 
 NAMES = list(STRATEGIES)
 # A checkpoint knows no strategy, so that a ring and a hub say what all pairs do; LOCKSTEP_ALL_PAIRS=1 runs those.
-RING = {(name, NAMES[(i + 5) % len(NAMES)]) for i, name in enumerate(NAMES)}
+RING = {(name, (NAMES[:-1] * 2)[i + 5]) for i, name in enumerate(NAMES[:-1])}  # without the grid of 8 ranks
 HUB = {pair for name in NAMES for pair in ((name, "ddp"), ("ddp", name))}
 ALL = {(before, after) for before in NAMES for after in NAMES}
 
@@ -210,5 +247,6 @@ def test_save_in_any_resume_in_any_other(
 ) -> None:
     shutil.copytree(saved[before], tmp_path / "run")
     values = {"run_dir": str(tmp_path / "run"), "resume": "auto"}
-    for found in pool.run(final, STRATEGIES[after] | values, world=2):
+    for found in pool.run(final, STRATEGIES[after] | values, None, kind(after), world=worlds(after)[0]):
+        assert found["resumed"], "it has begun again, from nothing"
         assert_close(found["weights"], single["weights"])

@@ -54,3 +54,14 @@ def test_what_cannot_work_is_refused_with_something_to_type(world, samples, valu
     with pytest.raises(UserError, match=words) as error:
         plan(world, samples, **values)
     assert "type" in error.value.fix
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+@pytest.mark.parametrize(
+    ("world", "batch", "depth", "samples", "expected"),
+    [(1, 16, 4, 100, 4), (2, 24, 3, 100, 4), (1, 10, 4, 100, 2), (1, 3, 4, 100, 1), (1, 10, 4, None, 2)],
+)
+def test_a_pipeline_has_a_micro_batch_for_every_stage(asked, world, batch, depth, samples, expected):
+    config = resolve([("test", {"global_batch": batch, "steps": 1, "micro_batch": asked})]).config
+    assert make_plan(config, world, samples, depth=depth).micro_batch == expected
+    assert make_plan(config, world, samples, most=1, depth=depth).micro_batch == 1  # what memory holds comes first

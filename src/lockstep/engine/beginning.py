@@ -44,8 +44,15 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
 
 
-def adopt(run: Run, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
-    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it."""
+def adopt(
+    run: Run,
+    model: nn.Module,
+    optimizers: Callable[[nn.Module], Any],
+    task: Any = None,
+    data: Callable[[], Any] | None = None,
+) -> Driver:
+    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it; or
+    samples of `data` show how."""
     if hasattr(run, "driver"):
         raise UserError(
             "a second model in one run",
@@ -60,7 +67,7 @@ def adopt(run: Run, model: nn.Module, optimizers: Callable[[nn.Module], Any], ta
     check_supported(model)
     check_replicas(model, run.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
     before = dict(model.named_parameters())
-    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event)
+    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event, data)
     run.others.update(run.driver.kept)
     made = optimizers(run.driver.model)
     rebind(made, before, dict(model.named_parameters()))
@@ -96,7 +103,8 @@ def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str 
     share = World(driver.data_rank, driver.data_size)  # ranks that share a layer share the samples too
     samples = len(data) if hasattr(data, "__len__") else None
     most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
-    run.plan = plan = by_speed(make_plan(config, share.size, samples, most), config.speed_weights)
+    depth = driver.pipeline.depth if driver.pipeline is not None else 1
+    run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.speed_weights)
     check_even_work(driver.model, plan, config.tail)
     if driver.pipeline is not None:
         check_enough_work(plan)
@@ -130,6 +138,7 @@ def _go_on(run: Run) -> dict[str, str]:
         run.config.checkpoint.frozen,
         run.driver.holders,
         run.runtime.world.rank,
+        run.driver.echoes,
     )
     run.keeper = Keeper(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
     run.keeper.check_space()

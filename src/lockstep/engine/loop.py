@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
     now and then:           log, evaluate, keep a checkpoint
     at the end:             save, evaluate, show
     """
-    run.adopt(make_model(task.model, run.config), task.optimizer, task)
+    data = cache(task.data)  # made once, whoever needs it first
+    run.adopt(make_model(task.model, run.config), task.optimizer, task, data)
     if hasattr(task, "state_dict"):
         run.others["task"] = task
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:
         check_places(run.config, run.driver.pipeline is not None, run.runtime.world.alone)
-    run.open(task.data(), task.collate)
+    run.open(data(), task.collate)
     held_out = task.eval_data()
     if held_out is not None:
         check_data(held_out)

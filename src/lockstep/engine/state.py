@@ -18,6 +18,7 @@ from lockstep.engine.reading import fill, read_beside
 from lockstep.engine.selfcheck import digest
 from lockstep.engine.step import Stepper
 from lockstep.engine.tree import pack, unpack
+from lockstep.engine.writers import without_echoes
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import Pipelined
 from lockstep.parallel.layout import local, whole
@@ -43,10 +44,12 @@ class RunState:
         keep_frozen: bool,
         holders: Mapping[str, tuple[int, ...]] = {},
         rank: int = 0,
+        echoes: frozenset[str] = frozenset(),
     ):
         self.model, self.optimizers, self.stepper, self.source = model, optimizers, stepper, source
         self.alike = type(optimizers) is Optimizers and not holders  # every rank knows the same
         self.elsewhere = {name for name, ranks in holders.items() if rank not in ranks}  # here it is only a name
+        self._echoes = echoes  # of what is cut over these, another rank saves the same part
         self.others = others  # the task, and what a loop of the user's own has registered
         self._device = next(model.parameters()).device
         self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
@@ -85,7 +88,7 @@ class RunState:
             "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
             "next_samples": next_samples(self.source),
         }
-        return tensors, aliases, values
+        return without_echoes(tensors, self._echoes), aliases, values
 
     def steady(self) -> set[str]:
         """What only an update changes, and nobody else has a reason to touch: what the optimizers keep. A model's own

@@ -30,6 +30,17 @@ def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
 
 
+def without_echoes(tensors: dict[str, Tensor], echoes: frozenset[str]) -> dict[str, Tensor]:
+    """What is whole on several ranks they share out. Of what is cut everybody saves his part. But of `echoes`,
+    parameters by name, and of what an optimizer keeps for them somebody else has the same part."""
+
+    def is_echo(key: str, tensor: Tensor) -> bool:
+        own = key.removeprefix("model.") if key.startswith("model.") else key.split(".", 2)[-1].rpartition(".")[0]
+        return isinstance(tensor, DTensor) and own in echoes
+
+    return {key: tensor for key, tensor in tensors.items() if not is_echo(key, tensor)} if echoes else tensors
+
+
 def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, int]]) -> list[Slice]:
     """What is cut, every rank writes its part of. What several ranks hold, they share: about equally many bytes each.
 

@@ -3,6 +3,7 @@ then cut or replicate the whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -26,10 +27,15 @@ from lockstep.runtime.context import Runtime
 
 
 def apply(
-    model: nn.Module, config: RunConfig, runtime: Runtime, task: Any = None, tell: Tell = lambda *_, **__: None
+    model: nn.Module,
+    config: RunConfig,
+    runtime: Runtime,
+    task: Any = None,
+    tell: Tell = lambda *_, **__: None,
+    data: Callable[[], Any] | None = None,
 ) -> Driver:
     """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model;
-    `tell` hears what is decided later, while it runs."""
+    `tell` hears what is decided later, while it runs; `data` gives the samples, if the model must be seen running."""
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     staged = mesh.sizes["pp"] > 1
@@ -53,7 +59,10 @@ def apply(
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         compile_together(model, config, runtime)
     record_calls(model, config, runtime, tell)
-    driver = _stage(model, task, config, runtime, axes) if axes and staged else _drive(model, config, runtime, axes)
+    if axes and staged:
+        driver = _stage(model, task, config, runtime, axes, data)
+    else:
+        driver = _drive(model, config, runtime, axes)
     driver.data_rank, driver.data_size, driver.speaks = mesh.data_rank, mesh.data_size, mesh.speaks
     return driver
 
@@ -74,10 +83,10 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
     return DDPDriver(model, config.ddp, runtime, config.seed)
 
 
-def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes) -> Driver:
+def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
     from lockstep.parallel.staged import StagedDriver  # torch's pipelines take a moment to import
 
-    return StagedDriver(model, task, config, axes, runtime, wants_compile(config, runtime))
+    return StagedDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:

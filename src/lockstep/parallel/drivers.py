@@ -18,6 +18,8 @@ from lockstep.task import Loss, MicroBatch
 class Pipelined(Protocol):
     """What a driver can do whose ranks hold different parts of the model, through which micro-batches flow."""
 
+    depth: int  # micro-batches that can be on their way at once: one on each rank of a pipeline
+
     def run(
         self,
         micros: Sequence[MicroBatch],
@@ -56,6 +58,7 @@ class Driver(Protocol):
     speaks: bool  # of those, the one whose loss and weight count
     pipeline: Pipelined | None  # runs all micro-batches of a step at once, stage by stage
     holders: Mapping[str, tuple[int, ...]]  # the ranks that have a tensor of the model, where not all do
+    echoes: frozenset[str]  # of the tensors that are here, those that are on lower ranks too, cut alike
     kept: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
 
     def begin(self) -> None:
@@ -91,6 +94,7 @@ class Whole:
     data_rank, data_size, speaks = 0, 1, True
     pipeline: Pipelined | None = None
     holders: Mapping[str, tuple[int, ...]] = {}
+    echoes: frozenset[str] = frozenset()
     kept: Mapping[str, Any] = {}
 
     def note(self, micro: MicroBatch, total: int | None) -> None:

@@ -127,7 +127,7 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
         raise UserError(
             f"strategy={strategy} with mesh.{inner[0]}={sizes[inner[0]]}",
             f"a strategy that knows no {inner[0]} axis",
-            f"type strategy={'fsdp' if strategy == 'hsdp' and inner == ['tp'] else 'ddp'}, or leave mesh out",
+            f"type strategy={'fsdp' if strategy == 'hsdp' else 'ddp'}, or leave mesh out",
         )
     if inner and config.fsdp.offload:
         raise UserError(

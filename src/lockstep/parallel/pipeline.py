@@ -26,13 +26,15 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
-from lockstep.parallel.stages import Chunk
+from lockstep.parallel.gates import Span
+from lockstep.parallel.stages import Chunk, Given
 from lockstep.parallel.wire import receive, send
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
 MOST_KEPT = 8  # prepared schedules: one for each number and shape of micro-batches
 LossOf = Callable[[Any, Any], Loss]
+Stage = Chunk | Span
 
 
 class _Reached(BaseException):
@@ -58,7 +60,7 @@ class StandIn:
         return getattr(self._model, name)
 
 
-def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> Given:
     """What the task passes to the model for this batch."""
 
     def look(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +79,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Stage],
         schedule: str,
         along: Collectives,
         autocast: Callable[[], AbstractContextManager[Any]],
@@ -107,7 +109,7 @@ class Pipeline:
         for shape, places in groupby(range(len(micros)), key=lambda place: shapes[place]):
             group = list(places)
             if shape not in self._passed:
-                self._passed[shape] = self._explore(*inputs[group[0]])
+                self._passed[shape] = self._explore(inputs[group[0]])
             work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_of, begin, finish)
             self._prepare(shape, len(group)).run(work)
 
@@ -115,26 +117,25 @@ class Pipeline:
         """Without gradients, and without a trace in the model's buffers; the loss in the last stage, None in the
         others."""
         self._set_mode()
-        args, kwargs = model_input(loss_of, self.model, data)
-        output = self._walk(args, kwargs, lambda number, values: None)
+        output = self._walk(model_input(loss_of, self.model, data), lambda number, values: None)
         if self.count - 1 not in self.mine:
             return None
         with torch.no_grad(), self.autocast():
             return loss_of(StandIn(self.model, lambda *a, **k: output), data)
 
-    def _walk(self, args: Any, kwargs: Any, note: Callable[[int, list[Tensor]], None]) -> Any:
+    def _walk(self, given: Given, note: Callable[[int, list[Tensor]], None]) -> Any:
         """One batch through all stages, one after another. What the last one returns, where it is. `note` hears the
         number of a stage, and what comes into it. Running statistics are put back: a real forward is still to come."""
         output = None
-        buffers = [buffer for chunk in self.mine.values() for buffer in chunk.buffers()] if self.model.training else []
+        buffers = [b for chunk in self.mine.values() for b in chunk.changing()] if self.model.training else []
         before = [buffer.clone() for buffer in buffers]
         for number, chunk in self.mine.items():
-            values: Any = args
+            values = None
             if number > 0:
-                values, kwargs = receive((number - 1) % self.ranks, self.group, self.device), {}
+                values = receive((number - 1) % self.ranks, self.group, self.device)
                 note(number, values)
             with torch.no_grad(), self.autocast():
-                output = chunk(*values, **kwargs)
+                output = chunk(given, values)
             if number < self.count - 1:
                 leaving = sent(output, number)
                 note(number + 1, leaving)
@@ -143,10 +144,10 @@ class Pipeline:
             buffer.copy_(value)
         return output
 
-    def _explore(self, args: Any, kwargs: Any) -> dict[int, list[Tensor]]:
+    def _explore(self, given: Given) -> dict[int, list[Tensor]]:
         """What torch's schedules must know beforehand: the sizes of all that is passed on."""
         found: dict[int, list[Tensor]] = {}
-        self._walk(args, kwargs, lambda number, values: found.update({number: [_meta(v) for v in values]}))
+        self._walk(given, lambda number, values: found.update({number: [_meta(v) for v in values]}))
         return found
 
     def _prepare(self, shape: Any, count: int) -> _Prepared:
@@ -169,7 +170,7 @@ class _Work:
     def __init__(
         self,
         micros: list[MicroBatch],
-        inputs: list[Any],
+        inputs: list[Given],
         loss_of: LossOf,
         begin: Callable[[MicroBatch, int], None],
         finish: Callable[[MicroBatch, Loss], Tensor],
@@ -180,7 +181,7 @@ class _Work:
 class _Stage(nn.Module):
     """What torch's schedule calls, micro-batch after micro-batch."""
 
-    def __init__(self, number: int, chunk: Chunk, pipeline: Pipeline):
+    def __init__(self, number: int, chunk: Stage, pipeline: Pipeline):
         super().__init__()
         self.number, self.chunk = number, chunk
         self._pipeline = [pipeline]  # in a list: not a module of this one
@@ -193,9 +194,8 @@ class _Stage(nn.Module):
         (pipeline,), work, turn = self._pipeline, self._work, next(self._turns)
         micro = work.micros[turn]
         work.begin(micro, self.number)
-        args, kwargs = work.inputs[turn] if self.number == 0 else (received, {})
         with pipeline.autocast():
-            output = self.chunk(*args, **kwargs)
+            output = self.chunk(work.inputs[turn], received if self.number else None)
             if self.number < pipeline.count - 1:
                 return tuple(sent(output, self.number))
             loss = work.loss_of(StandIn(pipeline.model, lambda *a, **k: output), micro.data)

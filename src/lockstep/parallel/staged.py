@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import CutDriver
+from lockstep.parallel.layout import local, squared_lengths, whole
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.stages import Chunk, cut, keep_only, list_pieces, whereabouts
+from lockstep.parallel.pipeline import SCHEDULES, Pipeline, Stage
+from lockstep.parallel.stage_shards import shard_stage
+from lockstep.parallel.stages import keep_only, whereabouts
+from lockstep.parallel.staging import blocks_of, make_stages
+from lockstep.parallel.tensor import agree_on_plain, explain_mixtures, lay_out, settle_gradient
+from lockstep.parallel.tensor_plans import Cut, check_plan, choose_plan
 from lockstep.parallel.word import LENGTH, Word
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
@@ -22,32 +28,53 @@ from lockstep.runtime.world import World
 
 
 class StagedDriver(CutDriver):
-    """Stages along pp, copied along dp. A weight that two stages use (a tied embedding) is held by both; its two
-    gradients are added, so that both make the same step."""
+    """Stages along pp, copied or cut along dp, their layers cut along tp. A weight that two stages use (a tied
+    embedding) is held by both; its two gradients are added, so that both make the same step."""
 
-    def __init__(self, model: nn.Module, task: Any, config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool):
-        """`model` is still whole, and on the CPU."""
-        _check(config, axes, runtime, compiled)
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Any,
+        config: RunConfig,
+        axes: Axes,
+        runtime: Runtime,
+        compiled: bool,
+        data: Callable[[], Any] | None,
+    ):
+        """`model` is still whole, and on the CPU. `data` gives the samples, two of which may be looked at."""
         self.mesh = axes.mesh
-        self._stages, self._copies = axes.along("pp"), axes.along("dp")
-        ranks = self.mesh.sizes["pp"]
-        pieces = list_pieces(model, task.stages(model) if hasattr(task, "stages") else None)
+        ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
         per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        chunks = [Chunk(some) for some in cut(pieces, ranks * per_rank)]
-        places = {name: {n % ranks for n in used} for name, used in whereabouts(model, chunks).items()}
-        here = self.mesh.coordinate("pp")
+        self._sharded = config.strategy in ("fsdp", "fsdp-grads") and self.mesh.sizes["dp"] > 1
+        _check(config, self._sharded, runtime, compiled)
+        self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
+        plan = _tensor_plan(model, task, self.mesh.sizes["tp"])
+        chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
+        places = {name: {n % ranks for n in numbers} for name, numbers in whereabouts(model, used).items()}
         _agree_on_start(model, runtime)
-        keep_only(model, lambda name: not places[name] or here in places[name], runtime.device)
+        mine = chunks[here::ranks]
+        changing = {id(buffer) for chunk in mine for buffer in chunk.changing()}
+        held = {name for name, stages in places.items() if not stages or here in stages}
+        real = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in changing}
+        keep_only(model, held | real, runtime.device)
+        if plan:
+            self._cut_layers(model, plan, held, mine, axes, runtime)
+        if compiled:
+            for chunk in mine:
+                chunk.compile()
+        if self._sharded:
+            keep = config.strategy == "fsdp-grads"
+            owned = [p for name, p in model.named_parameters() if name in held]
+            for chunk in mine:
+                shard_stage(chunk, model, blocks_of(chunk, model, config.blocks), owned, axes.devices["dp"], keep)
         super().__init__(model, runtime)
         self.holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
-        self._held = [here in places[name] for name in self.names]
-        self._counts = [here == min(places[name]) for name in self.names]  # of several holders, one adds its length
+        self.echoes = frozenset(name for name, stages in places.items() if stages and here > min(stages))
+        self._held = [name in held for name in self.names]
+        self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, choose(config, runtime.device).autocast)
-        if compiled:
-            for chunk in self._flow.mine.values():
-                chunk.compile()
-        self.pipeline = self
+        self.pipeline, self.depth = self, ranks
         self.run, self.forward = self._flow.run, self._flow.forward
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
@@ -62,19 +89,23 @@ class StagedDriver(CutDriver):
         self._word, users = everything[:LENGTH], everything[LENGTH:].tolist()
         self._add_gradients([count > 0 for count in users])
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
-        for place, parameter in enumerate(self.parameters):
-            if self._counts[place] and parameter.grad is not None:
-                squared[place] = parameter.grad.detach().double().square().sum()
-        self._squared = self._stages.sum_(squared)
+        trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
+        if trained:
+            stages = torch.tensor([self._users[n] for n in trained], device=squared.device)
+            squared[[*trained]] = self._squared_here([*trained.values()]) / stages
+        self._squared = self.runtime.collectives.sum_(squared)
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_norm(tensors)) if tensors else []  # what a stage has, it has whole
+        if self._parts.world.alone and not self._sharded:
+            return list(torch._foreach_norm(tensors)) if tensors else []  # what a stage has, it has whole
+        squared = self._squared_here(tensors)
+        return list(self._parts.sum_(self._copies.sum_(squared)).sqrt().unbind())
 
     def sync_buffers(self) -> None:
-        if self._copies.world.alone:
-            return
         elsewhere = self.elsewhere
-        self._copies.broadcast_([b for name, b in self.model.named_buffers() if name not in elsewhere])
+        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in elsewhere]
+        for group in (self._copies, self._parts):
+            group.broadcast_(buffers)
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -83,24 +114,51 @@ class StagedDriver(CutDriver):
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself, from a rank that holds it. All ranks must call this."""
+        absent = name in self.elsewhere
         if name not in self.holders:
-            return tensor
-        absent = self.runtime.world.rank not in self.holders[name]
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else tensor.contiguous()
-        self.runtime.collectives.broadcast_([found], source=self.holders[name][0])
-        return found
+            return whole(tensor)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else whole(tensor)
+        full = full.contiguous()
+        self.runtime.collectives.broadcast_([full], source=self.holders[name][0])
+        return full
+
+    def _cut_layers(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, Cut],
+        held: Collection[str],
+        mine: Sequence[Stage],
+        axes: Axes,
+        runtime: Runtime,
+    ) -> None:
+        """Of the plan, the layers that are here."""
+
+        def is_here(layer: str) -> bool:
+            return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
+
+        lay_out(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
+        for chunk in mine:
+            explain_mixtures(chunk)
+
+    def _squared_here(self, grads: list[Tensor]) -> Tensor:
+        """Terms of a sum over the copies and parts of this stage."""
+        return squared_lengths(grads, self._copies.world.size * self._parts.world.size).to(self.runtime.device)
 
     def _add_gradients(self, live: list[bool]) -> None:
         """Over the copies first, and only then between the stages that share a weight: like this all of them hold the
         same bits. What nobody has used keeps no gradient."""
         mine = [p for p, held, used in zip(self.parameters, self._held, live, strict=True) if held and used]
         for p in mine:
+            settle_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        _add(mine, self._copies)
+        if not self._sharded:
+            _add(mine, self._copies)
         used_names = {name for name, used in zip(self.names, live, strict=True) if used}
         parameters = dict(zip(self.names, self.parameters, strict=True))
         for names, owners in self._shared:
             _add([parameters[name] for name in names if name in used_names], owners)
+        if not self._parts.world.alone:
+            agree_on_plain(mine, self._parts)
 
     def _share(self, places: dict[str, set[int]]) -> list[tuple[list[str], Collectives]]:
         """The trainable parameters that this rank shares with other stages. All ranks must make all groups."""
@@ -108,28 +166,37 @@ class StagedDriver(CutDriver):
         sets = dict.fromkeys(tuple(sorted(places[name])) for name in self.names if len(places[name]) > 1)
         for stages in sets:
             names = [name for name in self.names if tuple(sorted(places[name])) == stages]
-            for copy in range(self.mesh.sizes["dp"]):
-                ranks = [stage * self.mesh.sizes["dp"] + copy for stage in stages]
-                group = dist.new_group(ranks)
+            for ranks in zip(*(self._ranks_at({stage}) for stage in stages), strict=True):
+                group = dist.new_group(list(ranks))
                 if isinstance(group, dist.ProcessGroup) and self.runtime.world.rank in ranks:
                     place = World(ranks.index(self.runtime.world.rank), len(ranks))
                     found.append((names, Collectives(place, self.runtime.device, self.runtime.pulse, group)))
         return found
 
     def _ranks_at(self, stages: set[int]) -> tuple[int, ...]:
-        copies = self.mesh.sizes["dp"]
-        return tuple(stage * copies + copy for stage in sorted(stages) for copy in range(copies))
+        inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
+        return tuple(stage * inside + place for stage in sorted(stages) for place in range(inside))
 
 
 def _add(parameters: list[nn.Parameter], group: Collectives) -> None:
-    """One sum for each number format."""
+    """One sum for each number format, of this rank's parts."""
     if group.world.alone:
         return
-    for dtype in dict.fromkeys(p.dtype for p in parameters):  # in one order on all ranks
-        some = [p for p in parameters if p.dtype == dtype]
-        flat = group.sum_(torch.cat([p.grad.flatten() for p in some if p.grad is not None]))
-        for p, part in zip(some, flat.split([p.numel() for p in some]), strict=True):
-            p.grad = part.view_as(p)
+    everything = [local(p.grad) for p in parameters if p.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in everything):  # in one order on all ranks
+        grads = [grad for grad in everything if grad.dtype == dtype]
+        flat = group.sum_(torch.cat([grad.flatten() for grad in grads]))
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+
+
+def _tensor_plan(model: nn.Module, task: Any, ways: int) -> dict[str, Cut]:
+    """Made while the model is whole; empty: nothing is cut along tp."""
+    if ways == 1:
+        return {}
+    plan = choose_plan(model, task)
+    check_plan(plan, model, ways)
+    return plan
 
 
 def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
@@ -140,24 +207,23 @@ def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
         tensor.detach().copy_(moved)
 
 
-def _check(config: RunConfig, axes: Axes, runtime: Runtime, compiled: bool) -> None:
-    pp = f"mesh.pp={axes.mesh.sizes['pp']}"
-    if config.strategy not in ("ddp", "pp") or axes.mesh.sizes["tp"] > 1:
-        tp = axes.mesh.sizes["tp"] > 1
-        other = f"mesh.tp={axes.mesh.sizes['tp']}" if tp else f"strategy={config.strategy}"
-        fix = "leave mesh.tp out" if tp else "type strategy=pp"
-        raise UserError(
-            f"{pp} with {other}", "stages that are cut once more", f"{fix}; mesh.dp makes copies of the stages"
-        )
+def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -> None:
     if runtime.device.type == "cuda" and runtime.backend == "gloo":
         raise UserError(
-            f"{pp} on GPUs over gloo",
+            "a pipeline (mesh.pp) on GPUs over gloo",
             "gloo, which cannot send a GPU's tensors from one rank to another",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
+    schedule = f"pp.schedule={config.pp.schedule}"
+    if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
+        raise UserError(
+            f"{schedule} with strategy={config.strategy}",
+            "a schedule for stages whose parameters stay whole from forward to backward",
+            "type pp.schedule=1f1b, or strategy=pp",
+        )
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
-            f"pp.schedule=zero-bubble with compile={str(config.compile).lower()}",
+            f"{schedule} with compile={str(config.compile).lower()}",
             "a backward in two halves, which torch cannot take from a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )

@@ -8,6 +8,7 @@ on every rank; those of a cut activation are torch's own, and differ from a sing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,11 +34,16 @@ def cut_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> Non
     check_plan(plan, model, axes.mesh.sizes["tp"])
     runtime.collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     runtime.collectives.broadcast_(list(model.buffers()))
+    lay_out(model, plan, axes, runtime)
+    explain_mixtures(model)
+
+
+def lay_out(model: nn.Module, plan: Mapping[str, Cut], axes: Axes, runtime: Runtime) -> None:
+    """Every rank of a tp group has the whole of these layers already."""
     styles = {name: _style(cut) for name, cut in plan.items()}
-    parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)  # everybody has the whole of it already
+    parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
         _teach_cpu_attention()
-    _explain_mixtures(model)
 
 
 def _style(cut: Cut) -> ParallelStyle:
@@ -65,7 +71,7 @@ def _teach_cpu_attention() -> None:
         return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in places]
 
 
-def _explain_mixtures(model: nn.Module) -> None:
+def explain_mixtures(model: nn.Module) -> None:
     """torch does not compute with a part and a whole at once; say which word of the plan leads to it."""
     original = model.forward
 

@@ -128,7 +128,7 @@ def check_plan(plan: Mapping[str, Cut], model: nn.Module, ways: int) -> None:
         if shared:
             raise UserError(
                 f"tensor_plan: {name!r} cut over {ways} ranks",
-                f"{shared[0]!r} is tied to {tied[shared[0]]!r}, which would stay whole",
+                f"{shared[0]!r} is tied to {tied[shared[0]]!r}; a cut would part them",
                 f"leave {name!r} out of the plan, or untie the two",
             )
         if isinstance(cut, str):

@@ -28,14 +28,16 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None) -> Plan:
+def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:
     """`samples` is the length of the dataset, None for a stream; `most`: the largest micro-batch that memory holds, as
-    far as an earlier attempt has found out."""
+    far as an earlier attempt has found out; `depth`: how many micro-batches the stages of a pipeline want."""
     if samples == 0:
         raise UserError("a dataset to train on", "one with no samples", "check the path or filter that it is made from")
     reasons: dict[str, str] = {}
     global_batch = _global_batch(config, world, reasons)
     micro_batch = _micro_batch(config, global_batch, world, most, reasons)
+    if depth > 1 and config.micro_batch in (None, "auto"):
+        micro_batch = _for_stages(micro_batch, global_batch // world, depth, samples is None, reasons)
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
     if config.ddp.static_graph and world > 1 and accumulation > 1:
@@ -119,6 +121,15 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
         )
     reasons["micro_batch"] = "as asked"
     return config.micro_batch
+
+
+def _for_stages(micro_batch: int, share: int, depth: int, stream: bool, reasons: dict[str, str]) -> int:
+    """So many that every stage of a pipeline has one to work at, if there are so many samples."""
+    most = max(1, share // depth)
+    if micro_batch <= most:
+        return micro_batch
+    reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
+    return next(size for size in range(most, 0, -1) if share % size == 0) if stream else most
 
 
 def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) -> int:

@@ -51,10 +51,12 @@ def work(spec: dict[str, Any]) -> None:
 class RecordedRun(Run):
     orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
 
-    def adopt(self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None) -> Driver:
+    def adopt(
+        self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
+    ) -> Driver:
         self._task, self._steps, self._snapshots = task, [], []
         tied = _tied(model)
-        driver = super().adopt(model, optimizers, task)
+        driver = super().adopt(model, optimizers, task, data)
         after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
         self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
         return driver
