@@ -177,13 +177,14 @@ class TiedBlocks(Ragged):
         last.forward = (lambda x: x) if step % 2 else type(last).forward.__get__(last)  # type: ignore[method-assign]
 
 
-SHARED = ("unused", "fsdp", "fsdp-grads", "hsdp")
+SHARED = {name: STRATEGIES[name] for name in ("unused", "fsdp", "fsdp-grads", "hsdp")}
+SHARED |= {"zero1": STRATEGIES["zero1"] | STRATEGIES["unused"]}
 
 
 def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool) -> None:
     (expected,) = pool.run(final, {"steps": 4}, None, TiedBlocks, world=1)
-    for name in SHARED:
-        for found in pool.run(final, STRATEGIES[name] | {"steps": 4}, None, TiedBlocks, world=2):
+    for values in SHARED.values():
+        for found in pool.run(final, values | {"steps": 4}, None, TiedBlocks, world=2):
             assert_close(found["weights"], expected["weights"])
 
 
