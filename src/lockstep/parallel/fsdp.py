@@ -57,7 +57,8 @@ class FSDPDriver(CutDriver):
             shard(module)
 
         parts = _without_shared(find_blocks(model, blocks), model)
-        if any(p.is_meta for p in model.parameters()):
+        empty = any(p.is_meta for p in model.parameters())
+        if empty:
             fill(model, parts, cut, seed, runtime)
         else:
             if axes is None:
@@ -71,6 +72,8 @@ class FSDPDriver(CutDriver):
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         super().__init__(model, runtime)
         self._same = SameParts(model, runtime)
+        if empty:
+            self.sync_buffers()  # each rank has made its own
 
     def begin(self) -> None:
         super().begin()
