@@ -211,6 +211,15 @@ CONFIGURATION = {
         "does not run then",
         "type ddp.static_graph=false",
     ),
+    "a static graph that may have to be cut": Row(
+        {"ddp.static_graph": True, "micro_batch": "auto"}, "micro_batch = auto", "one micro-batch", "leave ddp.static"
+    ),
+    "buffers of rank 0 with fsdp": Row(
+        {"ddp.broadcast_buffers": True, "strategy": "fsdp"},
+        "ddp.broadcast_buffers = true",
+        "does not run then",
+        "type ddp.broadcast_buffers=false",
+    ),
     "offload without fsdp": Row(
         {"fsdp.offload": True}, "with strategy=ddp", "model that is cut", "strategy=fsdp", mends=False
     ),

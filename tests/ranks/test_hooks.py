@@ -48,15 +48,17 @@ class Linear(nn.Module):
 
 
 class Sent:
-    """Counts the numbers that this rank gives to all-reduces."""
+    """Counts the numbers that this rank gives to all-reduces, and their bytes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.bytes = 0
         self._original = dist.all_reduce
 
     def __enter__(self) -> Sent:
         def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.sizes.append(tensor.numel())
+            self.bytes += tensor.nbytes
             return self._original(tensor, *args, **kwargs)
 
         dist.all_reduce = counted
@@ -72,7 +74,7 @@ Step = tuple[list[list[Tensor]], list[Word], float]  # gradients and word of eve
 def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]) -> dict[str, Any]:
     """A job: the sums over ranks that a driver leaves, step by step."""
     config = configured(values).config
-    found: dict[str, Any] = {"sums": [], "words": [], "sent": [], "states": []}
+    found: dict[str, Any] = {"sums": [], "words": [], "sent": [], "bytes": [], "states": []}
     with context.start(world, config, store=store) as runtime:
         driver = DDPDriver(Linear(steps[0][0][0]), config.ddp, runtime, config.seed)
         for gradients, words, scale in steps:
@@ -85,6 +87,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             found["sums"].append(sums)
             found["words"].append(driver.codec.unpack(driver.word().tolist()))
             found["sent"].append(sent.sizes)
+            found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
             found["states"].append({n: (m.query.clone(), _copy(m.error)) for n, m in matrices.items()})
         runtime.collectives.farewell()
@@ -144,6 +147,17 @@ def test_half_sums_are_off_by_what_is_said(pool: Pool, hook: str, bits: int, sca
             assert off.any(), "nothing was rounded: was it compressed at all?"
 
 
+WORD = 12  # numbers
+
+
+@pytest.mark.parametrize(("hook", "more"), [("bf16", 0), ("fp16", 4)])
+def test_half_the_bytes_travel(pool: Pool, hook: str, more: int) -> None:
+    """And the word, which has its place in the bucket, as it is; fp16 also agrees on a scale."""
+    numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
+    for found in pool.run(exchange, HOOKS[hook], [(drawn(2, SHAPES), words(1, 1), 1.0)], world=2):
+        assert found["bytes"] == [2 * (numbers + WORD) + 4 * WORD + more]
+
+
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_half_is_exact_where_the_numbers_fit(pool: Pool, hook: str) -> None:
     g = torch.Generator().manual_seed(0)
@@ -188,15 +202,15 @@ def test_powersgd_sends_two_thin_matrices(pool: Pool, rank: int) -> None:
     n, m = 40, 30
     values = POWERSGD | {"ddp.powersgd_rank": rank, "ddp.error_feedback": False, "ddp.powersgd_start": 1}
     steps = [(drawn(2, [(n, m)], seed=seed), words(1, 1), 1.0) for seed in range(3)]
-    word = 12
     for found in pool.run(exchange, values, steps, world=2):
-        assert found["sent"] == [[n * m + word], [rank * n + word, rank * m], [rank * n + word, rank * m]]
+        assert found["sent"] == [[n * m + WORD], [rank * n + WORD, rank * m], [rank * n + WORD, rank * m]]
 
 
-def test_error_feedback_sends_one_number_more(pool: Pool) -> None:
+def test_error_feedback_sends_one_number_more_and_keeps_four_bytes_a_parameter(pool: Pool) -> None:
     steps = [(drawn(2, [(40, 30)]), words(1, 1), 1.0)]
     for found in pool.run(exchange, POWERSGD, steps, world=2):
-        assert found["sent"] == [[1, 2 * 40 + 12, 2 * 30]]
+        assert found["sent"] == [[1, 2 * 40 + WORD, 2 * 30]]
+        assert found["states"][0]["weights.0"][1].nbytes == 4 * 40 * 30
 
 
 def test_powersgd_finds_a_matrix_of_its_rank(pool: Pool) -> None:
@@ -377,6 +391,35 @@ class Normed(Deep):
 def test_sync_batchnorm_is_refused_where_it_cannot_work(pool: Pool, task: Task, word: str) -> None:
     values = {"global_batch": 8, "steps": 1, "ddp.sync_batchnorm": True, "device": "cpu"}
     assert_user_errors(pool.errors(fit, task, values, world=2), "ddp.sync_batchnorm", word)
+
+
+def gradient_bytes(world: World, store: Any, views: bool) -> int:
+    """A job: what buckets and gradients take together, after an exchange."""
+    config = configured({"ddp.hook": "bf16", "ddp.gradient_as_bucket_view": views}).config
+    with context.start(world, config, store=store) as runtime:
+        driver = DDPDriver(nn.Linear(30, 20), config.ddp, runtime)
+        held: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> None:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+        assert driver.hook is not None
+        original = driver.hook.exchange
+        driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
+        driver.begin()
+        driver.arm(last=True)
+        driver.backward(driver.call(torch.ones(2, 30)).sum(), torch.tensor(1.0), Word(weight=1))
+        for parameter in [*driver.parameters, driver._word_parameter]:
+            assert parameter.grad is not None
+            note(parameter.grad)
+        runtime.collectives.farewell()
+        return sum(held.values())
+
+
+def test_without_views_gradients_take_four_bytes_more_a_parameter(pool: Pool) -> None:
+    numbers = 30 * 20 + 20 + WORD
+    assert pool.run(gradient_bytes, True, world=2) == [4 * numbers] * 2
+    assert pool.run(gradient_bytes, False, world=2) == [8 * numbers] * 2
 
 
 def test_without_views_an_unused_parameter_is_still_named(pool: Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.state import whole_state
 from lockstep.errors import UserError
 from lockstep.parallel.meta import check_made_as_asked, fill, make_model
+from lockstep.recipes.char_lm.model import GPT
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
+from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.runtime import context
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.runtime.world import World
@@ -44,8 +48,18 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def filled(make: Callable[[], nn.Module], cut: Callable[[nn.Module], Any] = lambda _: None) -> nn.Module:
-    model = make_model(make, META)
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """As in a loop of the user's own."""
+    with torch.device("meta"):
+        return make()
+
+
+def filled(
+    make: Callable[[], nn.Module],
+    cut: Callable[[nn.Module], Any] = lambda _: None,
+    made_by: Callable[[Callable[[], nn.Module]], nn.Module] = lambda make: make_model(make, META),
+) -> nn.Module:
+    model = made_by(make)
     assert all(p.is_meta for p in model.parameters())
     with context.start(World(0, 1, 0, 1), configured({}).config) as runtime:
         fill(model, [block for block in model.modules() if type(block).__name__ == "Block"], cut, 0, runtime)
@@ -89,6 +103,70 @@ def test_a_block_is_cut_before_the_next_one_is_filled() -> None:
 
     filled(make, lambda block: empty.append(sum(b.up.weight.is_meta for b in model.blocks)))
     assert empty == [2, 1, 0]
+
+
+def test_what_is_whole_is_let_go_when_it_is_cut() -> None:
+    whole: list[Any] = []
+
+    def cut(block: Any) -> None:
+        whole.append(ref(block.up.weight))
+        block.up.weight = nn.Parameter(block.up.weight.detach()[:1].clone())
+        assert [each() for each in whole] == [None] * len(whole)
+
+    filled(Small, cut)
+    assert len(whole) == 3
+
+
+class Tabled(nn.Module):
+    """Buffers and attributes of all kinds, which nobody but the constructor can make; and a parameter in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0).cos(), persistent=False)
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+        self.register_buffer("spoiled", torch.tensor([torch.nan, -torch.inf]))
+        self.table = torch.arange(4)
+        self.inner = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+        shared = nn.Parameter(torch.randn(4))
+        self.inner.bias, self.again.bias = shared, shared
+
+
+def test_buffers_are_those_of_the_constructor() -> None:
+    expected, found = made(Tabled), filled(Tabled)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffer.nan_to_num(), dict(found.named_buffers())[name].nan_to_num()), name
+    assert torch.equal(found.table, torch.arange(4))  # pyrefly: ignore[bad-argument-type]
+    assert found.inner.bias is found.again.bias  # pyrefly: ignore[missing-attribute]
+
+
+# ---- recipes --------------------------------------------------------------------------------------------
+
+
+SIZES = Sizes(image=32, stem="conv", patch=8, width=32, heads=2, vision_layers=1, text_layers=2, words=6, vocabulary=9)
+RECIPES = {
+    "char_lm": lambda: GPT(symbols=7, width=64, layers=2, heads=2, context=8),
+    "pixel_llm": lambda: Captioner(SIZES),
+    "hrm": lambda: HierarchicalReasoningModel(ModelConfig(symbols=5, cells=16, width=64, heads=2, layers=2)),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_start_as_their_constructors_have_them(name: str) -> None:
+    """With other random numbers: of every tensor the same mean and spread, and the same zeros."""
+    expected, found = made(RECIPES[name]), filled(RECIPES[name])
+    here, there = ({name: t.detach() for name, t in _tensors(model)} for model in (found, expected))
+    assert list(here) == list(there)
+    for key, tensor in here.items():
+        if tensor.numel() < 50 or torch.equal(tensor, there[key]):
+            continue
+        spread = float(there[key].std())
+        assert float(tensor.std()) == pytest.approx(spread, rel=0.35), key
+        assert float(tensor.mean()) == pytest.approx(float(there[key].mean()), abs=spread), key
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-grads", "hsdp"])
@@ -157,19 +235,50 @@ class Overreaching(nn.Module):
             nn.init.zeros_(p)
 
 
+class Applied(nn.Sequential):
+    """Its constructor changes what its modules have set."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), nn.Linear(3, 3))
+        nn.init.zeros_(self[1].bias)  # pyrefly: ignore[bad-argument-type]
+
+
+class Mended(Applied):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self[1].bias)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_what_a_block_sets_again() -> None:
+    assert not filled(Mended)[1].bias.any()  # pyrefly: ignore
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: nn.ModuleDict({"a": Bare()}), ["Bare (a) has none", "write one that sets scale"]),
-        (lambda: nn.Sequential(Half()), ["Half (0) leaves angles unset", "set angles in it"]),
-        (lambda: nn.Sequential(Masked()), ["Masked (0) keeps mask"]),
-        (lambda: nn.Sequential(Attribute()), ["Attribute (0) keeps table"]),
         (Overreaching, ["Overreaching sets blocks that have been cut already"]),
+        (Applied, ["Linear (1) does not set bias as a constructor does", "reset_parameters() of its block"]),
     ],
 )
 def test_what_cannot_be_filled_is_named(make: Callable[[], nn.Module], words: list[str]) -> None:
+    check_named(words, lambda: filled(make))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Sequential(Half()), ["Half (0) leaves angles unset", "set angles in it"]),
+        (lambda: nn.Sequential(Masked()), ["Masked (0) keeps mask"]),
+        (lambda: nn.Sequential(Attribute()), ["Attribute (0) keeps table"]),
+    ],
+)
+def test_what_is_lost_in_a_model_that_is_made_by_hand_is_named(make: Callable[[], nn.Module], words: list[str]) -> None:
+    check_named(words, lambda: filled(make, made_by=on_meta))
+
+
+def check_named(words: list[str], attempt: Callable[[], Any]) -> None:
     with pytest.raises(UserError) as caught:
-        filled(make)
+        attempt()
     assert all(word in str(caught.value) for word in [*words, "init=host"]), str(caught.value)
 
 

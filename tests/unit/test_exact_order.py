@@ -171,6 +171,7 @@ def test_the_micro_batch_does_not_look_at_the_ranks() -> None:
         {"micro_batch": "auto"},
         {"ddp.hook": "bf16"},
         {"ddp.find_unused_parameters": True},
+        {"ddp.broadcast_buffers": True},
         {"data.seed_samples": False},
         {"data.sharding": "own"},
         {"compile": True},

@@ -145,7 +145,9 @@ def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_pat
 
 def test_host_memory_too(tmp_path: Path) -> None:
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
-    assert "64 B wanted" in str(explain(a_run(tmp_path), error))
+    found = str(explain(a_run(tmp_path), error))
+    assert "64 B wanted" in found
+    assert "offload" not in found
 
 
 def test_recorded_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
@@ -218,9 +220,14 @@ def test_such_an_end_is_restarted_without_any_checkpoint_and_nobody_is_left_out(
     assert failure.kind == SMALLER
     assert "\n" not in failure.text()
     restarts, nothing_saved = Restarts(), Situation(None, None, None, None)
-    for _ in range(5):
-        assert restarts.refusal(failure, 0.0, Settings(), nothing_saved) is None
+    for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
+        for settings in (Settings(), Settings(per_hour=0)):
+            assert restarts.refusal(failure, 0.0, settings, nothing_saved) is None
         assert not restarts.note(failure, (0, 1), None, 0.0)
+    killed = Failure(1, "here", 0.0, "SIGKILL", "from outside")
+    assert restarts.refusal(killed, 0.0, Settings(), nothing_saved) is None  # which has its own ten
+    assert restarts.note(killed, (0, 1), None, 0.0) is False
+    assert restarts.count(killed, Settings()) == "restart 1 of 10 in an hour"
     usual = Failure(1, "here", 0.0, "ValueError", "again")
     assert restarts.refusal(usual, 0.0, Settings(), nothing_saved) is not None
 

@@ -38,8 +38,6 @@ class TrainingStep(NamedTuple):
 class AMPTrainer:
     """One process. Autocast, loss scale, clipping and skipping are the core's Stepper's; so is every number."""
 
-    broadcast_buffers = True  # rank 0's, before every step
-
     def __init__(
         self,
         model: nn.Module,
@@ -178,8 +176,6 @@ class AMPTrainer:
         if not self._sized:  # the fp16 scale of sums is laid out for a usual step, the same on all ranks
             mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
             self.stepper.global_batch, self._sized = int(self.runtime.collectives.sum_(mine)), True
-        if self.broadcast_buffers:
-            self.driver.sync_buffers()
         self._share = Share(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(self._share)
 

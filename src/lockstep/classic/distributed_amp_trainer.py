@@ -46,7 +46,7 @@ class DistributedAMPTrainer(AMPTrainer):
         if distributed is not None:
             distributed.validate()
         self.distributed, self.rank, self.world_size = given, given.rank, given.world_size
-        self.broadcast_buffers, self._joined = given.broadcast_buffers, False
+        self._joined = False
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
 
     def setup(self) -> Runtime:
@@ -71,6 +71,7 @@ class DistributedAMPTrainer(AMPTrainer):
     def settings(self) -> dict[str, Any]:
         return {
             "ddp.find_unused_parameters": self.distributed.find_unused_parameters,
+            "ddp.broadcast_buffers": self.distributed.broadcast_buffers,
             "ddp.gradient_as_bucket_view": self.distributed.gradient_as_bucket_view,
         }
 

@@ -21,6 +21,7 @@ ONLY_DDP = {  # and the values that ask for nothing
     "ddp.static_graph": False,
     "ddp.gradient_as_bucket_view": True,
     "ddp.sync_batchnorm": False,
+    "ddp.broadcast_buffers": False,
 }
 
 
@@ -65,4 +66,5 @@ def _without_ddp(leaves: Mapping[str, Leaf]) -> list[UserError]:
         )
         for leaf in asked
         for rival in rivals
+        if (leaf.key, rival.key) != ("ddp.broadcast_buffers", "ddp.find_unused_parameters")  # which knows that one, too
     ]

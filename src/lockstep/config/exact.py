@@ -28,6 +28,7 @@ _RULES = {
     ),
     "ddp.hook": _Rule(("none",), "gradients that lose bits on the way", "leave ddp.hook out"),
     "ddp.find_unused_parameters": _Rule((False,), "an exchange in an order of its own", UNUSED),
+    "ddp.broadcast_buffers": _Rule((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
     "ddp.sync_batchnorm": _Rule((False,), "statistics over whatever the ranks run at a time", "use GroupNorm"),
     "data.seed_samples": _Rule((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
     "data.sharding": _Rule(("stride",), "a dataset that cuts itself by ranks", "return a dataset with a length"),

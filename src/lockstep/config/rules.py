@@ -89,6 +89,7 @@ def _set(value: Any) -> bool:
 def impossible(leaves: Mapping[str, Leaf]) -> list[UserError]:
     """What no other setting can make work."""
     found = [_uneven(leaves, leaf) for leaf in _set_leaves(leaves, "speed_weights")]
+    found += [_several(leaf, leaves) for leaf in _set_leaves(leaves, "ddp.static_graph")]
     found += [_schedules(leaves, leaf) for leaf in _set_leaves(leaves, "pp.stages_per_rank")]
     found += [_unrecordable(leaves, leaf) for leaf in _set_leaves(leaves, "graph") if leaf.value is True]
     found += [_unrepeatable(leaves, leaf) for leaf in _set_leaves(leaves, "attention") if leaf.value == "cudnn"]
@@ -131,6 +132,13 @@ def _uneven(leaves: Mapping[str, Leaf], speeds: Leaf) -> UserError | None:
         why = "a promise that every rank runs one micro-batch in a step, or equally many"
         return UserError(f"{speeds} with {static[0]}", why, f"leave {static[0].key} out, or speed_weights")
     return None
+
+
+def _several(static: Leaf, leaves: Mapping[str, Leaf]) -> UserError | None:
+    """The size that memory leaves may be one of several micro-batches in a step."""
+    auto = [leaf for leaf in _set_leaves(leaves, "micro_batch") if leaf.value == "auto"]
+    why, fix = "a promise that every rank runs one micro-batch in a step", f"leave {static.key} out, or micro_batch"
+    return UserError(f"{auto[0]} with {static}", why, fix) if auto else None
 
 
 def _schedules(leaves: Mapping[str, Leaf], stages: Leaf) -> UserError | None:

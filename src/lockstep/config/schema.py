@@ -116,6 +116,7 @@ class DDPConfig(Section):
     error_feedback: bool = _key(True, "powersgd: add what a step left out to the next one")
     gradient_as_bucket_view: bool = _key(True, "gradients live in the buckets; false: one more copy of them")
     static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
+    broadcast_buffers: bool = _key(False, "rank 0's buffers for all ranks at the start of every step")
     sync_batchnorm: bool = _key(False, "BatchNorm over the micro-batches of all ranks (CUDA)")
 
 

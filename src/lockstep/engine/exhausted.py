@@ -60,10 +60,11 @@ def _explanation(error: RuntimeError, run: Run) -> Exception:
     if not hasattr(run, "driver"):
         return UserError("to build the model", found, "build a smaller one, or type device=cpu")
     held = _footprint(run)
+    on_host = not isinstance(error, torch.OutOfMemoryError)
     first = [Option("graph=false", None)] if has_recordings(run.driver.model) else []
     if not run.opened:
         asked = "to put the model on its device"
-        less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1)
+        less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1, on_host=on_host)
     elif run.runtime.pulse.phase == "evaluate":
         batch = run.evaluation_batch()
         asked, less = f"an evaluation in batches of {batch}", []
@@ -73,7 +74,7 @@ def _explanation(error: RuntimeError, run: Run) -> Exception:
         if smaller := _one_size_down(run):
             return SmallerMicroBatch(f"{asked} does not fit: {found}; going on with micro-batches of {smaller}")
         blocks = len(find_blocks(run.driver.model, run.config.blocks))
-        less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks)
+        less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks, on_host)
     missing = _missing(str(error), held.to_come)
     less = sorted(less, key=lambda option: not option.enough(missing))  # otherwise as they are
     advice = "; ".join(option.text(missing) for option in [*first, *less])

@@ -62,6 +62,8 @@ class Restarts:
             return f"the job was asked to leave ({situation.asked})"
         if situation.too_few_nodes:
             return situation.too_few_nodes
+        if failure.kind == SMALLER:
+            return None  # micro_batch=auto asked for it, and it comes to an end: the sizes only go down
         if failure.kind == HANG and not settings.restart_hangs:
             return "hang.action is stop"
         if failure.from_python and situation.saved == situation.began_at:
@@ -74,14 +76,18 @@ class Restarts:
 
     def note(self, failure: Failure, place: object, saved: int | None, now: float) -> bool:
         """One more restart. True: the rank at this place keeps failing without progress, and should be left out."""
-        self._recent.append(now)
         self.total += 1
+        if failure.kind == SMALLER:
+            return False
+        self._recent.append(now)
         self._in_a_row = self._in_a_row + 1 if self._culprit == (place, saved) else 1
         self._culprit = (place, saved)
-        if self._in_a_row < TIMES_IN_A_ROW or failure.kind in (NODE, SMALLER):
+        if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
             return False
         self._in_a_row = 0
         return True
 
-    def count(self, settings: Settings) -> str:
+    def count(self, failure: Failure, settings: Settings) -> str:
+        if failure.kind == SMALLER:
+            return "not counted as a restart"
         return f"restart {len(self._recent)} of {settings.per_hour} in an hour"

@@ -311,7 +311,7 @@ class Rounds:
                 self._leave_out(self.places[failure.rank][0])
             ranks = sum(self.wanted.values())
             source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-            count = self.restarts.count(self.settings)
+            count = self.restarts.count(failure, self.settings)
             self._report(failure, f"restarting {_number(ranks, 'rank')} from {source} ({count})")
             self._commands.append(Log({"event": "restart", "attempt": self.attempt + 1, "ranks": ranks, "step": saved}))
         self._stop(now)

@@ -79,7 +79,7 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
-        return FlatDriver(model, runtime)
+        return FlatDriver(model, runtime, config.ddp.broadcast_buffers)
     return DDPDriver(model, config.ddp, runtime, config.seed)
 
 

@@ -115,7 +115,7 @@ class DDPDriver(Whole):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            **{BUFFERS_OPTION: False},  # not on every forward: `sync_buffers`, when somebody looks at them
+            **{BUFFERS_OPTION: False},  # torch would in evaluations too, where ranks may run unequally many forwards
         )
         self._word_parameter = carrier.last[0]
         self.call: nn.Module = self._replica
@@ -124,6 +124,7 @@ class DDPDriver(Whole):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
             self.kept = {KEPT_AS: self.hook}
+        self._broadcasts_buffers = config.broadcast_buffers
         self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
         self.sync_buffers()
 
@@ -131,6 +132,8 @@ class DDPDriver(Whole):
         for parameter in self.parameters:
             parameter.grad = None
         self._word_parameter.grad = None
+        if self._broadcasts_buffers:
+            self.sync_buffers()
 
     def arm(self, last: bool) -> None:
         self._replica.require_backward_grad_sync = last

@@ -15,11 +15,16 @@ from lockstep.runtime.context import Runtime
 class FlatDriver(SingleDriver):
     """A single process, as far as forward and backward go; then the sum over all of them."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime):
+    def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
         super().__init__(model, runtime.device)
-        self.runtime = runtime
+        self.runtime, self._broadcasts_buffers = runtime, broadcast_buffers
         runtime.collectives.broadcast_([p.detach() for p in self.parameters])
         self.sync_buffers()
+
+    def begin(self) -> None:
+        super().begin()
+        if self._broadcasts_buffers:
+            self.sync_buffers()
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         torch.autograd.backward(total, start)

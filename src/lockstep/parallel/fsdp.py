@@ -11,7 +11,7 @@ from collections import Counter
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -21,7 +21,9 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta import fill
+from lockstep.parallel.same_parts import END, SameParts
 from lockstep.parallel.tensor import agree_on_plain
+from lockstep.parallel.word import Word
 from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime
 
@@ -55,7 +57,8 @@ class FSDPDriver(CutDriver):
             shard(module)
 
         parts = _without_shared(find_blocks(model, blocks), model)
-        if any(p.is_meta for p in model.parameters()):
+        empty = any(p.is_meta for p in model.parameters())
+        if empty:
             fill(model, parts, cut, seed, runtime)
         else:
             if axes is None:
@@ -68,6 +71,20 @@ class FSDPDriver(CutDriver):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         super().__init__(model, runtime)
+        self._same = SameParts(model, runtime)
+        if empty:
+            self.sync_buffers()  # each rank has made its own
+
+    def begin(self) -> None:
+        super().begin()
+        self._same.steps += 1
+
+    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+        torch.autograd.backward(total, start)
+        if word is not None:
+            self._same.compare(END)
+            self.add_gradients()
+            self._exchange(word)
 
     def add_gradients(self) -> None:
         if self._parts:

@@ -1,18 +1,23 @@
-"""init=meta: a model that no single rank could hold is made without memory, then filled and cut block by block.
+"""init=meta: a model that no single rank could hold is made without memory for its parameters, then filled and cut
+block by block. Buffers, and tensors that are plain attributes, stay as their constructors make them.
 
-Modules are filled by their own `reset_parameters()`, whole, in the host's memory, children before parents: the order in
-which constructors draw their random numbers. So a model whose constructors only make modules starts with the same bits
-as without init=meta, on any number of ranks. One that draws numbers of its own on the way (`self.apply(init)`, say)
-starts differently, unless a `reset_parameters()` does that.
+Parameters are filled by the `reset_parameters()` of their modules, whole, in the host's memory, children before
+parents: the order in which constructors draw their random numbers. So a model whose constructors only make modules
+starts with the same bits as without init=meta, on any number of ranks. What a constructor does to parameters beside
+that (`self.apply(init)`, say) would be lost: it is refused, unless a `reset_parameters()` does it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -27,8 +32,29 @@ def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
     if config.init != "meta":
         return make()
     _check_strategy(config)
-    with torch.device("meta"):
+    with _parameters_without_memory():
         return make()
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """A parameter is empty from the moment on that its module has it."""
+    known: dict[int, tuple[ReferenceType[nn.Parameter], nn.Parameter]] = {}  # one that two modules share stays one
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or is_lazy(parameter):
+            return None
+        original, empty = known.get(id(parameter), (None, None))
+        if original is None or original() is not parameter:  # or another one, which lies where that one lay
+            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            known[id(parameter)] = ref(parameter), empty
+        return empty
+
+    handle = register_module_parameter_registration_hook(without_memory)  # pyrefly: ignore[bad-argument-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _check_strategy(config: RunConfig) -> None:
@@ -63,12 +89,22 @@ def fill(
     _check_can_be_filled(model)
     filling = _Filling({id(block) for block in blocks}, cut)
     filling.fill(model, "")
+    filling.finish(model)
+
+
+class _Made(NamedTuple):
+    """A parameter with memory, and the empty one that it replaces."""
+
+    place: tuple[str, nn.Module, str]
+    empty: nn.Parameter
+    full: nn.Parameter
+    before: int  # how often `full` had been changed when it was made
 
 
 class _Filling:
     def __init__(self, blocks: set[int], cut: Callable[[nn.Module], Any]):
         self.blocks, self.cut = blocks, cut
-        self._made: dict[int, nn.Parameter] = {}  # by what it replaces: tied parameters stay tied
+        self._made: dict[int, _Made] = {}  # by what it replaces: tied parameters stay tied
         self._replaced: list[nn.Parameter] = []  # kept, so that no two of them ever have the same id
         self._done: set[int] = set()
         self._cut: list[nn.Parameter] = []
@@ -81,44 +117,57 @@ class _Filling:
             self.fill(child, f"{name}.{child_name}" if name else child_name)
         self._fill_own(module, name)
         if id(module) in self.blocks:
+            self.finish(module)
             self.cut(module)
             self._cut += module.parameters()
+
+    def finish(self, module: nn.Module) -> None:
+        """It is filled: let go of it, so that what is whole goes when it is cut."""
+        inside = {id(p) for p in module.parameters()}
+        for key, made in [(key, made) for key, made in self._made.items() if id(made.full) in inside]:
+            name, owner, own_name = made.place
+            if made.full._version - made.before < made.empty._version:
+                found = f"does not set {own_name} as a constructor does, which changes it once more"
+                raise _not_filled(name, owner, found, "do that in it, or in a reset_parameters() of its block")
+            del self._made[key]
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
         if reset is None:
             return
-        earlier = self._make_room(module)
+        earlier, blank = self._make_room(module, name)
         versions = [p._version for p in self._cut]
         reset()
         for tensor, value in earlier:  # tied: drawn once more, as its constructor did, and forgotten again
             tensor.detach().copy_(value)
         if versions != [p._version for p in self._cut]:
             raise _not_filled(name, module, "sets blocks that have been cut already", "set them in the blocks' own")
-        unset = [key for key, tensor in _own(module).items() if _is_blank(tensor)]
+        unset = [key for key in blank if _is_blank(getattr(module, key))]
         if unset:
             raise _not_filled(name, module, f"leaves {', '.join(unset)} unset", f"set {unset[0]} in it")
 
-    def _make_room(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """Memory for what is the module's own. Returns what an earlier module has filled already, and its values."""
-        earlier = []
+    def _make_room(self, module: nn.Module, name: str) -> tuple[list[tuple[nn.Parameter, Tensor]], list[str]]:
+        """Memory for what is the module's own. Returns what an earlier module has filled already, with its values, and
+        the names of all that had none."""
+        earlier, empty = [], _own_empty(module)
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            new = self._made.get(id(old))
-            if new is not None:
+            if made := self._made.get(id(old)):
+                new = made.full
                 earlier.append((new, new.detach().clone()))
             else:
-                blank = _blank(torch.empty_like(old, device="cpu"))
-                new = self._made[id(old)] = nn.Parameter(blank, old.requires_grad)
+                new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
+                self._made[id(old)] = _Made((name, module, key), old, new, new._version)
                 self._replaced.append(old)
             setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
         for key, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, key, _blank(torch.empty_like(buffer, device="cpu")))
-        return earlier
+            if buffer.is_meta:
+                setattr(module, key, _blank(torch.empty_like(buffer, device="cpu")))
+        return earlier, list(empty)
 
 
 def _check_can_be_filled(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        own = _own(module)
+        own = _own_empty(module)
         lost = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         lost += [key for key, value in own.items() if value.dtype == torch.bool]  # nothing tells a set one from a blank
         if lost:
@@ -127,8 +176,9 @@ def _check_can_be_filled(model: nn.Module) -> None:
             raise _not_filled(name, module, "has none", f"write one that sets {', '.join(own)}")
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+def _own_empty(module: nn.Module) -> dict[str, Tensor]:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return {name: tensor for name, tensor in own if tensor.is_meta}
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:

@@ -61,8 +61,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-def options(held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int) -> list[Option]:
-    """What would take less memory, in the order in which to try it: what costs least speed comes first."""
+def options(
+    held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int, on_host: bool = False
+) -> list[Option]:
+    """What would take less memory, in the order in which to try it: what costs least speed comes first. `on_host`: it
+    is the host's memory that ran out, so that there is nowhere to offload to."""
     found = []
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
@@ -72,7 +75,7 @@ def options(held: Footprint, config: RunConfig, world: int, micro_batch: int, bl
     ranks = max(2, world)
     if config.strategy != "fsdp":
         found.append(Option(f"strategy=fsdp{' --nproc 2' * (world == 1)}", _less_by_cutting(held, config, ranks)))
-    if not config.fsdp.offload:
+    if not config.fsdp.offload and not on_host:
         typed = "fsdp.offload=true" if config.strategy in CUT and world > 1 else "strategy=fsdp fsdp.offload=true"
         found.append(Option(f"{typed}{' --nproc 2' * (world == 1)}", held.state))
     return found

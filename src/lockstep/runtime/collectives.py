@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lockstep.pulse import Pulse
 from lockstep.runtime.world import World
 
+SMALL = 2**16  # bytes: a tensor below that takes longer to announce than to send
+
 
 class Collectives:
     """Small agreements between all ranks, or those of a `group`, which are then the `world`. Every method must be
@@ -74,12 +76,14 @@ class Collectives:
         if self.world.alone:
             return
         with self._agreeing("broadcast"):
-            for tensor in tensors:
-                data = tensor.detach().contiguous()
-                as_bytes = data.reshape(-1).view(torch.uint8)  # gloo knows not every format
-                dist.broadcast(as_bytes, group=self.group, group_src=source)
-                if data.data_ptr() != tensor.data_ptr():
-                    tensor.detach().copy_(data)
+            for batch in _batches(tensors):
+                # As bytes: gloo knows not every format.
+                parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
+                sent = torch.cat(parts) if len(parts) > 1 else parts[0]
+                dist.broadcast(sent, group=self.group, group_src=source)
+                for tensor, part in zip(batch, sent.split([len(part) for part in parts]), strict=True):
+                    if part.data_ptr() != tensor.data_ptr():
+                        tensor.detach().copy_(part.view(tensor.dtype).view_as(tensor))
 
     def any(self, flag: bool) -> bool:
         return any(self.gather_json(bool(flag)))
@@ -95,3 +99,11 @@ class Collectives:
             with self._agreeing("farewell"):
                 dist.barrier(self.group)
             time.sleep(0.05)
+
+
+def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What is sent in one message, without a copy of a large one. Wide numbers first, so that each lies in the bytes at
+    a multiple of its width."""
+    small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
+    large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
+    return [sorted(small, key=lambda tensor: -tensor.element_size()), *large] if small else large

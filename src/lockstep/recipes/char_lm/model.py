@@ -46,6 +46,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
+    def reset_parameters(self) -> None:
+        draw_weights(self)
+        # Each branch starts by adding nothing: any depth begins as the same well-behaved network.
+        nn.init.zeros_(self.attention.out.weight)
+        nn.init.zeros_(self.down.weight)
+
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
         hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
@@ -67,18 +73,13 @@ class GPT(nn.Module):
         # They follow from the options, so they move with the model but are not part of its weights.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.initialise()
+        for block in self.blocks:
+            block.reset_parameters()  # pyrefly: ignore[not-callable]
+        self.reset_parameters()
 
-    def initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale of activations
+    def reset_parameters(self) -> None:
+        draw_weights(self.head)
         nn.init.normal_(self.embed.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, Block):
-                # Each branch starts by adding nothing: any depth begins as the same well-behaved network.
-                nn.init.zeros_(module.attention.out.weight)
-                nn.init.zeros_(module.down.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         T = ids.shape[1]
@@ -114,6 +115,12 @@ class GPT(nn.Module):
                 ids = torch.cat((ids, torch.multinomial(chance, 1, generator=generator).to(ids.device)), dim=1)
         self.train(was_training)
         return ids
+
+
+def draw_weights(part: nn.Module) -> None:
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale of activations
 
 
 def unit(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,6 +99,9 @@ class Block(nn.Module):
         self.mix = Attention(config.width, config.heads) if self.attends else SwiGLU(places, config.expansion)
         self.mlp = SwiGLU(config.width, config.expansion)
 
+    def reset_parameters(self) -> None:
+        draw_weights(self.modules())
+
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
         x = rms(x + mixed).to(mixed.dtype)
@@ -144,12 +147,16 @@ class HierarchicalReasoningModel(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                _cut_normal(module.weight.data, module.in_features**-0.5)
-            elif isinstance(module, nn.Embedding):
-                _cut_normal(module.weight.data, self.config.width**-0.5)
-        # Halting begins as something that is hardly ever worth it, whatever the state.
+        draw_weights(self.modules())
+        self._begin_unwilling()
+
+    def reset_parameters(self) -> None:
+        """What is outside the blocks, for init=meta."""
+        draw_weights(filter(None, (self.embed, self.places, self.head, self.q_head)))
+        self._begin_unwilling()
+
+    def _begin_unwilling(self) -> None:
+        """Halting begins as something that is hardly ever worth it, whatever the state."""
         nn.init.zeros_(self.q_head.weight)
         nn.init.constant_(self.q_head.bias, -5.0)
 
@@ -243,6 +250,14 @@ def _converted(level: Level) -> Update:
 
 def rms(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def draw_weights(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            _cut_normal(module.weight, module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            _cut_normal(module.weight, module.embedding_dim**-0.5)
 
 
 def _cut_normal(tensor: Tensor, std: float) -> Tensor:

@@ -136,12 +136,15 @@ class Encoder(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        width = sizes.width
+        width, self.place_std = sizes.width, sizes.place_std
         self.stem = _conv_stem(width) if sizes.stem == "conv" else nn.Conv2d(3, width, sizes.patch, sizes.patch)
         self.positions = nn.Parameter(torch.empty(sizes.tokens, width))
         self.layers = nn.ModuleList(EncoderLayer(width, sizes.heads) for _ in range(sizes.vision_layers))
         self.norm = nn.LayerNorm(width)
         self.pool = SpatialPool(width, sizes.heads) if sizes.spatial_pool else nn.Identity()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.positions, std=self.place_std)
 
     def forward(self, images: Tensor) -> Tensor:
         # Scenes are dark: the mean of a pixel is about 0.25. The stem learns about twice as fast for it.
@@ -164,12 +167,12 @@ class Captioner(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(sizes.width, sizes.heads) for _ in range(sizes.text_layers))
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary)
-        for vectors, std in (
-            (self.embed.weight, 0.02),
-            (self.positions, 0.02),
-            (self.encoder.positions, sizes.place_std),
-        ):
-            nn.init.normal_(vectors, std=std)
+        self.reset_parameters()
+        self.encoder.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, images: Tensor, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """With a cache, `ids` is the one next word (B, 1), and `images` counts only the first time."""

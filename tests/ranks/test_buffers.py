@@ -1,0 +1,107 @@
+"""Buffers that a forward changes: kept by every rank for itself, or rank 0's for all at the start of every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import Trace, fit, weighted_regression
+from ranks.test_exchange_count import MEASURED, collectives
+
+RANKS, STEPS = 2, 4
+VALUES = {"global_batch": 8, "micro_batch": 2, "steps": STEPS}  # two micro-batches on each of two ranks
+
+
+class Centred(nn.Module):
+    """What it predicts depends on a mean of the samples that it has seen, and so do its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 1)
+        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.out(x - self.centre)
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(0), 0.5)
+            self.seen += len(x)
+        return found.squeeze(-1)
+
+
+class Following(Task):
+    def model(self) -> nn.Module:
+        return Centred()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(40, 3, generator=g) + 1, torch.randn(40, generator=g))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(((model(x) - y) ** 2).sum(), len(x))
+
+
+def by_hand(traces: list[Trace], shared: bool) -> dict[str, Tensor]:
+    """One process that goes through every rank's micro-batches with that rank's buffers."""
+    task, data = Following(), Following().data()
+    models = [Centred() for _ in traces]
+    for model in models:
+        model.load_state_dict(traces[0].initial, strict=False)
+    for number in range(STEPS):
+        first = dict(models[0].named_buffers())
+        for model in models[1:] if shared else []:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(first[name])
+        for model, trace in zip(models, traces, strict=True):
+            for piece in trace.steps[number].pieces:
+                task.loss(model, data[piece.ids]).total.backward()
+        _step_together(models)
+    return {name: p.detach() for name, p in models[0].named_parameters()}
+
+
+def _step_together(models: list[Centred]) -> None:
+    with torch.no_grad():
+        for copies in zip(*(model.parameters() for model in models), strict=True):
+            whole = torch.stack([p.grad for p in copies]).sum(0) / VALUES["global_batch"]
+            for p in copies:
+                p -= 0.05 * whole
+                p.grad = None
+
+
+WAYS = {"ddp": {}, "zero1": {"strategy": "zero1"}, "unused": {"ddp.find_unused_parameters": True}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_0s_buffers_at_the_start_of_every_step(pool: Pool, way: str) -> None:
+    ends = {}
+    for shared in (True, False):
+        traces = pool.run(fit, Following(), VALUES | WAYS[way] | {"ddp.broadcast_buffers": shared}, world=RANKS)
+        ends[shared] = by_hand(traces, shared)
+        for trace in traces:
+            torch.testing.assert_close(trace.steps[-1].weights, ends[shared], rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(ends[True]["out.weight"], ends[False]["out.weight"], rtol=1e-3), "no test of buffers"
+
+
+def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
+    """A job: the collectives of MEASURED steps of a model with three buffers of different formats."""
+    task: Any = weighted_regression(160, seed=9)
+    task.network = lambda: nn.Sequential(nn.Linear(5, 1), nn.BatchNorm1d(1), nn.Flatten(0))
+    return collectives(world, store, task, {"global_batch": 16, "micro_batch": 2} | values)
+
+
+def test_all_buffers_travel_in_one_message(pool: Pool) -> None:
+    for found in pool.run(counted, {"ddp.broadcast_buffers": True}, world=2):
+        assert found["c10d::broadcast_"] == MEASURED
+    for found in pool.run(counted, {}, world=2):
+        assert "c10d::broadcast_" not in found

@@ -1,0 +1,78 @@
+"""A part of the model that only some ranks use cannot be cut: all ranks end with its name, instead of gloo's abort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.parallel.same_parts import SameParts
+from pool import Pool
+from ranks.support import Regression, assert_user_errors, fit
+
+VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 4, "strategy": "fsdp"}
+
+
+class Halved(nn.Module):
+    """From its fifth forward on, the third step, `skips` says what a rank leaves out."""
+
+    def __init__(self, skips: Callable[[str], bool], since: int = 5):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.branch, self.out = nn.Linear(5, 1), nn.Linear(5, 1)
+        self.skips, self.since, self.calls = skips, since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        left_out = self.skips if self.calls >= self.since else lambda name: False
+        for number, block in enumerate(self.blocks):
+            x = x if left_out(f"block {number}") else block(x)
+        found = self.out(x)
+        if left_out("gradient"):  # gathered as everywhere, and then of no use
+            found = found + self.branch(x).detach()
+        elif not left_out("branch"):
+            found = found + self.branch(x)
+        return found.squeeze(-1)
+
+
+def on_rank_1(part: str) -> Callable[[str], bool]:
+    return lambda name: dist.get_rank() == 1 and name == part
+
+
+SAID = {
+    "block 1": ("rank 0 is about to use blocks.1.weight, blocks.1.bias", "rank 1 is about to use blocks.2.weight"),
+    "branch": ("rank 0 has a gradient for branch.weight, branch.bias; rank 1 does not",),
+    "gradient": ("rank 0 has a gradient for branch.weight, branch.bias; rank 1 does not",),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads", "hsdp"])
+@pytest.mark.parametrize("part", SAID)
+def test_what_one_rank_leaves_out_is_named_by_all(pool: Pool, part: str, strategy: str) -> None:
+    task = Regression(network=lambda: Halved(on_rank_1(part)))
+    ranks = 4 if strategy == "hsdp" else 2
+    values = VALUES | {"strategy": strategy, "micro_batch": 4 // ranks}  # two on each rank
+    errors = pool.errors(fit, task, values, world=ranks)
+    assert_user_errors(errors, *SAID[part], "type strategy=ddp ddp.find_unused_parameters=true")
+
+
+def test_what_is_typed_then_trains(pool: Pool) -> None:
+    task = Regression(network=lambda: Halved(on_rank_1("branch")))
+    for strategy in ("ddp", "zero1"):
+        values = VALUES | {"strategy": strategy, "ddp.find_unused_parameters": True}
+        for trace in pool.run(fit, task, values, world=2):
+            assert [note.result.applied for note in trace.steps] == [True] * 4
+
+
+def test_over_nccl_the_first_steps_are_compared() -> None:
+    for backend, compared in {"gloo": [True] * 5, "nccl": [True] * 3 + [False] * 2}.items():
+        runtime: Any = SimpleNamespace(backend=backend)
+        parts = SameParts(nn.Linear(1, 1), runtime)
+        found = []
+        for parts.steps in range(1, 6):
+            found.append(parts.compares)
+        assert found == compared
