@@ -60,6 +60,23 @@ def test_what_one_rank_leaves_out_is_named_by_all(pool: Pool, part: str, strateg
     assert_user_errors(errors, *SAID[part], "type strategy=ddp ddp.find_unused_parameters=true")
 
 
+class OnlyBlocks(nn.Module):
+    """Nothing is outside the blocks, so that the first one's gradient is the last to come; rank 1 has none for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.blocks[0](x)
+        return self.blocks[1](found.detach() if dist.get_rank() == 1 else found).sum(-1)
+
+
+def test_a_rank_that_is_done_while_another_is_not(pool: Pool) -> None:
+    errors = pool.errors(fit, Regression(network=OnlyBlocks), VALUES | {"micro_batch": 4}, world=2)
+    assert_user_errors(errors, "rank 0 has a gradient for blocks.0.weight, blocks.0.bias; rank 1 does not")
+
+
 def test_what_is_typed_then_trains(pool: Pool) -> None:
     task = Regression(network=lambda: Halved(on_rank_1("branch")))
     for strategy in ("ddp", "zero1"):
