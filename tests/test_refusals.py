@@ -103,6 +103,12 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
 class NoLength(Dataset):
     def __getitem__(self, index: int) -> Tensor:
         return torch.ones(4)
@@ -351,6 +357,9 @@ MODEL = {
     ),
     "meta without reset": Row(
         {"init": "meta", "strategy": "fsdp"}, "reset_parameters()", "Bare has none", "sets weight", Asked(Bare)
+    ),
+    "a scalar to cut": Row(
+        {"strategy": "fsdp"}, "strategy=fsdp", "'scale', a single number", "type strategy=zero1", Asked(Scaled)
     ),
     "tp without a plan": Row({"strategy": "tp"}, "layers to cut", "no tensor_plan", "tensor_plan(", Asked(Strange)),
     "tp of 6 features": Row(

@@ -16,6 +16,7 @@ from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted
+from lockstep.parallel.fsdp import gathered_with_the_rest
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -217,6 +218,19 @@ def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool, kind: type[Ra
         values = STRATEGIES[name] | (STRATEGIES["unused"] if name == "zero1" else {})
         for found in pool.run(final, values | {"steps": 4}, None, kind, world=worlds(name)[0]):
             assert_close(found["weights"], expected["weights"])
+
+
+def told_of_blocks(world: World, store: Any, kind: type[Ragged]) -> str | None:
+    resolved = configured(BASE | {"strategy": "fsdp", "steps": 1})
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = Run(resolved, runtime, "test")
+        loop.fit(kind(), run)
+        return gathered_with_the_rest(run.driver.model, None)
+
+
+def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:
+    assert pool.run(told_of_blocks, Resting, world=2)[0] is None
+    assert "3 of 4 blocks share a parameter" in pool.run(told_of_blocks, TiedBlocks, world=2)[0]
 
 
 @pytest.mark.parametrize("name", CUT_LAYERS)

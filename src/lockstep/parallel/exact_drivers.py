@@ -17,14 +17,12 @@ from lockstep.parallel.ddp import DDPDriver, check_reached
 from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.exact import Counter, Span
 from lockstep.parallel.exact_hook import Leaf, OrderedHook, add_leaves
-from lockstep.parallel.fsdp import FSDPDriver
+from lockstep.parallel.fsdp import CUT, FSDPDriver
 from lockstep.parallel.layout import local
 from lockstep.parallel.row_norms import length_of, row_lengths
 from lockstep.parallel.word import LENGTH, Word
 from lockstep.runtime.context import Runtime
 from lockstep.task import MicroBatch
-
-CUT = ("fsdp", "fsdp-grads")
 
 
 def drive_exactly(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:

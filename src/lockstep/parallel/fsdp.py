@@ -27,6 +27,8 @@ from lockstep.parallel.word import Word
 from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime
 
+CUT = ("fsdp", "fsdp-grads", "hsdp")  # the strategies of this module
+
 
 class FSDPDriver(CutDriver):
     """Every micro-batch's gradients are cut at once and added to this rank's part: no full-size copy is kept."""
@@ -100,6 +102,25 @@ def _without_shared(parts: list[nn.Module], model: nn.Module) -> list[nn.Module]
     times = Counter(place for holder in holders for place in holder)
     times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
     return [part for part, holder in zip(parts, holders, strict=True) if all(times[place] == 1 for place in holder)]
+
+
+def gathered_with_the_rest(model: nn.Module, blocks: list[str] | None) -> str | None:
+    """In words, which blocks of a cut model are no parts of their own."""
+    found = find_blocks(model, blocks)
+    left = sum(not isinstance(block, FSDPModule) for block in found)
+    if not left:
+        return None
+    return f"{left} of {len(found)} blocks share a parameter with others: they are gathered together with the rest"
+
+
+def check_no_scalars(model: nn.Module, strategy: str) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"strategy={strategy}",
+                f"the parameter {name!r}, a single number without a dimension to cut it along",
+                "make it a vector of one number, torch.zeros(1) for instance; or type strategy=zero1",
+            )
 
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
