@@ -16,7 +16,6 @@ from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted
-from lockstep.parallel.fsdp import gathered_with_the_rest
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -220,17 +219,17 @@ def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool, kind: type[Ra
             assert_close(found["weights"], expected["weights"])
 
 
-def told_of_blocks(world: World, store: Any, kind: type[Ragged]) -> str | None:
+def told_of_blocks(world: World, store: Any, kind: type[Ragged]) -> dict[str, str]:
     resolved = configured(BASE | {"strategy": "fsdp", "steps": 1})
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         loop.fit(kind(), run)
-        return gathered_with_the_rest(run.driver.model, None)
+        return dict(run.driver.facts)
 
 
 def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:
-    assert pool.run(told_of_blocks, Resting, world=2)[0] is None
-    assert "3 of 4 blocks share a parameter" in pool.run(told_of_blocks, TiedBlocks, world=2)[0]
+    assert pool.run(told_of_blocks, Resting, world=2)[0] == {}
+    assert "3 of 4 blocks share a parameter" in pool.run(told_of_blocks, TiedBlocks, world=2)[0]["fsdp"]
 
 
 @pytest.mark.parametrize("name", CUT_LAYERS)

@@ -17,7 +17,6 @@ from lockstep.engine.goals import judge
 from lockstep.engine.lean import KEEPS
 from lockstep.engine.optim import LearningRate
 from lockstep.engine.speeds import about_speeds
-from lockstep.parallel.fsdp import CUT, gathered_with_the_rest
 from lockstep.parallel.graphs import wants_graph
 from lockstep.parallel.hooks import about
 from lockstep.parallel.mesh import plan_mesh
@@ -66,9 +65,6 @@ def facts(
     }
     if not (mesh := plan_mesh(config, runtime.world)).plain:
         told["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
-    whole = runtime.world.alone or (config.mesh.pp or 1) > 1  # or cut by stages
-    if config.strategy in CUT and not whole and (left := gathered_with_the_rest(model, config.blocks)):
-        told["fsdp"] = left
     if config.micro_batch in (None, "auto") and not config.exact and _drops(model):
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:

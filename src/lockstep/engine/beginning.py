@@ -88,6 +88,7 @@ def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
     about_data = _plan_data(run, data, collate)
     rate = _make_step(run)
     told = facts(run.driver.model, run.config, run.plan, rate, run.precision, run.runtime)
+    told |= run.driver.facts
     told |= {"data": about_data} if about_data else {}
     told |= _go_on(run)
     run.opened = True

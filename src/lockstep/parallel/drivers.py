@@ -60,6 +60,7 @@ class Driver(Protocol):
     holders: Mapping[str, tuple[int, ...]]  # the ranks that have a tensor of the model, where not all do
     echoes: frozenset[str]  # of the tensors that are here, those that are on lower ranks too, cut alike
     kept: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
+    facts: Mapping[str, str]  # what the first screen says of it
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
@@ -96,6 +97,7 @@ class Whole:
     holders: Mapping[str, tuple[int, ...]] = {}
     echoes: frozenset[str] = frozenset()
     kept: Mapping[str, Any] = {}
+    facts: Mapping[str, str] = {}
 
     def note(self, micro: MicroBatch, total: int | None) -> None:
         pass

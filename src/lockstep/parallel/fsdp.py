@@ -58,7 +58,8 @@ class FSDPDriver(CutDriver):
             store(module, precision)
             shard(module)
 
-        parts = _without_shared(find_blocks(model, blocks), model)
+        found = find_blocks(model, blocks)
+        parts = _without_shared(found, model)
         empty = any(p.is_meta for p in model.parameters())
         if empty:
             fill(model, parts, cut, seed, runtime)
@@ -74,6 +75,9 @@ class FSDPDriver(CutDriver):
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         super().__init__(model, runtime)
         self._same = SameParts(model, runtime)
+        if len(parts) < len(found):
+            shared = f"{len(found) - len(parts)} of {len(found)} blocks share a parameter with others"
+            self.facts = {"fsdp": f"{shared}: they are gathered together with the rest"}
         if empty:
             self.sync_buffers()  # each rank has made its own
 
@@ -102,15 +106,6 @@ def _without_shared(parts: list[nn.Module], model: nn.Module) -> list[nn.Module]
     times = Counter(place for holder in holders for place in holder)
     times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
     return [part for part, holder in zip(parts, holders, strict=True) if all(times[place] == 1 for place in holder)]
-
-
-def gathered_with_the_rest(model: nn.Module, blocks: list[str] | None) -> str | None:
-    """In words, which blocks of a cut model are no parts of their own."""
-    found = find_blocks(model, blocks)
-    left = sum(not isinstance(block, FSDPModule) for block in found)
-    if not left:
-        return None
-    return f"{left} of {len(found)} blocks share a parameter with others: they are gathered together with the rest"
 
 
 def check_no_scalars(model: nn.Module, strategy: str) -> None:
