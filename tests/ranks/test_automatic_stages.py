@@ -167,6 +167,17 @@ class Hidden(Stack):
         return self.head(x + first.detach())
 
 
+class Strict(Stack):
+    """It looks at what the others compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        assert x.isfinite().all(), "a number that is none"
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Twice(Stack):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.blocks[1](x))
@@ -186,7 +197,10 @@ def test_cuts_lie_where_nothing_passes_by() -> None:
         cuts(PassingBy(), 5)
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Hidden, "depends on more"), (Twice, "block 1 .* called twice")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Hidden, "depends on more"), (Strict, "stage 1, .* AssertionError"), (Twice, "block 1 .* called twice")],
+)
 def test_a_forward_that_cannot_be_cut_is_refused(kind: type[Stack], words: str) -> None:
     with pytest.raises(UserError, match=words):
         cuts(kind(), 2)

@@ -16,6 +16,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted, UserError
+from lockstep.parallel.layout import local
 from lockstep.parallel.pipeline import fits
 from lockstep.parallel.stages import cut, list_pieces
 from lockstep.runtime import context
@@ -128,7 +129,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
         except Preempted:
             pass
         weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
-        held = sum(p.untyped_storage().nbytes() for p in run.driver.model.parameters())
+        held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
         kinds = [type(p.schedule).__name__ for p in run.driver._flow._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         return {"weights": copies, "summary": summary, "held": held, "kinds": kinds, "folder": str(run.run_dir)}
@@ -170,6 +171,29 @@ def test_a_rank_holds_its_stages_only(pool: Pool) -> None:
     scalars = 4 * len(single["weights"])  # what is left of a tensor that is elsewhere
     assert sum(one["held"] for one in found) <= single["held"] + scalars
     assert max(one["held"] for one in found) < 0.75 * single["held"]
+
+
+def test_a_stage_that_is_cut_holds_half_of_itself(pool: Pool) -> None:
+    (single,) = pool.run(final, Row(), {"strategy": "ddp"}, world=1)
+    for found in pool.run(final, Row(), {"strategy": "fsdp", "mesh.pp": 2}, world=4):
+        assert_same(found, single)
+        assert found["held"] < 0.45 * single["held"]
+
+
+class Parted(Row):
+    """The first stage ends with a layer whose output is cut."""
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"1.0": "colwise"}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 8)), nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+def test_a_part_is_not_passed_on(pool: Pool) -> None:
+    errors = pool.errors(final, Parted(), {"mesh": {"pp": 2, "tp": 2}}, world=4)
+    told = [error for error in errors if isinstance(error, UserError)]
+    assert_user_errors(told[:1], "cut (mesh.tp)", "gathered")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.stages import WHAT_TO_WRITE, Given
-from lockstep.parallel.trees import put_together, take_apart
+from lockstep.parallel.trees import Opaque, put_together, take_apart
 
 Rule = Callable[[int, Callable[[], Any]], Any]  # (number of the block, what it would do) -> what it gives
 
@@ -151,6 +151,17 @@ class Span(nn.Module):
             )
         return output
 
+    def _passed_on(self, output: Any) -> tuple[Tensor, ...]:
+        try:
+            return tuple(take_apart(output)[0])
+        except Opaque as opaque:
+            raise UserError(
+                "blocks that pass plain tensors on to the next stage",
+                f"block {self.last} returns {opaque}",
+                'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a block (a DTensor is cut); '
+                "or list the stages in stages(model)",
+            ) from None
+
     @contextmanager
     def _sparing(self) -> Iterator[None]:
         """Copies take the place of what is not ours to change; a backward may still need what was written into."""
@@ -170,7 +181,7 @@ class Span(nn.Module):
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends:
-                raise _Left(tuple(take_apart(output)[0]))
+                raise _Left(self._passed_on(output))
             return output
         if number < self.first - 1:
             return self._forms[number].nothing(received, self._forms[self.first - 1])

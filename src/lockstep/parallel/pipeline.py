@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
@@ -83,7 +84,11 @@ class Pipeline:
         schedule: str,
         along: Collectives,
         autocast: Callable[[], AbstractContextManager[Any]],
+        copies: Collectives | None = None,
     ):
+        """`copies`: the ranks that hold other parts of the same stages, whose forwards and backwards wait for each
+        other; None: nobody does."""
+        self.copies = copies
         assert along.group is not None
         self.model, self.schedule, self.autocast = model, schedule, autocast
         self.group, self.ranks, self.rank, self.device = along.group, along.world.size, along.world.rank, along.device
@@ -106,12 +111,24 @@ class Pipeline:
         self._set_mode()
         inputs = [model_input(loss_of, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(given) for given in inputs]
-        for shape, places in groupby(range(len(micros)), key=lambda place: shapes[place]):
-            group = list(places)
-            if shape not in self._passed:
+        for group, explore in self._passes(shapes):
+            shape = shapes[group[0]]
+            if explore:
                 self._passed[shape] = self._explore(inputs[group[0]])
             work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_of, begin, finish)
             self._prepare(shape, len(group)).run(work)
+
+    def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
+        """Which micro-batches go through the schedule together, and whether to explore before. Ranks that wait for each
+        other do the same, whatever their micro-batches look like."""
+        groups = [list(places) for _, places in groupby(range(len(shapes)), key=lambda place: shapes[place])]
+        new = [shape not in self._passed and shape not in shapes[:place] for place, shape in enumerate(shapes)]
+        if self.copies is not None:
+            everybody = self.copies.gather_json([groups, new])
+            if any(theirs != groups for theirs, _ in everybody):
+                groups = [[place] for place in range(len(shapes))]
+            new = [any(flags) for flags in zip(*(theirs for _, theirs in everybody), strict=True)]
+        return [(group, any(new[place] for place in group)) for group in groups]
 
     def forward(self, loss_of: LossOf, data: Any) -> Loss | None:
         """Without gradients, and without a trace in the model's buffers; the loss in the last stage, None in the
@@ -183,19 +200,21 @@ class _Stage(nn.Module):
 
     def __init__(self, number: int, chunk: Stage, pipeline: Pipeline):
         super().__init__()
-        self.number, self.chunk = number, chunk
-        self._pipeline = [pipeline]  # in a list: not a module of this one
+        self.number = number
+        self._behind = pipeline, chunk  # in a tuple: not modules of this one
+        if pipeline.copies is None:  # torch takes the gradients away from what FSDP has cut, when a schedule is new
+            self.chunk = chunk
 
     def start(self, work: _Work) -> None:
         self._work = work
         self._turns: Iterator[int] = iter(range(len(work.micros)))  # every schedule goes forward in this order
 
     def forward(self, *received: Tensor) -> Any:
-        (pipeline,), work, turn = self._pipeline, self._work, next(self._turns)
+        (pipeline, chunk), work, turn = self._behind, self._work, next(self._turns)
         micro = work.micros[turn]
         work.begin(micro, self.number)
         with pipeline.autocast():
-            output = self.chunk(work.inputs[turn], received if self.number else None)
+            output = chunk(work.inputs[turn], received if self.number else None)
             if self.number < pipeline.count - 1:
                 return tuple(sent(output, self.number))
             loss = work.loss_of(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
@@ -267,6 +286,12 @@ def fits(name: str, stages_per_rank: int, ranks: int, count: int) -> bool:
 
 def sent(output: Any, number: int) -> list[Tensor]:
     values = output if isinstance(output, tuple) else (output,)
+    if any(isinstance(value, DTensor) for value in values):
+        raise UserError(
+            "stages that pass whole tensors on",
+            f"stage {number} returns one that is cut (mesh.tp)",
+            'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a stage',
+        )
     wrong = [v for v in values if not isinstance(v, Tensor) or not v.is_floating_point()]
     if wrong:
         kind = f"a tensor of {wrong[0].dtype}" if isinstance(wrong[0], Tensor) else f"a {type(wrong[0]).__name__}"

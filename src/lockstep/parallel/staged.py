@@ -73,7 +73,8 @@ class StagedDriver(CutDriver):
         self._held = [name in held for name in self.names]
         self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
-        self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, choose(config, runtime.device).autocast)
+        autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
+        self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, copies)
         self.pipeline, self.depth = self, ranks
         self.run, self.forward = self._flow.run, self._flow.forward
 

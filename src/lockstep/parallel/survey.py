@@ -134,8 +134,12 @@ def _rehearse(
     passed: Any = None
     for number, (span, mine) in enumerate(zip(spans, used, strict=True)):
         here = {id(tensor) for tensor in mine}
-        with torch.no_grad(), autocast(), _only(model, here):
-            passed = span(given, None if number == 0 else passed)
+        try:
+            with torch.no_grad(), autocast(), _only(model, here):
+                passed = span(given, None if number == 0 else passed)
+        except Exception as error:
+            missing = f"stage {number}, without what the others have: {type(error).__name__}: {str(error)[:300]}"
+            raise _uncut(model, missing) from error
         if any(bool(tensor.isnan().any()) for tensor in take_apart(passed)[0]):
             block = f"block {span.first - 1}" if number else "the first block"
             raise _uncut(model, f"what comes after {block} depends on more than what that block returns; or on NaN")
