@@ -135,13 +135,20 @@ READERS, SPLIT = ["--elastic_reader_gb", "25", "25"], ["cuda:+0", "cuda:1"]
         ),
         (["--batch_size", "4", "--grad_accum_steps", "3"], (None, {"local_batch": 12, "micro_batch": 4})),
         (["--save_every", "7", "--auto_resume"], (None, {"checkpoint.every": 7, "resume": "auto"})),
+        (
+            ["--local-rank=1", "--save_every", "7"],
+            (None, {"checkpoint.every": 7}),
+        ),  # as torch.distributed.launch adds it
+        (["--local_rank", "1", "micro_batch=2"], (None, {"micro_batch": 2})),
         (["--elastic_gpu", "micro_batch=2"], (2, {"micro_batch": 2})),  # typed words are stronger
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_flags_become_settings(words, expected, monkeypatch):
     called = []
-    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0)
+    monkeypatch.setattr(
+        "lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -156,7 +163,9 @@ def test_flags_become_settings(words, expected, monkeypatch):
 def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
     """Nobody would start them again."""
     called = []
-    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0)
+    monkeypatch.setattr(
+        "lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

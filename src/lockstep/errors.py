@@ -37,7 +37,7 @@ class ConfigError(UserError):
 
 
 class RanksFailed(UserError):
-    """Processes that `lockstep.fit` has started: their launcher has already shown why, a script need not say it again."""
+    """Of processes that `lockstep.fit` has started: their launcher has shown why, a script need not say it again."""
 
 
 class SmallerMicroBatch(Exception):

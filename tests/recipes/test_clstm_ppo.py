@@ -36,6 +36,7 @@ from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
 from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
+from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import Surroundings, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
@@ -330,6 +331,19 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     assert set(before) == {*trainer._run_episode()} == {*found["eval_metrics"]} - {"of_bayes"}
     saved = load_file(trainer._save_checkpoint(tmp_path / "agent.safetensors"))
     assert torch.equal(flat(saved), flat(load_file(tmp_path / "alone" / "model.safetensors")))
+
+    assert train_script(words) == 2  # before any process is started
+    said = capsys.readouterr().err
+    assert said.count("already holds a run") == said.count("add --resume auto") == 1
+    alone = ["--num_gpus", "1", "--num_episodes", "13", *words[4:8], "--run_dir", "alone"]
+    assert train_script([*alone, "--resume", "auto"]) == 0
+    assert "resumed        at step 12" in capsys.readouterr().out
+    monkeypatch.setattr(DistributedCLSTMPPOTrainer, "train", lambda self: found)
+    for rank in "01":  # of torchrun's: one tells the score
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert train_script(alone) == 0
+    assert capsys.readouterr().out.count("score per test episode") == 1
 
 
 def test_a_short_run_of_the_script_also_comes_to_ppo_and_to_full_costs():

@@ -113,6 +113,12 @@ def test_what_a_preset_has_set_for_another_game_is_left_out():
         made(task, {"game": "cue", "assets": 8}, "gpu")  # the same number, but typed
 
 
+def test_credit_for_each_of_one_asset_is_refused():
+    with pytest.raises(ConfigError, match="one asset"):
+        CLSTM_PPO(credit="each")
+    CLSTM_PPO(credit="each", assets=2)
+
+
 def test_a_vocabulary_is_not_enlarged_silently():
     with pytest.raises(UserError, match=r"task.vocabulary=2\n.*words to write"):
         PIXEL_LLM(vocabulary=2)

@@ -13,7 +13,6 @@ from lockstep.config import Layer
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 
-
 LOCAL_RANK = ("--local-rank", "--local_rank")
 RIVALS = {  # of a flag: settings for the same thing
     "batch_size": ("global_batch", "local_batch", "micro_batch"),

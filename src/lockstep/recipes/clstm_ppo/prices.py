@@ -77,7 +77,7 @@ class PriceSeries:
             return []
         fix = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
         parts = f"{self.split} days for training and {len(self.returns) - self.split} for testing"
-        asked = f"task.days={days} with task.window={window}"
+        asked = f"episodes of {window + days} days (task.window={window}, task.days={days})"
         return [UserError(asked, f"{parts} in {self.path}", f"{fix}, or give it more days")]
 
 

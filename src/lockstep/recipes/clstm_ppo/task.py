@@ -255,7 +255,9 @@ class ClstmPpo(Task):
             )
         if shape.each and shape.assets == 1 and not idle:
             problems.append(
-                UserError("task.credit=each", "one asset, which earns all there is", "leave it out, or type task.credit=all")
+                UserError(
+                    "task.credit=each", "one asset, which earns all there is", "leave it out, or type task.credit=all"
+                )
             )
         series = self.game.series if isinstance(self.game, Trading) else None
         if isinstance(series, PriceSeries):

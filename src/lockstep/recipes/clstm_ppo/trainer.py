@@ -123,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=128, help="batch size per GPU (default: 128)")
     parser.add_argument("--preset", choices=list(ClstmPpo.presets), help="size of the agent (default: by the machine)")
     parser.add_argument("--run_dir", help="folder of the run (default: runs/clstmppo-TIME)")
-    parser.add_argument("--resume", metavar="auto|PATH|never", default="never", help="go on in --run_dir, or from a run")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH|never", default="never", help="go on in --run_dir, or from a run"
+    )
     options = parser.parse_args(arguments)
     place = {"run_dir": options.run_dir, "resume": options.resume, "again": partial(typed_again, parser, options)}
     try:

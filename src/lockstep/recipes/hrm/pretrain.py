@@ -102,7 +102,9 @@ def check_words(values: Mapping[str, Any]) -> None:
             "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
         )
     check_names(values, KEYS)
-    if values.get("resume") == "auto" and not any(values.get(key) for key in ("run_name", "checkpoint_path", "run_dir")):
+    if values.get("resume") == "auto" and not any(
+        values.get(key) for key in ("run_name", "checkpoint_path", "run_dir")
+    ):
         raise UserError(
             "resume=auto without run_name",
             "no folder to go on in: without a name every run gets a new one",

@@ -256,7 +256,9 @@ class HRM(Task):
     def _check(self, idle: list[UserError]) -> None:
         """Every wrong option at once."""
         problems = idle + [
-            UserError(f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={_nearest(value, words)}")
+            UserError(
+                f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={_nearest(value, words)}"
+            )
             for name, words in WORDS.items()
             if (value := self.loss_kind if name == "loss" else getattr(self, name)) not in words
         ]

@@ -20,10 +20,8 @@ def help_text(usage: str, keys: Mapping[str, Any]) -> str:
     options = {f"task.{name}": each.default for name, each in inspect.signature(HRM).parameters.items()}
     lines = [f"  {name:28} {_typed(value)}" for name, value in keys.items()]
     more = [f"  {name:28} {_typed(value)}" for name, value in options.items() if name.removeprefix("task.") not in keys]
-    return "\n".join(
-        [usage, "", *lines, "", "Options of the task:", *more]
-        + ["", "Settings of any run are typed likewise, such as log.every=10: see docs/configuration.md."]
-    )
+    rest = "Settings of any run are typed likewise, such as log.every=10: see docs/configuration.md."
+    return "\n".join([usage, "", *lines, "", "Options of the task:", *more, "", rest])
 
 
 def check_names(values: Mapping[str, Any], own: Collection[str]) -> None:
