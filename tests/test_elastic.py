@@ -135,13 +135,20 @@ READERS, SPLIT = ["--elastic_reader_gb", "25", "25"], ["cuda:+0", "cuda:1"]
         ),
         (["--batch_size", "4", "--grad_accum_steps", "3"], (None, {"local_batch": 12, "micro_batch": 4})),
         (["--save_every", "7", "--auto_resume"], (None, {"checkpoint.every": 7, "resume": "auto"})),
+        (
+            ["--local-rank=1", "--save_every", "7"],
+            (None, {"checkpoint.every": 7}),
+        ),  # as torch.distributed.launch adds it
+        (["--local_rank", "1", "micro_batch=2"], (None, {"micro_batch": 2})),
         (["--elastic_gpu", "micro_batch=2"], (2, {"micro_batch": 2})),  # typed words are stronger
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_flags_become_settings(words, expected, monkeypatch):
     called = []
-    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked: called.append((layers, asked)) or 0)
+    monkeypatch.setattr(
+        "lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -156,7 +163,9 @@ def test_flags_become_settings(words, expected, monkeypatch):
 def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
     """Nobody would start them again."""
     called = []
-    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked: called.append((layers, asked)) or 0)
+    monkeypatch.setattr(
+        "lockstep.doors.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -169,7 +178,7 @@ def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
 def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
     """16 samples on three machines of two processes: none of them has a whole number."""
     called = []
-    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked: called.append(layers) or 0)
+    monkeypatch.setattr("lockstep.doors.train", lambda target, layers, asked, again: called.append(layers) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -184,6 +193,23 @@ def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
 def test_sizes_for_nobody_are_refused(words, capsys):
     assert main("latent_wire", words, readers=2) == 2
     assert "add --elastic_gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch_size", "8", "--grad_accum_steps", "2", "global_batch=64"], "--batch_size and global_batch=64"),
+        (["--batch_size", "8", "micro_batch=2"], "--batch_size and micro_batch=2"),
+        (["--save_every", "3", "checkpoint.every=7"], "--save_every and checkpoint.every=7"),
+        (["--auto_resume", "resume=never"], "--auto_resume and resume=never"),
+        (["--auto_resume"], "add run_dir=FOLDER"),
+    ],
+)
+def test_flags_that_would_be_ignored_or_ignore_others_are_refused(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main("pixel_llm", [*words, "preset=tiny"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_accumulation_of_nothing_is_refused(capsys):

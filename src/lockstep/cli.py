@@ -118,7 +118,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
     asked = doors.Processes(options.nproc, options.nnodes, options.join)
-    return doors.train(options.target, layers, asked, options.arguments)
+    again = doors.typed_again(["lockstep"], options.arguments, ["--resume", "auto"])
+    return doors.train(options.target, layers, asked, again)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, from_object, resolve, resolve_for
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import Preempted, RanksFailed, UserError
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
-from lockstep.launch.place import choose_run_dir, latest, latest_step, lock, prepare, run_of
+from lockstep.launch.place import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
 from lockstep.launch.supervise import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from lockstep.engine.own_loop import OwnRun
     from lockstep.task import Task
+
+Again = Callable[[Path], str]  # the folder of a run that has ended early -> what to type to go on in it
 
 LAYERS = "LOCKSTEP_LAYERS"  # configuration from the command line, for a script that calls `lockstep.start`
 
@@ -73,8 +75,8 @@ class Processes:
         return self.nproc is not None or self.nnodes is not None
 
 
-def train(target: str, layers: list[Layer], asked: Processes, arguments: Sequence[str] = ()) -> int:
-    """`lockstep train`: start the workers, or be the only one. `arguments` are what was typed. Returns an exit code."""
+def train(target: str, layers: list[Layer], asked: Processes, again: Again) -> int:
+    """`lockstep train`: start the workers, or be the only one. `again`: what to type to go on. Returns an exit code."""
     targets.check(target)
     check(layers)  # misspelt keys are reported before torch is imported
     nproc, nnodes = parse_nproc(asked.nproc), parse_nnodes(asked.nnodes)
@@ -85,16 +87,23 @@ def train(target: str, layers: list[Layer], asked: Processes, arguments: Sequenc
             "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
         )
     if not asked.launched:
-        try:
+        with _told(again):
             run_target(target, layers)
-        except Preempted as left:
-            if left.checkpoint:
-                print(f"lockstep: to go on: {_again(arguments, run_of(Path(left.checkpoint)))}", file=sys.stderr)
-            raise
         return 0
     run_dir = _run_dir(_last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers)
-    spec = {"target": target, "layers": layers, "again": _again(arguments, run_dir)}
+    spec = {"target": target, "layers": layers, "again": again(run_dir)}
     return _launch(spec, run_dir, nproc, nnodes, asked.join).code
+
+
+@contextmanager
+def _told(again: Again | None) -> Iterator[None]:
+    """Whoever is asked to leave learns how to go on; a launcher says it otherwise."""
+    try:
+        yield
+    except Preempted as left:
+        if left.checkpoint and again and World.from_env().rank == 0:
+            print(f"lockstep: to go on: {again(run_of(Path(left.checkpoint)))}", file=sys.stderr)
+        raise
 
 
 def _last(layers: list[Layer], key: str) -> Any:
@@ -123,15 +132,18 @@ def _check_one_place(layers: list[Layer]) -> None:
             )
 
 
-def _again(arguments: Sequence[str], run_dir: Path) -> str:
-    """What to type to go on with a run that has ended early."""
-    words = list(arguments)
-    while "--resume" in words:
-        place = words.index("--resume")
-        del words[place : place + 2]
-    if not any(word.startswith("run_dir=") for word in words):
-        words.append(f"run_dir={run_dir}")
-    return shlex.join(["lockstep", *words, "--resume", "auto"]) if arguments else f'run_dir="{run_dir}", resume="auto"'
+def typed_again(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> Again:
+    """The words that were typed, with the folder, and with `resume`, those that mean to go on in it."""
+
+    def again(run_dir: Path) -> str:
+        words = list(arguments)
+        while resume[0] in words:
+            place = words.index(resume[0])
+            del words[place : place + len(resume)]
+        place = [] if any(word.startswith("run_dir=") for word in words) else [f"run_dir={run_dir}"]
+        return shlex.join([*command, *words, *place, *resume])
+
+    return again
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -149,13 +161,21 @@ def run_target(target: str, layers: list[Layer]) -> None:
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
 
-def fit(task: Task | type[Task], config: Any = None, *, nproc: str | int | None = None, **values: Any) -> RunResult:
+def fit(
+    task: Task | type[Task],
+    config: Any = None,
+    *,
+    nproc: str | int | None = None,
+    again: Again | None = None,
+    **values: Any,
+) -> RunResult:
     """Train `task`. `config` is a mapping, a RunConfig or a file; `values` override it (`fit(task, steps=100)`).
 
     Of a class an object is made, with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
-    (ours or torchrun's) it trains right here.
+    (ours or torchrun's) it trains right here. A script with options of its own says in `again` what to type to go on
+    in a run's folder.
     """
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
@@ -167,12 +187,15 @@ def fit(task: Task | type[Task], config: Any = None, *, nproc: str | int | None 
         resolved = _without_options(task, resolved, layers)
     name = type(task).__name__.lower()
     if nproc is None or World.launched():
-        return _fit_here(task, resolved, name)
+        with _told(again):
+            return _fit_here(task, resolved, name)
     run_dir = _run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
+    refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
+    to_go_on = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
     with _shipped(task, resolved.config.task) as path:
-        ending = _launch({"task": path, "layers": layers, "again": _again((), run_dir)}, run_dir, count)
+        ending = _launch({"task": path, "layers": layers, "again": to_go_on}, run_dir, count)
     if culprit := ending.failure:
-        raise UserError(
+        raise RanksFailed(
             f"lockstep.fit on {count} processes",
             f"rank {culprit.rank} failed first: {culprit.kind}: {culprit.message}",
             f"mend that; {run_dir / 'logs'} holds everything the ranks said",

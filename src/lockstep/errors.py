@@ -36,6 +36,10 @@ class ConfigError(UserError):
         return ConfigError, (self.problems,)
 
 
+class RanksFailed(UserError):
+    """Of processes that `lockstep.fit` has started: their launcher has shown why, a script need not say it again."""
+
+
 class SmallerMicroBatch(Exception):
     """Out of memory under micro_batch=auto: a note with a smaller size has been left, so trying again makes sense."""
 

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
 from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
+from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import Surroundings, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
@@ -191,10 +193,12 @@ def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
 
 
 def test_with_one_asset_credit_for_each_is_credit_for_all():
+    """Which is why nobody may ask for it."""
     found = []
-    for credit in ("all", "each"):
+    for each in (False, True):
         torch.manual_seed(0)
-        task = tiny(credit=credit)
+        task = tiny()
+        task.shape = replace(task.shape, each=each)
         agent = task.model()
         found.append([float(task.loss(agent, micro.data).total.detach()) for micro in attached(task, agent).take()])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
@@ -330,6 +334,19 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     assert set(before) == {*trainer._run_episode()} == {*found["eval_metrics"]} - {"of_bayes"}
     saved = load_file(trainer._save_checkpoint(tmp_path / "agent.safetensors"))
     assert torch.equal(flat(saved), flat(load_file(tmp_path / "alone" / "model.safetensors")))
+
+    assert train_script(words) == 2  # before any process is started
+    said = capsys.readouterr().err
+    assert said.count("already holds a run") == said.count("add --resume auto") == 1
+    alone = ["--num_gpus", "1", "--num_episodes", "13", *words[4:8], "--run_dir", "alone"]
+    assert train_script([*alone, "--resume", "auto"]) == 0
+    assert "resumed        at step 12" in capsys.readouterr().out
+    monkeypatch.setattr(DistributedCLSTMPPOTrainer, "train", lambda self: found)
+    for rank in "01":  # of torchrun's: one tells the score
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert train_script(alone) == 0
+    assert capsys.readouterr().out.count("score per test episode") == 1
 
 
 def test_a_short_run_of_the_script_also_comes_to_ppo_and_to_full_costs():

@@ -169,9 +169,19 @@ def test_the_scale_of_prices_knows_nothing_of_the_days_for_tests(tmp_path):
         ("date,price\n2020-01-01,3\n", "no column 'close'"),
         ("date,symbol,close\n2020-01-01,A,-3\n", "'-3' in line 2"),
         ("date,symbol,close\n2020-01-01,A,3\n", "1 days"),
+        ("date,symbol,close\n2020-01-01,A,3\n2020-01-01,B,5\n2020-01-01,A,4\n", "close 4.0 in line 4, after 3.0"),
     ],
 )
 def test_a_file_that_is_no_price_list_is_refused(tmp_path, text, word):
     (tmp_path / "prices.csv").write_text(text)
     with pytest.raises(UserError, match=word):
         read_prices(tmp_path / "prices.csv")
+
+
+def test_prices_that_are_too_few_or_not_there_are_said_with_what_would_do(tmp_path):
+    write_prices(tmp_path / "prices.csv", 100)
+    with pytest.raises(UserError, match=r"task.window=6, task.days=30.*\n.*\n.*type task.days=14 or less"):
+        tiny(prices=str(tmp_path / "prices.csv"))
+    tiny(prices=str(tmp_path / "prices.csv"), days=14)
+    with pytest.raises(UserError, match="no such file"):
+        tiny(prices=str(tmp_path / "none.csv"))

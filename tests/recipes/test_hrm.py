@@ -263,6 +263,7 @@ def test_all_ranks_get_the_configuration_of_rank_0(pool: Pool) -> None:
 
 def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as error:
-        HRM(width=30, heads=4, variant="hmr", test_size=0, layers=0)
-    asked = {"task.width=30 with task.heads=4", "task.variant=hmr", "task.test_size=0", "task.layers=0"}
+        HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
+    asked = {"task.width=30 with task.heads=4", "task.variant=tmr", "task.test_size=0", "task.layers=0"}
     assert asked == {p.asked for p in error.value.problems}
+    assert "type task.variant=trm" in {p.fix for p in error.value.problems}

@@ -205,8 +205,39 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     assert (middle.summary["step"], len(answers["labels"])) == (4, 21)
     sums = compute_metrics(answers["predictions"], answers["labels"])
     assert process_aggregated_metrics(sums)["cell"] == pytest.approx(middle.summary["eval_metrics"]["cell"])
+    for words_of, said in (
+        (["checkpoint=nowhere"], "found: no such folder"),
+        ([f"checkpoint={run}", "save_output=true"], "type save_outputs=true"),
+    ):
+        with pytest.raises(SystemExit):
+            evaluate_main(words_of)
+        assert said in capsys.readouterr().err
+    events = run / "events.jsonl"
+    events.write_text(events.read_text().replace('"task": "hrm"', '"task": "pixel_llm"'))
     with pytest.raises(SystemExit):
-        evaluate_main(["checkpoint=nowhere"])
+        evaluate_main([f"checkpoint={run}"])
+    assert "found: a run of pixel_llm" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pretrain.main(words)
+    assert "add resume=auto to go on with it; or type another run_name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [("resume=auto", "add run_name=NAME"), ("lrr=1", "type lr=1"), ("eval_intervall=3", "type eval_interval=3")],
+)
+def test_what_to_type_is_said_in_the_words_of_the_script(folder, monkeypatch, capsys, word, advice):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as left:
+        pretrain.main([*WORDS.split(), "data_path=data", word])
+    assert left.value.code == 2
+    assert f"do:    {advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "key"), [(pretrain.main, "lr_warmup_steps"), (evaluate_main, "save_outputs")])
+def test_help_has_all_keys(command, key, capsys):
+    command(["--help"])
+    assert {key, "task.variant"} <= set(capsys.readouterr().out.split())
 
 
 def test_words_are_stronger_than_a_file_of_settings(folder):

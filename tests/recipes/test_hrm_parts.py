@@ -198,6 +198,10 @@ def test_no_test_puzzle_is_a_training_puzzle_in_disguise() -> None:
     assert len(train) == 60
     assert len(test) == 30
     assert not classes[0] & classes[1]
+    with pytest.raises(
+        UserError, match=r"task.least_guesses=9\n.*the hardest took 0 guesses\n.*leave task.least_guesses"
+    ):
+        split_by_class(4, 6, 1, 1, random.Random(0), least_guesses=9.0)
 
 
 def test_the_shipped_sudokus() -> None:

@@ -241,4 +241,8 @@ def test_wrong_options_are_named_together():
     assert len(error.value.problems) == 4 + 1  # the questions of the schooling follow the others
     with pytest.raises(ConfigError) as error:
         LatentWire(world="letters", mode="whisper", lora=-1, latent_adapter=[2])
-    assert len(error.value.problems) == 5  # both readers have two layers
+    assert len(error.value.problems) == 4  # both readers have two layers, which is one problem
+    with pytest.raises(ConfigError, match=r"type task\.world=topics"):
+        LatentWire(world="topic")
+    with pytest.raises(ConfigError, match="0 of them"):
+        LatentWire(readers=[])

@@ -117,6 +117,12 @@ def test_what_a_preset_has_set_for_another_game_is_left_out():
         made(task, {"game": "cue", "assets": 8}, "gpu")  # the same number, but typed
 
 
+def test_credit_for_each_of_one_asset_is_refused():
+    with pytest.raises(ConfigError, match="one asset"):
+        CLSTM_PPO(credit="each")
+    CLSTM_PPO(credit="each", assets=2)
+
+
 def test_a_preset_can_be_extended_in_python():
     """What most of a preset was given with was not typed. One value that a preset happens to have was."""
     gpu, tiny = CLSTM_PPO.presets["gpu"]["task"], HRM.presets["tiny"]["task"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.classic.distributed_config import world_size_not_set
@@ -13,17 +13,26 @@ from lockstep.config import Layer
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 
+LOCAL_RANK = ("--local-rank", "--local_rank")
+RIVALS = {  # of a flag: settings for the same thing
+    "batch_size": ("global_batch", "local_batch", "micro_batch"),
+    "save_every": ("checkpoint.every",),
+    "auto_resume": ("resume",),
+}
+
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
     """The exit code. `target` is what is trained, with so many frozen models that may live on GPUs of their own."""
     parser = _parser(target, readers)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     asked, settings = parser.parse_known_args(arguments)
     try:
         check_processes(asked.distributed, asked.elastic_gpu)
         changed = [name for name, value in vars(asked).items() if value != parser.get_default(name)]
         if (idle := [name for name in changed if name.startswith("elastic_")]) and not asked.elastic_gpu:
             raise UserError(f"--{idle[0]}", "no --elastic_gpu, for which it is", "add --elastic_gpu")
-        return _train(target, asked, settings)
+        typed = [word for word in arguments if word.partition("=")[0] not in LOCAL_RANK]
+        return _train(target, asked, settings, typed)
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -47,6 +56,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
     add("--save_every", type=int, help="optimizer steps between checkpoints")
     add("--auto_resume", action="store_true", help="go on from the newest checkpoint in run_dir, if there is one")
+    add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)  # torch.distributed.launch adds it, and sets LOCAL_RANK too
     return parser
 
 
@@ -81,16 +91,27 @@ def settings_of(asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _train(target: str, asked: argparse.Namespace, settings: Sequence[str]) -> int:
-    from lockstep.config import read_layers
-    from lockstep.doors import Processes, train
+def check_rivals(asked: argparse.Namespace, words: Mapping[str, Any]) -> None:
+    """One would win, and nobody would notice that the other one did not count. A flag may override a file."""
+    given = settings_of(asked)
+    for flag, keys in RIVALS.items():
+        for key in (key for key in keys if key in words and getattr(asked, flag)):
+            if given.get(key) != words[key]:
+                raise UserError(f"--{flag} and {key}={words[key]}", "two values for one thing", "type only one of them")
 
-    layers = [*read_layers(asked.config, settings), ("command line", settings_of(asked))]
+
+def _train(target: str, asked: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
+    from lockstep.config import flatten, read_layers
+    from lockstep.doors import Processes, train, typed_again
+
+    layers = read_layers(asked.config, settings)
+    check_rivals(asked, flatten(layers[-1][1]))
+    layers.append(("command line", settings_of(asked)))
     count = None
     if asked.elastic_gpu:
         count, elastic = _elastic(target, asked, layers)
         layers.insert(0, elastic)
-    return train(target, layers, Processes(count))
+    return train(target, layers, Processes(count), typed_again(["python", sys.argv[0]], typed, ["--auto_resume"]))
 
 
 def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, lock, prepare, run_of
+from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, lock, prepare, refuse_another_run, run_of
 from lockstep.runtime.context import Runtime
 
 ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")  # set by our launcher, by torchrun
@@ -92,12 +92,8 @@ def _prepare(config: RunConfig, name: str) -> RunFolder:
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
     shown = choose_run_dir(config.run_dir, config.resume, name)
     path = Path(os.path.abspath(shown))  # the user's code may change the working folder
-    if attempt == 0 and config.resume == "never" and holds_a_run(path):
-        raise UserError(
-            f"run_dir={shown}",
-            "a folder that already holds a run",
-            "add --resume auto to go on with it; or type another run_dir (without one, every run gets its own folder)",
-        )
+    if attempt == 0:
+        refuse_another_run(shown, config.resume)
     origin = None if config.resume in ("auto", "never") else Path(config.resume)
     if origin is not None:
         run_of(origin)  # or an error that says what it is not

@@ -24,9 +24,11 @@ def new_run_dir(name: str) -> Path:
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
-    """`auto` without a folder: the newest run of this name that has not ended, or a new one."""
+    """`auto` needs a folder by name: a job that is started again would begin at step 0 in a new one, every time."""
     if asked:
         return Path(asked)
+    if resume == "auto":
+        raise _nothing_to_find_again(newest_unfinished(name))
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"  # torchrun's restarts must find it again
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
@@ -37,9 +39,26 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
         )
     if resume == "never":
         return new_run_dir(name)
-    if resume == "auto":
-        return newest_unfinished(name) or new_run_dir(name)
     return run_of(Path(resume))
+
+
+def _nothing_to_find_again(unfinished: Path | None) -> UserError:
+    newest = f", or run_dir={unfinished}, the newest one that has not ended" if unfinished else ""
+    return UserError(
+        "resume=auto without run_dir",
+        "no folder to go on in: by default every run gets a new one",
+        f"add run_dir=FOLDER, the same each time{newest}",
+    )
+
+
+def refuse_another_run(run: Path, resume: str) -> None:
+    """Who does not ask to go on must not write into what an earlier run has left."""
+    if resume == "never" and holds_a_run(run):
+        raise UserError(
+            f"run_dir={run}",
+            "a folder that already holds a run",
+            "add --resume auto to go on with it; or type another run_dir (without one, every run gets its own folder)",
+        )
 
 
 def newest_unfinished(name: str) -> Path | None:
@@ -62,7 +81,7 @@ def run_of(path: Path) -> Path:
     raise UserError(
         f"--resume {path}",
         "neither the folder of a run nor one of its checkpoints" if path.exists() else "no such folder",
-        "type --resume RUN, --resume RUN/checkpoints/step-NNNNNNNN, or --resume auto",
+        "type --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; or leave it out",
     )
 
 

@@ -60,6 +60,8 @@ def table(hours: float, price: float | None, rates: Mapping[int, float] | None =
 
 
 def duration(hours: float) -> str:
+    if hours * 60 < 0.1:
+        return f"{hours * 3600:.1f} s"
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 

@@ -61,7 +61,8 @@ def memory() -> Finding:
 def need(preset: str, batch_size: int) -> Finding:
     task = ClstmPpo(**ClstmPpo.presets[preset]["task"])
     gigabytes, always = (bytes_needed(task, size) / 2**30 for size in (batch_size, 0))
-    text = f"about {gigabytes:.1f} GB a process, estimated: preset {preset} with {batch_size} environments a step"
+    size = f"{gigabytes:.1f} GB" if gigabytes >= 0.1 else f"{gigabytes * 1024:.1f} MB"
+    text = f"about {size} a process, estimated: preset {preset} with {batch_size} environments a step"
     free = [gpu["free_gb"] for gpu in get_gpu_info()]
     if free and gigabytes > min(free):
         fits = max(1, int(batch_size * (min(free) - always) / (gigabytes - always)))

@@ -67,17 +67,32 @@ class PriceSeries:
                 raise UserError(
                     f"episodes of {length} days (task.window + task.days)",
                     f"{days} days for {name} in {self.path}",
-                    f"type a smaller task.days (now with task.window {length}), or give it more days",
+                    f"type a task.window and a task.days of {days} together at most, or give it more days",
                 )
+
+    def too_short(self, window: int, days: int) -> list[UserError]:
+        """Both parts must hold a whole episode."""
+        room = min(self.split, len(self.returns) - self.split) - window
+        if days <= room:
+            return []
+        fix = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
+        parts = f"{self.split} days for training and {len(self.returns) - self.split} for testing"
+        asked = f"episodes of {window + days} days (task.window={window}, task.days={days})"
+        return [UserError(asked, f"{parts} in {self.path}", f"{fix}, or give it more days")]
 
 
 def read_prices(path: Path) -> Tensor:
     """Closing prices (days, K), symbols in alphabetical order; only days on which every symbol has a price."""
     rows = _rows(path)
-    symbols = sorted({symbol for _, symbol, _ in rows})
+    symbols = sorted({symbol for _, symbol, _, _ in rows})
     table: dict[str, dict[str, float]] = {}
-    for date, symbol, close in rows:
-        table.setdefault(date, {})[symbol] = close
+    for date, symbol, close, line in rows:
+        if table.setdefault(date, {}).setdefault(symbol, close) != close:
+            raise UserError(
+                f"prices in {path}",
+                f"close {close} in line {line}, after {table[date][symbol]} for the same day: {date} {symbol}".rstrip(),
+                "give it one row for a day and symbol",
+            )
     complete = [prices for _, prices in sorted(table.items()) if len(prices) == len(symbols)]
     if len(complete) < 2:
         raise UserError(
@@ -88,8 +103,8 @@ def read_prices(path: Path) -> Tensor:
     return torch.tensor([[prices[symbol] for symbol in symbols] for prices in complete], dtype=torch.float64)
 
 
-def _rows(path: Path) -> list[tuple[str, str, float]]:
-    """(date, symbol, close) of every row; dates as YYYY-MM-DD sort by themselves."""
+def _rows(path: Path) -> list[tuple[str, str, float, int]]:
+    """(date, symbol, close, line) of every row; dates as YYYY-MM-DD sort by themselves."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -101,10 +116,14 @@ def _rows(path: Path) -> list[tuple[str, str, float]]:
                     "give it a first line such as date,symbol,open,high,low,close,volume",
                 )
             return [
-                (row["date"], row.get("symbol") or "", _price(path, row["close"], reader.line_num)) for row in reader
+                (row["date"], row.get("symbol") or "", _price(path, row["close"], reader.line_num), reader.line_num)
+                for row in reader
             ]
+    except FileNotFoundError:
+        fix = f"check the path; it is looked up from {Path.cwd()}"
+        raise UserError(f"prices in {path}", "no such file", fix) from None
     except OSError as error:
-        raise UserError(f"prices in {path}", str(error.strerror), "type task.prices=FILE.csv") from error
+        raise UserError(f"prices in {path}", str(error.strerror), "give it a CSV file that can be read") from error
 
 
 def _price(path: Path, text: str, line: int) -> float:

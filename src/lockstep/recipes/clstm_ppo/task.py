@@ -253,6 +253,15 @@ class ClstmPpo(Task):
             problems.append(
                 UserError(f"task.halt={rules.halt}", "no share of days between 0 and 1", "type task.halt=0.9")
             )
+        if shape.each and shape.assets == 1 and not idle:
+            problems.append(
+                UserError(
+                    "task.credit=each", "one asset, which earns all there is", "leave it out, or type task.credit=all"
+                )
+            )
+        series = self.game.series if isinstance(self.game, Trading) else None
+        if isinstance(series, PriceSeries):
+            problems += series.too_short(rules.window, rules.days)
         if problems:
             raise ConfigError(problems)
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lockstep
-from lockstep.errors import UserError
+from lockstep.errors import RanksFailed, UserError
 from lockstep.recipes.clstm_ppo.gpu_optimizations import launched, processes
 from lockstep.recipes.clstm_ppo.market import HELD_OUT
 from lockstep.recipes.clstm_ppo.model import Agent
@@ -120,16 +123,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=128, help="batch size per GPU (default: 128)")
     parser.add_argument("--preset", choices=list(ClstmPpo.presets), help="size of the agent (default: by the machine)")
     parser.add_argument("--run_dir", help="folder of the run (default: runs/clstmppo-TIME)")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH|never", default="never", help="go on in --run_dir, or from a run"
+    )
     options = parser.parse_args(arguments)
-    place = {"run_dir": options.run_dir} if options.run_dir else {}
+    place = {"run_dir": options.run_dir, "resume": options.resume, "again": partial(typed_again, parser, options)}
     try:
         trainer = DistributedCLSTMPPOTrainer(
             options.num_gpus, options.num_episodes, options.batch_size, preset=options.preset, **place
         )
         trainer.initialize()
         found = trainer.train()
+    except RanksFailed:
+        return 2
     except UserError as error:
         print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
         return 2
-    print(f"score per test episode: {found['eval_metrics']['score']:.4f}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"score per test episode: {found['eval_metrics']['score']:.4f}")
     return 0
+
+
+def typed_again(parser: argparse.ArgumentParser, options: argparse.Namespace, run_dir: Path) -> str:
+    """The command that goes on in `run_dir`."""
+    words = vars(options) | {"run_dir": run_dir, "resume": "auto"}
+    changed = {name: value for name, value in words.items() if value != parser.get_default(name)}
+    return shlex.join(["python", sys.argv[0], *(str(word) for name, v in changed.items() for word in (f"--{name}", v))])

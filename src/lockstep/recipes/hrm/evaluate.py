@@ -6,6 +6,7 @@ writes those it has computed, `answers-rank-0.safetensors` and so on. Further wo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -21,7 +22,10 @@ from lockstep.errors import UserError
 from lockstep.recipes.hrm.carry import Piece
 from lockstep.recipes.hrm.pretrain import generate_name, overrides
 from lockstep.recipes.hrm.task import HRM
+from lockstep.recipes.hrm.words import check_names, help_text, in_own_words
 from lockstep.task import Loss
+
+KEYS = {"checkpoint": "(needed: a run, or one of its checkpoints)", "save_outputs": False}
 
 
 class Recording(HRM):
@@ -64,9 +68,21 @@ def _found(checkpoint: Path) -> tuple[Path, Path, int]:
     steps = {step: path for path in folders if (step := _step_of(path)) is not None}
     if not steps or not (run / "config.yaml").exists():
         raise UserError(
-            f"checkpoint={checkpoint}", "no run with a checkpoint there", "type the folder of a run, or of a checkpoint"
+            f"checkpoint={checkpoint}",
+            "no run with a checkpoint there" if checkpoint.exists() else "no such folder",
+            "type checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
         )
+    if other := _other_recipe(run):
+        raise UserError(f"checkpoint={checkpoint}", f"a run of {other}", "type the folder of a run of hrm")
     return run, steps[max(steps)], max(steps)
+
+
+def _other_recipe(run: Path) -> str | None:
+    """The recipe that the run is of, if it is none of ours. A task of your own, made from HRM, may have any name."""
+    recipes = {path.parent.name for path in Path(__file__).parents[1].glob("*/__init__.py")} - {"hrm"}
+    with (run / "events.jsonl").open() as lines:
+        told = [event["task"] for line in lines if (event := json.loads(line))["event"] == "start"]
+    return next((name for name in recipes if told and told[-1].replace("_", "") == name.replace("_", "")), None)
 
 
 def _step_of(path: Path) -> int | None:
@@ -76,13 +92,17 @@ def _step_of(path: Path) -> int | None:
 
 def main(words: Sequence[str]) -> None:
     """Under torchrun one of several ranks, otherwise alone."""
+    if {"--help", "-h"} & {*words}:
+        print(help_text("usage: python evaluate.py checkpoint=RUN key=value ...", KEYS))
+        return
     try:
         values = overrides(words)
+        check_names(values, KEYS)
         if "checkpoint" not in values:
             raise UserError("a model to evaluate", "no checkpoint", "type checkpoint=runs/NAME")
         done = evaluate_checkpoint(Path(values.pop("checkpoint")), bool(values.pop("save_outputs", False)), **values)
     except UserError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        print(f"evaluate: {in_own_words(str(error))}", file=sys.stderr)
         sys.exit(2)
     if os.environ.get("RANK", "0") == "0":
         found = done.summary["eval_metrics"]

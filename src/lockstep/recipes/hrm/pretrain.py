@@ -25,10 +25,12 @@ import lockstep
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import read_metadata
 from lockstep.recipes.hrm.task import HRM
+from lockstep.recipes.hrm.words import check_names, help_text, in_own_words
 
 FIRST = ("amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet")
 SECOND = ("badger", "cedar", "delta", "ember", "falcon", "glacier", "harbour", "juniper", "kestrel", "maple", "otter")
 
+OPTIONS = ("data_path", "lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")  # of the task, named here
 SOURCE = ("model.py", "score.py", "losses.py", "task.py")
 
 
@@ -83,9 +85,31 @@ class PretrainConfig:
 
     def options(self) -> dict[str, Any]:
         """Of the task."""
-        names = ("data_path", "lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in OPTIONS}
         return options | {key.removeprefix("task."): v for key, v in self.rest.items() if key.startswith("task.")}
+
+
+KEYS = {each.name: each.default for each in fields(PretrainConfig) if each.name != "rest"} | {"data_path": "(needed)"}
+
+
+def check_words(values: Mapping[str, Any]) -> None:
+    """What can be said of them before anything is read."""
+    if "data_path" not in values:
+        near = difflib.get_close_matches("data_path", values, n=1)
+        raise UserError(
+            "data_path=FOLDER",
+            f"{near[0]}, and no data_path" if near else "no data_path",
+            "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
+        )
+    check_names(values, KEYS)
+    if values.get("resume") == "auto" and not any(
+        values.get(key) for key in ("run_name", "checkpoint_path", "run_dir")
+    ):
+        raise UserError(
+            "resume=auto without run_name",
+            "no folder to go on in: without a name every run gets a new one",
+            "add run_name=NAME, the same each time",
+        )
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -126,17 +150,10 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
     """Rank 0's configuration, on every rank: the others' own words do not count. It travels as JSON."""
     text = ""
     if rank == 0:
-        known = {each.name for each in fields(PretrainConfig)} - {"rest"}
-        if "data_path" not in hydra_config:
-            near = difflib.get_close_matches("data_path", hydra_config, n=1)
-            raise UserError(
-                "data_path=FOLDER",
-                f"{near[0]}, and no data_path" if near else "no data_path",
-                "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
-            )
+        check_words(hydra_config)
         config = PretrainConfig(
-            **{key: value for key, value in hydra_config.items() if key in known},
-            rest={key: value for key, value in hydra_config.items() if key not in known},
+            **{key: value for key, value in hydra_config.items() if key in KEYS},
+            rest={key: value for key, value in hydra_config.items() if key not in KEYS},
         )
         config.run_name = config.run_name or generate_name()
         text = json.dumps(asdict(config))
@@ -159,21 +176,31 @@ def _from_rank_0(text: str) -> str:
 def main(words: Sequence[str]) -> None:
     """Under torchrun one of several ranks, otherwise alone."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        _join()
+    if {"--help", "-h"} & {*words}:
+        print(help_text("usage: torchrun --nproc-per-node N pretrain.py data_path=FOLDER key=value ...", KEYS))
+        return
     try:
-        config = load_synced_config(overrides(words), rank, world_size)
+        values = overrides(words)
+        if rank == 0:
+            check_words(values)  # before the others wait for it
+        if world_size > 1:
+            _join()
+        config = load_synced_config(values, rank, world_size)
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
             config.rest.setdefault("compile", False)
-        done = lockstep.fit(HRM, config.settings())
+        done = lockstep.fit(HRM, config.settings(), again=typed_again)
         if rank == 0:
             keep_source(done.run_dir)
     except UserError as error:
-        print(f"pretrain: {error}", file=sys.stderr)
+        print(f"pretrain: {in_own_words(str(error), OPTIONS)}", file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def typed_again(run_dir: Path) -> str:
+    return f"the same command with checkpoint_path={run_dir} resume=auto"
 
 
 def keep_source(run_dir: Path) -> None:

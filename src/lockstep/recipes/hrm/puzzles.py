@@ -77,25 +77,37 @@ def split_by_class(
 ) -> tuple[Pair, Pair]:
     """Which side a puzzle goes to follows from its canonical form: no test puzzle is a training puzzle in disguise."""
     sides: tuple[dict, dict] = {}, {}
-    tries = 0
+    tries, hardest = 0, 0.0
     while len(sides[0]) < train or len(sides[1]) < test:
         grid, solution = sudoku.puzzle(n, holes, rng)
         share = hashlib.blake2b(sudoku.canonical(grid, n), digest_size=2).digest()
         side = int(int.from_bytes(share, "little") < 2**16 * test / (train + test))
-        hard = not least_guesses or sudoku.difficulty(grid, n, rng) >= least_guesses
-        if hard and len(sides[side]) < (train, test)[side]:
+        guesses = sudoku.difficulty(grid, n, rng) if least_guesses else 0.0
+        hardest = max(hardest, guesses)
+        if guesses >= least_guesses and len(sides[side]) < (train, test)[side]:
             sides[side][grid] = solution
         tries += 1
         if tries > 100 * (train + test):
-            raise UserError(
-                f"{train} + {test} different {n} x {n} Sudokus with {holes} holes",
-                f"{len(sides[0])} + {len(sides[1])} after {tries} tries",
-                "type a smaller task.train_size and task.test_size",
-            )
+            kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
+            asked = f"{train} + {test} different {kind}"
+            found = f"{len(sides[0])} + {len(sides[1])} after {tries} tries"
+            raise _too_few(asked, found, least_guesses, hardest)
     first, second = (
         (np.array(list(side), dtype=np.uint8), np.array(list(side.values()), dtype=np.uint8)) for side in sides
     )
     return first, second
+
+
+def _too_few(asked: str, found: str, least_guesses: float, hardest: float) -> UserError:
+    """Because they are all easy, or because there are no more of them."""
+    fix = "type a smaller task.train_size and task.test_size"
+    if not least_guesses:
+        return UserError(asked, found, fix)
+    asked = f"{asked}, of task.least_guesses={least_guesses:g}"
+    if hardest < least_guesses:
+        fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
+        return UserError(asked, f"{found}: the hardest took {hardest:g} guesses", fix)
+    return UserError(asked, found, f"type a smaller task.least_guesses; or {fix.removeprefix('type ')}")
 
 
 def _shipped(train: int, test: int) -> tuple[Pair, Pair]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,9 @@ class HRM(Task):
     def _check(self, idle: list[UserError]) -> None:
         """Every wrong option at once."""
         problems = idle + [
-            UserError(f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={words[0]}")
+            UserError(
+                f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={_nearest(value, words)}"
+            )
             for name, words in WORDS.items()
             if (value := self.loss_kind if name == "loss" else getattr(self, name)) not in words
         ]
@@ -296,3 +299,7 @@ def _metrics(counts: Tensor) -> dict[str, Metric]:
 
 def _given(value: int | None, otherwise: int) -> int:
     return otherwise if value is None else value
+
+
+def _nearest(word: str, known: tuple[str, ...]) -> str:
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

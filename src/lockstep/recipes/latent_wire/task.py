@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,7 @@ class LatentWire(Task):
         self.shape = WireShape(
             width, vectors, layers, heads, refiner, deep_prefix, gist, film, colour, private, looks, lora, near, spread
         )
-        given = readers or [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
+        given = readers if readers is not None else [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
         self.teacher, self.size, self.eval_size = teacher, size, eval_size
         warmup = max(20, reader_steps // 80)
         self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
@@ -190,9 +191,8 @@ class LatentWire(Task):
     def _wrong_world(self) -> Iterator[UserError]:
         for option, value, known in (("world", self.kind, WORLDS), ("mode", self.mode, MODES)):
             if value not in known:
-                yield UserError(
-                    f"task.{option}={value}", f"known are {', '.join(known)}", f"type task.{option}={known[0]}"
-                )
+                near = difflib.get_close_matches(value, known, 1, 0.0)[0]
+                yield UserError(f"task.{option}={value}", f"known are {', '.join(known)}", f"type task.{option}={near}")
         if isinstance(self.world, TopicWorld):
             return
         if not 1 <= self.world.facts <= len(NAMES):
@@ -224,7 +224,7 @@ class LatentWire(Task):
 
 def wrong_readers(readers: list[list[Any]], homes: list[str] | None, looks: tuple[int, ...]) -> Iterator[UserError]:
     if not 1 <= len(readers) <= len(LETTERS):
-        yield UserError(f"{len(readers)} readers", "one or two are supported", "give one or two")
+        yield UserError(f"task.readers with {len(readers)} of them", "one or two are supported", "give one or two")
     for shape in readers:
         if not _fits(shape):
             example = '[["words", 64, 2, 4], ["pieces", 96, 2, 4]]'
@@ -234,12 +234,13 @@ def wrong_readers(readers: list[list[Any]], homes: list[str] | None, looks: tupl
                 "width a multiple of twice the heads",
                 f"type task.readers='{example}'",
             )
-        elif not all(0 <= layer < shape[2] for layer in looks):
-            yield UserError(
-                f"task.latent_adapter={list(looks)}",
-                f"a reader with the layers 0 to {shape[2] - 1}",
-                f"type task.latent_adapter='[{shape[2] - 1}]'",
-            )
+    layers = min((shape[2] for shape in readers if _fits(shape)), default=None)
+    if layers is not None and not all(0 <= layer < layers for layer in looks):
+        yield UserError(
+            f"task.latent_adapter={list(looks)}",
+            f"a reader with the layers 0 to {layers - 1}",
+            f"type task.latent_adapter='[{layers - 1}]'",
+        )
     if homes is not None and len(homes) != len(readers):
         yield UserError(f"task.reader_homes={homes}", f"{len(readers)} readers", "give one device for each reader")
 
