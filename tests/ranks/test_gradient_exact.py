@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -131,6 +131,7 @@ def test_the_gradient_is_the_reference_gradient(pool: Pool) -> None:
     @given(cases())
     def check(case: Case) -> None:
         task = case.task()
+        assume(any(task.weight_of(ids) for ids in case.windows()))  # nothing to learn at all: test_guards.py
         traces = pool.run(JOBS[case.job], task, case.values, world=case.world)
         assert_exact(task, traces, case.windows())
         seen.update(circumstances(case, task, traces))

@@ -102,7 +102,7 @@ def test_a_block_is_cut_before_the_next_one_is_filled() -> None:
         return model
 
     filled(make, lambda block: empty.append(sum(b.up.weight.is_meta for b in model.blocks)))
-    assert empty == [2, 1, 0]
+    assert empty == [3, 2, 1, 0]
 
 
 def test_what_is_whole_is_let_go_when_it_is_cut() -> None:
@@ -114,7 +114,7 @@ def test_what_is_whole_is_let_go_when_it_is_cut() -> None:
         assert [each() for each in whole] == [None] * len(whole)
 
     filled(Small, cut)
-    assert len(whole) == 3
+    assert len(whole) == 4
 
 
 class Tabled(nn.Module):
