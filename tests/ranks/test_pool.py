@@ -57,6 +57,7 @@ def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error
 
 def leave_the_group(world: World, store: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    dist.barrier()  # whoever left sooner would close a connection that the other is still making
 
 
 def test_what_a_job_leaves_behind_does_not_reach_the_next(pool: Pool) -> None:
