@@ -2,6 +2,7 @@
 
     python benchmarks/strategies.py                      # 100M parameters, 4 ranks, micro-batches of 4 x 512 tokens
     python benchmarks/strategies.py --ranks 2 task.width=256 task.layers=4
+    python benchmarks/strategies.py --only hsdp          # the rows with that in their name
 
 Memory is torch's own count of what rank 0 had allocated at the worst moment. Ranks that share a GPU exchange through
 host memory over gloo, so seconds compare strategies with one another here and say nothing about a cluster.
@@ -47,10 +48,11 @@ SETTINGS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
     options, more = parser.parse_known_args()
     failed = 0
     print(f"{'':34}  {'ranks':>5}  {'memory MB':>9}  {'step s':>7}  {'mean loss':>9}", flush=True)
-    for name, values in ROWS.items():
+    for name, values in ((name, values) for name, values in ROWS.items() if options.only in name):
         ranks = 1 if name.startswith("one process") else options.ranks
         with tempfile.TemporaryDirectory() as folder:
             done = train("char_lm", Path(folder) / "run", *SETTINGS, *values, *more, ranks=ranks)

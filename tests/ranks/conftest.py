@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from ranks.support import DEVICE
-
-NEEDS_NCCL = "on GPUs over gloo"  # the refusal of pipelines, which send tensors from rank to rank
+from ranks.support import DEVICE, NEEDS_NCCL
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,6 +28,7 @@ from lockstep.task import Loss, Share, StepResult, Task
 
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
+NEEDS_NCCL = "on GPUs over gloo"  # the refusal of pipelines, which send tensors from rank to rank
 QUIET = {"device": DEVICE, "precision": "fp32", "compile": False, "log.progress": "off", "log.every": 1000}
 
 
@@ -162,6 +163,8 @@ def assert_user_errors(errors: Sequence[BaseException | None], *words: str) -> N
     """Every rank stopped with a UserError that says all of `words`."""
     for rank, error in enumerate(errors):
         assert isinstance(error, UserError), f"rank {rank}: {error!r}"
+        if DEVICE == "cuda" and NEEDS_NCCL in str(error):
+            raise error  # which leaves the test out, in conftest.py
         for word in words:
             assert word in str(error), f"rank {rank} does not say {word!r}:\n{error}"
 

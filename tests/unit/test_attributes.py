@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.parallel.attributes import Attributes, Settings
+from lockstep.parallel.attributes import Attributes, Held, same_objects
 
 
 class Keeping(nn.Module):
@@ -14,16 +14,31 @@ class Keeping(nn.Module):
 
 def test_plain_values_of_all_parts_make_a_difference():
     model = Keeping()
-    settings = Settings(model.modules())
-    first = settings.now()
-    assert settings.now() == first
+    held = Held(model.modules())
+    first = held.settings()
+    assert held.settings() == first
     for module, name, value in ((model, "share", 0.5), (model.drop, "p", 0.1), (model, "table", torch.ones(2))):
         before = getattr(module, name)
         setattr(module, name, value)
-        assert settings.now() != first
+        assert held.settings() != first
         setattr(module, name, before)
-        assert settings.now() == first
+        assert held.settings() == first
     assert hash(first)
+
+
+def test_parts_and_objects_are_told_apart():
+    model = Keeping()
+    held = Held(model.modules())
+    first = held.others()
+    assert same_objects(first, held.others())
+    for module, name, value in ((model, "seen", [1, 2]), (model, "drop", nn.Identity()), (model.drop, "forward", len)):
+        before = vars(module).get(name, getattr(module, name, None))
+        setattr(module, name, value)
+        assert not same_objects(first, held.others()), name
+        delattr(module, name) if name == "forward" else setattr(module, name, before)
+        assert same_objects(first, held.others()), name
+    model.later = torch.ones(2)
+    assert held.tensors() == [model.later]
 
 
 def test_what_was_changed_is_named_and_put_back():

@@ -19,6 +19,7 @@ from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import graphs
 from lockstep.parallel.graphs import MOST_PATTERNS, WATCHED, Graphs, forget_recordings
+from lockstep.parallel.rehearsal import difference
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 from lockstep.recipes.hrm import HRM
 
@@ -269,10 +270,10 @@ def test_a_result_without_a_gradient_spoils_nothing(also):
     model = copy.deepcopy(plain)
     found, device, said = graphed(model)
     for step in range(WATCHED + 12):
-        x = torch.zeros(3, 4) if step > WATCHED + 3 and step % 3 else torch.ones(3, 4)
+        x = torch.zeros(3, 4) if step % 3 != 2 else torch.ones(3, 4)
         for each in (model, plain):
             left, right = each(x)
-            (right if also and step % 3 == 0 and step > WATCHED + 1 else left).sum().backward()
+            (right if also and step % 3 == 2 and step > WATCHED + 1 else left).sum().backward()
         assert torch.isfinite(plain.layer.weight.grad).all()
         assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad), step
     (way,) = found.ways.values()
@@ -475,10 +476,65 @@ def test_attributes_are_part_of_a_call():
     assert "has moved in memory" in said[-1][1]
 
 
+def doubled(x):
+    return 2 * x[:, :4]
+
+
+@pytest.mark.parametrize("often", [1, 20])
+def test_parts_that_are_replaced(often):
+    """What was recorded would go on with the old ones."""
+    plain = Dropping().eval()
+    model = copy.deepcopy(plain)
+    found, device, said = warmed(model)
+    replayed = device.replayed
+    for step in range(20):
+        for each in (model, plain):
+            each.zero_grad()
+            if step < often:
+                each.net[3].forward = doubled if step % 2 == 0 else type(each.net[3]).forward.__get__(each.net[3])
+            each(torch.full((3, 4), 0.1 * step)).sum().backward()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), (step, name)
+            assert one.grad is None or torch.equal(one.grad, other.grad), (step, name)
+    (way,) = found.ways.values()
+    assert way.ready == (often == 1)
+    assert device.replayed > replayed
+    assert "is another one" + ("" if often == 1 else ", again and again") in said[-1 if often > 1 else -2][1]
+
+
+def test_a_part_that_is_new_learns():
+    plain = Dropping().eval()
+    model = copy.deepcopy(plain)
+    warmed(model)
+    new = nn.Linear(*reversed(plain.net[0].weight.shape))
+    for step in range(5):
+        for each in (model, plain):
+            if step == 0:
+                each.net[0] = copy.deepcopy(new)
+            each(torch.full((3, 4), 0.1 * step)).sum().backward()
+        assert torch.equal(model.net[0].weight.grad, plain.net[0].weight.grad)
+
+
 def test_a_wrong_replay_is_found_out():
     _, device, said = warmed(Body(lambda m, x: x * m.weight), Again(stale=True))
     assert "a result of a replay differs" in said[0][1]
     assert device.replayed == 2  # forward and backward, once
+
+
+def test_differences():
+    """Where both have no number there is none; a length is one of numbers."""
+    nan, inf = float("nan"), float("inf")
+    one = torch.tensor([nan, inf, 1.0, 2.0])
+    assert difference([one], [one.clone()], False) is None
+    assert difference([one], [torch.tensor([nan, inf, 1.0, 2.0 + 1e-6])], False) is None
+    for other in (
+        [0.0, inf, 1.0, 2.0],
+        [nan, -inf, 1.0, 2.0],
+        [nan, 1.0, 1.0, 2.0],
+        [nan, inf, nan, 2.0],
+        [nan, inf, 1.0, 2.1],
+    ):
+        assert "differs" in (difference([one], [torch.tensor(other)], False) or ""), other
 
 
 def test_only_what_is_launch_bound():

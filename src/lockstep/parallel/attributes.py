@@ -4,7 +4,7 @@ the model; and it may set it, which a replay would not do."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,26 +20,53 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in TORCHS}
 
 
-class Settings:
-    """Plain values that modules have from the beginning (a temperature, a probability), to be looked at in every call.
-    What lies inside other objects is not seen."""
+class Held:
+    """What modules keep, to be looked at in every call. Lists and other objects are told apart, what lies inside of
+    them is not seen."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._places = [(vars(m), name) for m in modules for name, value in _own(m).items() if type(value) in PLAIN]
-        self._last: list[Any] = [self] * len(self._places)  # none of them
+        self._modules = [*modules]
+        self._everywhere = [held for m in self._modules for held in (vars(m), m._modules)]
+        self._sizes: list[int] = []
+        self._last: list[Any] = []
         self._told: tuple[Hashable, ...] = ()
+        self._look()
 
-    def now(self) -> Hashable:
-        values = [held.get(name) for held, name in self._places]
-        if not all(map(is_, values, self._last)):  # nearly always they are the same objects
+    def settings(self) -> Hashable:
+        """The plain values (a temperature, a probability)."""
+        self._look()
+        values = [held.get(name) for held, name in self._plain]
+        if not same_objects(values, self._last):  # nearly always they are
             self._last = values
             self._told = (*(value if type(value) in PLAIN else type(value) for value in values),)
         return self._told
 
+    def tensors(self) -> list[Tensor]:
+        """Those that are neither parameters nor buffers."""
+        self._look()
+        return [value for held, name in self._loose if isinstance(value := held.get(name), Tensor)]
 
-def loose_tensors(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Where the tensors are that are neither parameters nor buffers: a dictionary and a name."""
-    return [(vars(m), name) for m in modules for name, value in _own(m).items() if type(value) is Tensor]
+    def others(self) -> list[Any]:
+        """Parts, and objects of other kinds: a forward that was put in the place of the class's, say."""
+        self._look()
+        return [held.get(name) for held, name in self._objects]
+
+    def _look(self) -> None:
+        """Where everything is, once more if names have come or gone."""
+        sizes = [*map(len, self._everywhere)]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        own = [(vars(m), name, value) for m in self._modules for name, value in _own(m).items()]
+        parts = [(m._modules, name) for m in self._modules for name in m._modules]
+        self._plain = [(held, name) for held, name, value in own if type(value) in PLAIN]
+        self._loose = [(held, name) for held, name, value in own if type(value) is Tensor]
+        kept = [(held, name) for held, name, value in own if type(value) is not Tensor and type(value) not in PLAIN]
+        self._objects = [*kept, *parts]
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 class Attributes:

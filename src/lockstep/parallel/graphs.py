@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.attributes import Settings, loose_tensors
+from lockstep.parallel.attributes import Held, same_objects
 from lockstep.parallel.captures import Capture, CudaDevice, Device, Pattern, Trip
 from lockstep.parallel.rehearsal import Surroundings, compare, first_line, rehearse
 from lockstep.parallel.trees import Opaque, take_apart
@@ -30,7 +30,7 @@ WATCHED = 5  # calls that run plainly; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # of the device's time: so long does the host take to hand out the work, or longer
 MOST_RECORDED = 8
 MOST_KNOWN = 64  # ways of calling that are told apart at all
-MOST_MOVES = 2  # of tensors in memory, before nothing is recorded any more
+MOST_MOVES = 2  # of tensors in memory, or other parts, before nothing is recorded any more
 MOST_PATTERNS = 6  # sets of results that gradients come back to, each with a backward of its own
 
 Tell = Callable[..., None]
@@ -94,6 +94,7 @@ class Way:
     patterns: list[Pattern] = field(default_factory=list)  # to which results gradients came back, each way once
     capture: Capture | None = None
     addresses: list[int] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)  # the model's parts, and objects that it keeps
     ready: bool = False
     plain: str | None = None  # why it is not recorded
     told_waiting: bool = False
@@ -106,11 +107,15 @@ class Graphs:
         self.model, self.call, self.device, self.required, self.tell = model, call, device, required, tell
         self.ways: dict[Hashable, Way] = {}
         self._told: set[tuple[str, str]] = set()
-        self._modules = list(model.modules())
-        self._settings, self._loose = Settings(self._modules), loose_tensors(self._modules)
+        self._look()
+
+    def _look(self) -> None:
+        """At the model as it is now: a part may have been replaced since."""
+        self._modules = list(self.model.modules())
+        self._held = Held(self._modules)
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(module, name) for module in self._modules for name in hooks]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
@@ -143,7 +148,7 @@ class Graphs:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = (*((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),)
         training = (*(module.training for module in self._modules),)
-        return rest, shapes, grad, autocast, any(self._hooks), training, self._settings.now()
+        return rest, shapes, grad, autocast, any(self._hooks), training, self._held.settings()
 
     def _first(self, tensors: list[Tensor]) -> Way:
         mode = "training" if torch.is_grad_enabled() else "without gradients"
@@ -165,6 +170,7 @@ class Graphs:
 
     def _record(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
         grad = torch.is_grad_enabled()
+        self._look()
         make = partial(Trip, self.call, self._parameters, tensors, rest, self.device.type)
         if grad and not way.patterns:
             return self._refuse(way, "no gradient came back to its results")
@@ -183,7 +189,7 @@ class Graphs:
             return self._refuse(way, first_line(error))
         finally:
             around.restore()
-        way.addresses = self._addresses()
+        way.addresses, way.others = self._addresses(), self._held.others()
 
     def _compare(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
         """With the next call's arguments: not those that it was recorded with."""
@@ -232,12 +238,17 @@ class Graphs:
             way.patterns.append(way.capture.strange)
             self._drop(way, "gradients came back to other results than before")
         elif way.addresses != self._addresses():
-            way.moves += 1
-            if way.moves > MOST_MOVES:
-                self._refuse(way, "parameters, buffers or other tensors move in memory again and again")
-            else:
-                self._drop(way, f"a parameter, buffer or other tensor has moved in memory (time {way.moves})")
+            self._moved(way, "a parameter, buffer or other tensor has moved in memory")
+        elif not same_objects(way.others, self._held.others()):
+            self._moved(way, "a part of the model, or an object that it keeps, is another one")
         return way.ready
+
+    def _moved(self, way: Way, what: str) -> None:
+        way.moves += 1
+        if way.moves > MOST_MOVES:
+            self._refuse(way, f"{what}, again and again")
+        else:
+            self._drop(way, f"{what} (time {way.moves})")
 
     def _drop(self, way: Way, why: str) -> None:
         """What was recorded is of no use any more."""
@@ -246,8 +257,7 @@ class Graphs:
 
     def _addresses(self) -> list[int]:
         tensors = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
-        tensors += [held.get(name) for held, name in self._loose]
-        return [t.data_ptr() for t in tensors if isinstance(t, Tensor)]
+        return [t.data_ptr() for t in [*tensors, *self._held.tensors()] if isinstance(t, Tensor)]
 
     def _refuse(self, way: Way, why: str) -> None:
         way.plain, way.capture, way.ready = why, None, False

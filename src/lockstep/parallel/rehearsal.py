@@ -142,7 +142,7 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
     if len(expected) != len(found):
         return f"comes as {len(found)} tensors instead of {len(expected)}"
     floats = [e for e in expected if e is not None and e.is_floating_point()]
-    largest = max((float(torch.linalg.vector_norm(e)) for e in floats), default=0.0)
+    largest = max(map(_length, floats), default=0.0)
     for one, other in zip(expected, found, strict=True):
         if one is None or other is None:
             if (one is None) != (other is None):
@@ -155,13 +155,18 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
         if not one.is_floating_point():
             return "differs"
         gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one.double() - other.double())
-        length = float(torch.linalg.vector_norm(one.double()))
+        length = _length(one)
         tolerance = LOW_TOLERANCE if low else TOLERANCE.get(one.dtype, LOW_TOLERANCE)
         off = float(torch.linalg.vector_norm(gap))
         # A gradient that is zero but for rounding is measured by the others.
         if not off <= tolerance * (length + 1e-3 * largest):
             return f"differs by {off:.2g}, its length is {length:.2g}"
     return None
+
+
+def _length(tensor: Tensor) -> float:
+    """Of what is finite in it."""
+    return float(torch.linalg.vector_norm(torch.where(tensor.isfinite(), tensor, 0.0).double()))
 
 
 def first_line(error: BaseException) -> str:
