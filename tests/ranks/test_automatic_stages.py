@@ -218,6 +218,21 @@ def test_looking_leaves_no_trace() -> None:
     assert [p.requires_grad for p in model.parameters()] == frozen
 
 
+class Counting(Stack):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_looking_leaves_attributes_as_they_were() -> None:
+    model = Counting()
+    model.calls = 5
+    assert cuts(model, 5) == [(n, n) for n in range(5)]
+    assert model.calls == 5
+
+
 def test_a_stage_uses_what_its_blocks_need() -> None:
     model = Knotty()
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
