@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.backward_graph import leaves_below
 from lockstep.parallel.gates import Form, Gates, Span
 from lockstep.parallel.stages import WHAT_TO_WRITE, Given, balance, placeholder, too_few
 from lockstep.parallel.surroundings import Surroundings
@@ -158,17 +159,8 @@ def _outside(model: nn.Module, gates: Gates) -> list[Tensor]:
 
 def _leaves(tensors: Sequence[Tensor]) -> set[int]:
     """The tensors that the graph of these begins with."""
-    found = {id(tensor) for tensor in tensors if tensor.is_leaf}
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(fresh)
-        nodes += fresh
-    return found
+    below = leaves_below(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    return {id(tensor) for tensor in [*below, *(tensor for tensor in tensors if tensor.is_leaf)]}
 
 
 @contextmanager
