@@ -151,5 +151,5 @@ def _go_on(run: Run) -> dict[str, str]:
         run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
         run.stepper.metrics_known = set(run.recorder.names)
     if run.exactness:
-        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.changes if run.resumed else [])
+        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
     return told

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.sources import MapSource
+from lockstep.engine.changes import Change
 from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan
@@ -49,11 +50,11 @@ class Exactness:
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
-        self._changes: list[str] = []  # since the checkpoint that was loaded, in words
+        self._changes: list[Change] = []  # since the checkpoint that was loaded
         self._unfused = _step_one_by_one(optimizers)
         self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
-    def begin(self, source: BatchSource, plan: Plan, settings: list[str]) -> str:
+    def begin(self, source: BatchSource, plan: Plan, settings: list[Change]) -> str:
         """With the data known. `settings`: those that a resumed run has changed. What is told before the first step."""
         if not isinstance(source, MapSource):
             raise UserError(
@@ -62,10 +63,10 @@ class Exactness:
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        changes = [*self._changes, *(change for change in settings if change.startswith(tuple(f"{c}:" for c in CUT)))]
+        changes = [*self._changes, *(setting for setting in settings if setting.key in CUT)]
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
         told += ["fused optimizers step without their fused kernels"] if self._unfused else []
-        told += [f"NOT the bits of before, since this has changed: {', '.join(changes)}"] if changes else []
+        told += [f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"] if changes else []
         return "; ".join(told)
 
     def end_step(self) -> None:
@@ -91,7 +92,7 @@ class Exactness:
                 f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
                 f"type threads={state['threads']}",
             )
-        self._changes = [f"{key}: {state[key]} -> {now}" for key, now in self.here.items() if state[key] != now]
+        self._changes = [Change(key, state[key], now) for key, now in self.here.items() if state[key] != now]
 
 
 def _surroundings(runtime: Runtime) -> dict[str, Any]:
