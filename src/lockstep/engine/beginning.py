@@ -77,7 +77,8 @@ def adopt(
     if run.precision.way:
         run.optimizers.stand_in(Masters(run.optimizers.all, model, run.precision.way, run.config.seed))
     run.guard = TrainableGuard(model)
-    run.exactness = Exactness(model, run.optimizers, run.runtime) if run.config.exact else None
+    changing = getattr(task, "changing_buffers", ())
+    run.exactness = Exactness(model, run.optimizers, run.runtime, changing) if run.config.exact else None
     if run.exactness:
         run.others["exact"] = run.exactness
     return run.driver

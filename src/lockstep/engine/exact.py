@@ -4,6 +4,7 @@ surroundings on every rank and in every part of the run."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ def check_weight(weight: float) -> None:
 class Exactness:
     """Of one run. A checkpoint keeps what decides about bits beside the program: it must be as it was."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime):
+    def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
+        """`changing`: the buffers that the task says its training changes."""
+        if changing:
+            raise _changing_buffer(changing[0], "changes in training")
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
@@ -75,11 +79,7 @@ class Exactness:
         result."""
         for name, before in self._buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                raise UserError(
-                    "exact=true with a model whose buffers stay as they are in training",
-                    f"the buffer {name!r} changed in the first step; it follows the samples that a rank has seen",
-                    "keep such numbers in the task, or compute them from the step; or leave exact out",
-                )
+                raise _changing_buffer(name, "changed in the first step")
         self._buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +93,14 @@ class Exactness:
                 f"type threads={state['threads']}",
             )
         self._changes = [Change(key, state[key], now) for key, now in self.here.items() if state[key] != now]
+
+
+def _changing_buffer(name: str, what: str) -> UserError:
+    return UserError(
+        "exact=true with a model whose buffers stay as they are in training",
+        f"the buffer {name!r} {what}; it follows the samples that a rank has seen",
+        "keep such numbers in the task, or compute them from the step; or leave exact out",
+    )
 
 
 def _surroundings(runtime: Runtime) -> dict[str, Any]:
