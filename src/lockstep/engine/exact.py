@@ -50,7 +50,7 @@ class Exactness:
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing`: the buffers that the task says its training changes."""
         if changing:
-            raise _changing_buffer(changing[0], "changes in training")
+            raise _changing_buffer(changing[0], "changes in training, as the task says: exact is about gradients")
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
@@ -79,7 +79,7 @@ class Exactness:
         result."""
         for name, before in self._buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                raise _changing_buffer(name, "changed in the first step")
+                raise _changing_buffer(name, "changed in the first step; it follows the samples that a rank has seen")
         self._buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Exactness:
 def _changing_buffer(name: str, what: str) -> UserError:
     return UserError(
         "exact=true with a model whose buffers stay as they are in training",
-        f"the buffer {name!r} {what}; it follows the samples that a rank has seen",
+        f"the buffer {name!r} {what}",
         "keep such numbers in the task, or compute them from the step; or leave exact out",
     )
 
