@@ -59,6 +59,10 @@ class Bare(Fit):
     def loss(self, model, batch):
         return super().loss(model, batch).total
 
+class Refusing(Fit):
+    def after_step(self, model, step):
+        raise lockstep.UserError("to go on", "no such luck", "try again")
+
 class Plain(nn.Module):
     pass
 '''
@@ -188,6 +192,18 @@ def test_first_mistakes_get_an_answer(trained):
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Plain", folder=trained, check=False)
     assert (done.returncode, "no task: it lacks model, data" in done.stderr) == (2, True)
+
+
+def test_an_error_is_shown_once_and_kept(trained):
+    done = lockstep("train", "my_task.py:Refusing", "run_dir=refusing", folder=trained, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("no such luck") == 1
+    assert "trainable" in done.stdout  # there was a screen that could have shown it
+    assert "no such luck" not in done.stdout
+    last = json.loads((trained / "refusing" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["type"]) == ("error", "UserError")
+    assert "no such luck" in last["message"]
+    assert "no such luck" in (trained / "refusing" / "logs" / "rank-0.log").read_text()
 
 
 class WithPreset(Task):

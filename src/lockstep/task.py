@@ -196,6 +196,8 @@ class Task:
     """Named sets of values: `preset=tiny`."""
     lasting: tuple[str, ...] = ()
     """Settings that a resumed run must keep, such as "global_batch": those that the task's own state goes with."""
+    changing_buffers: tuple[str, ...] = ()
+    """Buffers of the model that its training changes, by name: `exact` is then refused before the first step."""
     frozen_advice: str = "build the model with the same frozen weights"
     """What to do about a checkpoint that holds only digests of the frozen weights, and of others than the model has."""
     option_rules: tuple[OnlyWith, ...] = ()

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from lockstep.errors import UserError
 from lockstep.parallel.survey import cut_forward
 from lockstep.recipes.char_lm import TASK
-from lockstep.task import Loss, Task
+from lockstep.task import Loss
 from pool import Pool
 from ranks.support import assert_user_errors, train
-from ranks.test_pipeline import assert_same, final
+from ranks.test_pipeline import Row, assert_same, final
 
 WIDTH = 6
 
@@ -65,25 +65,17 @@ class Knotty(nn.Module):
         return {"prediction": (out + h @ self.back.weight).sum(-1)}
 
 
-class KnottyTask(Task):
+class KnottyTask(Row):
     def model(self) -> nn.Module:
         return Knotty()
 
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 
-    def data(self) -> Any:
-        g = torch.Generator().manual_seed(1)
-        weights = torch.randint(0, 5, (32,), generator=g)  # 32 samples: the last micro-batch of an epoch is short
-        return TensorDataset(torch.randn(32, 5, generator=g), torch.randn(32, generator=g), weights)
-
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         x, y, weights = batch
         each = (model(x, scale=0.5)["prediction"] - y) ** 2
         return Loss((each * weights).sum(), weights.sum())
-
-    def eval_data(self) -> Any:
-        return self.data()
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -216,6 +208,21 @@ def test_looking_leaves_no_trace() -> None:
     assert torch.equal(torch.randn(3), expected)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == frozen
+
+
+class Counting(Stack):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_looking_leaves_attributes_as_they_were() -> None:
+    model = Counting()
+    model.calls = 5
+    assert cuts(model, 5) == [(n, n) for n in range(5)]
+    assert model.calls == 5
 
 
 def test_a_stage_uses_what_its_blocks_need() -> None:

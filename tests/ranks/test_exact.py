@@ -261,6 +261,13 @@ class Streamed(Tokens):
         return Endless()
 
 
+class Declared(Tokens):
+    changing_buffers = ("calls",)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        raise AssertionError("a step has begun")
+
+
 EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
 
 
@@ -269,9 +276,10 @@ EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
     [
         (Tokens("norm", network=Normed), ("norm is a BatchNorm1d", "track_running_stats=False")),
         (Tokens("counting", network=Counting), ("the buffer 'calls' changed",)),
+        (Declared("counting", network=Counting), ("the buffer 'calls' changes in training",)),
         (Streamed("mlp"), ("data from a StreamSource",)),
     ],
-    ids=["batchnorm", "buffer", "stream"],
+    ids=["batchnorm", "buffer", "declared", "stream"],
 )
 def test_what_would_carry_the_ranks_into_the_result(pool: Pool, task: Task, words: tuple[str, ...]) -> None:
     assert_user_errors(pool.errors(bits, task, EXACT, world=2), *words)

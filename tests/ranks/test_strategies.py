@@ -224,8 +224,8 @@ def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool, short: dict[A
         assert_close(found["weights"], short[kind]["weights"])
 
 
-def told_of_blocks(world: World, store: Any, kind: type[Ragged]) -> dict[str, str]:
-    resolved = configured(BASE | {"strategy": "fsdp", "steps": 1})
+def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> dict[str, str]:
+    resolved = configured(BASE | STRATEGIES[name] | {"steps": 1})
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         loop.fit(kind(), run)
@@ -233,8 +233,14 @@ def told_of_blocks(world: World, store: Any, kind: type[Ragged]) -> dict[str, st
 
 
 def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:
-    assert pool.run(told_of_blocks, Resting, world=2)[0] == {}
-    assert "3 of 4 blocks share a parameter" in pool.run(told_of_blocks, TiedBlocks, world=2)[0]["fsdp"]
+    assert pool.run(told_of_blocks, Resting, "fsdp", world=2)[0] == {}
+    assert "3 of 4 blocks share a parameter" in pool.run(told_of_blocks, TiedBlocks, "fsdp", world=2)[0]["fsdp"]
+
+
+def test_they_are_told_of_all_stages(pool: Pool) -> None:
+    for told in pool.run(told_of_blocks, TiedBlocks, "pp x fsdp", world=4):
+        assert "3 of 4 blocks share a parameter" in told["fsdp"]
+    assert pool.run(told_of_blocks, Resting, "pp x fsdp", world=4)[0] == {}
 
 
 @pytest.mark.parametrize("name", CUT_LAYERS)

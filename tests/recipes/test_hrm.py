@@ -29,6 +29,7 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task, settled
 from pool import Pool
+from ranks.support import assert_user_errors
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = f"{Path(__file__).parent / 'restless.py'}:Restless"
@@ -207,6 +208,13 @@ def test_a_fused_step_is_the_same_step() -> None:
     other.param_groups[0]["fused"] = False  # a run may go on elsewhere
     other.step()
     assert [other.state[p]["step"] for p in fused] == [4, 4, 4]
+
+
+def test_exact_bits_are_refused_before_the_first_step_unless_the_table_is_frozen(pool: Pool, tmp_path: Path) -> None:
+    errors = pool.errors(train, str(tmp_path / "moving"), 1, {"exact": True}, world=1)
+    assert_user_errors(errors, "'puzzle_emb.table' changes in training")
+    more = {"exact": True, "task": TINY["task"] | {"puzzle_emb_frozen": True}}
+    pool.run(train, str(tmp_path / "frozen"), 1, more, world=1)
 
 
 def test_a_skipped_step_leaves_the_table() -> None:

@@ -77,7 +77,8 @@ def adopt(
     if run.precision.way:
         run.optimizers.stand_in(Masters(run.optimizers.all, model, run.precision.way, run.config.seed))
     run.guard = TrainableGuard(model)
-    run.exactness = Exactness(model, run.optimizers, run.runtime) if run.config.exact else None
+    changing = getattr(task, "changing_buffers", ())
+    run.exactness = Exactness(model, run.optimizers, run.runtime, changing) if run.config.exact else None
     if run.exactness:
         run.others["exact"] = run.exactness
     return run.driver
@@ -151,5 +152,5 @@ def _go_on(run: Run) -> dict[str, str]:
         run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
         run.stepper.metrics_known = set(run.recorder.names)
     if run.exactness:
-        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.changes if run.resumed else [])
+        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
     return told

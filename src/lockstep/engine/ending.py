@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,7 +12,6 @@ from lockstep.engine.folder import write_summary
 from lockstep.errors import Preempted
 from lockstep.observe.report import write_report
 from lockstep.parallel.graphs import forget_recordings
-from lockstep.pulse import FOLDER
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -53,8 +51,7 @@ def fail(run: Run, error: BaseException) -> None:
             run.optimizers.release()
         if hasattr(run, "keeper"):
             run.keeper.close(patience=LAST_SAVE)
-        if FOLDER in os.environ:
-            run.recorder.hide()  # our launcher shows the first failure, and this may only be its consequence
+        run.recorder.hide()  # whoever started us shows the error, once; a launcher the first, which caused the others
         if not isinstance(error, Preempted):
             run.recorder.event("error", type=type(error).__name__, message=str(error))
         run.recorder.close()

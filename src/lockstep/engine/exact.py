@@ -4,6 +4,7 @@ surroundings on every rank and in every part of the run."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.sources import MapSource
+from lockstep.engine.changes import Change
 from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan
@@ -45,15 +47,18 @@ def check_weight(weight: float) -> None:
 class Exactness:
     """Of one run. A checkpoint keeps what decides about bits beside the program: it must be as it was."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime):
+    def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
+        """`changing`: the buffers that the task says its training changes."""
+        if changing:
+            raise _changing_buffer(changing[0], "changes in training, as the task says: exact is about gradients")
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
-        self._changes: list[str] = []  # since the checkpoint that was loaded, in words
+        self._changes: list[Change] = []  # since the checkpoint that was loaded
         self._unfused = _step_one_by_one(optimizers)
         self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
-    def begin(self, source: BatchSource, plan: Plan, settings: list[str]) -> str:
+    def begin(self, source: BatchSource, plan: Plan, settings: list[Change]) -> str:
         """With the data known. `settings`: those that a resumed run has changed. What is told before the first step."""
         if not isinstance(source, MapSource):
             raise UserError(
@@ -62,10 +67,10 @@ class Exactness:
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        changes = [*self._changes, *(change for change in settings if change.startswith(tuple(f"{c}:" for c in CUT)))]
+        changes = [*self._changes, *(setting for setting in settings if setting.key in CUT)]
         told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
         told += ["fused optimizers step without their fused kernels"] if self._unfused else []
-        told += [f"NOT the bits of before, since this has changed: {', '.join(changes)}"] if changes else []
+        told += [f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"] if changes else []
         return "; ".join(told)
 
     def end_step(self) -> None:
@@ -74,11 +79,7 @@ class Exactness:
         result."""
         for name, before in self._buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                raise UserError(
-                    "exact=true with a model whose buffers stay as they are in training",
-                    f"the buffer {name!r} changed in the first step; it follows the samples that a rank has seen",
-                    "keep such numbers in the task, or compute them from the step; or leave exact out",
-                )
+                raise _changing_buffer(name, "changed in the first step; it follows the samples that a rank has seen")
         self._buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +92,15 @@ class Exactness:
                 f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
                 f"type threads={state['threads']}",
             )
-        self._changes = [f"{key}: {state[key]} -> {now}" for key, now in self.here.items() if state[key] != now]
+        self._changes = [Change(key, state[key], now) for key, now in self.here.items() if state[key] != now]
+
+
+def _changing_buffer(name: str, what: str) -> UserError:
+    return UserError(
+        "exact=true with a model whose buffers stay as they are in training",
+        f"the buffer {name!r} {what}",
+        "keep such numbers in the task, or compute them from the step; or leave exact out",
+    )
 
 
 def _surroundings(runtime: Runtime) -> dict[str, Any]:

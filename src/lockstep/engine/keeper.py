@@ -18,8 +18,8 @@ from lockstep.checkpoint.load import Found, Reader, find
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.save import Report, Saver, Slice, free_bytes
 from lockstep.checkpoint.store import Store
-from lockstep.config import RunConfig, flatten
-from lockstep.config.leaves import typed
+from lockstep.config import RunConfig
+from lockstep.engine.changes import Change, as_saved, check_lasting, config_changes
 from lockstep.engine.folder import RunFolder, on_main
 from lockstep.engine.state import RunState
 from lockstep.engine.writers import merged, share_out, sizes_of
@@ -31,7 +31,6 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
 AROUND = ("evaluation_due", "interval", "seconds")  # what the loop adds to the state, beside the metrics
 
 
@@ -40,7 +39,8 @@ class Resumed:
     step: int
     path: Path
     world: int  # that wrote it
-    changes: list[str]  # what is not as it was, in words
+    settings: list[Change]  # that are not as they were
+    changes: list[str]  # these, and what else is not as it was, in words
     evaluation_due: bool  # the run had to leave before it could evaluate
     interval: dict[str, Any]  # sums since the last log line
     seconds: float  # the run has taken so far
@@ -110,9 +110,10 @@ class Keeper:
     def _load(self, found: Found) -> Resumed:
         values = found.manifest.values
         _check_version(values)
-        changes = _config_changes(values["config"], self.config)
-        _check_lasting(changes, {key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())})
-        changes += self.state.restore(Reader(found.path, found.manifest), values["state"], changes)
+        settings = config_changes(values["config"], self.config)
+        check_lasting(settings, {key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())})
+        others = self.state.restore(Reader(found.path, found.manifest), values["state"], settings)
+        changes = [*map(str, settings), *others]
         step = self.state.stepper.counters.step
         own = found.path.resolve().parent == self.store.root.resolve()
         if self.runtime.is_main and own:
@@ -121,7 +122,7 @@ class Keeper:
         self._saved_step = step if own else None
         self._last = time.monotonic()
         self._seed_host(step)
-        return Resumed(step, found.path, values["world"], changes, **{key: values[key] for key in AROUND})
+        return Resumed(step, found.path, values["world"], settings, changes, **{key: values[key] for key in AROUND})
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Back to the last checkpoint; the samples that spoiled the step are left out from now on."""
@@ -223,7 +224,7 @@ class Keeper:
         self._saves += 1
         values = {
             "state": state,
-            "config": {key: typed(value) for key, value in flatten(self.config).items()},
+            "config": as_saved(self.config),
             "plan": self.plan.as_dict(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
@@ -336,24 +337,6 @@ def _megabytes_in(folder: Path) -> float | None:
         return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     except FileNotFoundError:  # others are allowed to delete it
         return None
-
-
-def _config_changes(saved: dict[str, str], config: RunConfig) -> list[str]:
-    now = {key: typed(value) for key, value in flatten(config).items()}
-    keys = [key for key in {**saved, **now} if key not in NOT_COMPARED and saved.get(key) != now.get(key)]
-    return [f"{key}: {saved.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys]
-
-
-def _check_lasting(changes: list[str], lasting: set[str]) -> None:
-    """The task said that its own state goes with these settings."""
-    for change in changes:
-        key, _, (before, _, now) = *change.partition(": ")[:2], change.partition(": ")[2].partition(" -> ")
-        if key in lasting:
-            raise UserError(
-                f"to go on with {key}={now}",
-                f"a run with {key}={before}, and the state that its task has saved goes with that",
-                f"type {key}={before}, or start a new run from the exported weights",
-            )
 
 
 def _check_version(values: dict[str, Any]) -> None:

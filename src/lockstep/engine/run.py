@@ -74,16 +74,7 @@ class Run:
         seed_everything(derive(self.config.seed, "init"))
         seed_torch(derive(self.config.seed, "init"), runtime.device)
 
-    def adopt(
-        self,
-        model: nn.Module,
-        optimizers: Callable[[nn.Module], Any],
-        task: Any = None,
-        data: Callable[[], Any] | None = None,
-    ) -> Driver:
-        """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it; or
-        samples of `data` show how."""
-        return beginning.adopt(self, model, optimizers, task, data)
+    adopt = beginning.adopt  # the model, under its driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import Reader
+from lockstep.engine.changes import Change
 from lockstep.engine.masters import CUT_OFF
 from lockstep.engine.optimizers import Optimizers
 from lockstep.engine.reading import fill, read_beside
@@ -124,7 +125,7 @@ class RunState:
         whole_ones = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
         return {name: digest(other.state_dict()) for name, other in whole_ones.items()}
 
-    def restore(self, reader: Reader, values: Values, settings: Sequence[str] = ()) -> list[str]:
+    def restore(self, reader: Reader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
         """Put everything back in place. `settings`: those that are not as they were. Returns what else the user has
         changed since, in words."""
         self._restore_model(reader, values["model"])
@@ -309,9 +310,9 @@ def next_samples(source: BatchSource) -> str | None:
 DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
 
 
-def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[str]) -> None:
+def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[Change]) -> None:
     if saved is not None and here is not None and saved != here:
-        guilty = ", ".join(setting for setting in settings if setting.startswith(DECIDE_ORDER))
+        guilty = ", ".join(str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER))
         back = f"take back what has changed ({guilty})" if guilty else "restore the dataset as it was"
         raise UserError(
             "to go on at the next sample",

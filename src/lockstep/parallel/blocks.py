@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -27,6 +28,17 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [list(holder) for holder in lists if len(holder) > 1 and len({type(m) for m in holder}) == 1]
     return _outermost([module for children in repeated for module in children if _has_parameters(module)])
+
+
+def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Module]:
+    """A parameter is cut with one part only. Blocks that share one with another block, or with the rest of `whole`, are
+    left out: they are cut together with that."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    rest = [module for module in whole.modules() if id(module) not in inside]
+    holders = [{id(p) for p in block.parameters()} for block in blocks]
+    times = Counter(place for holder in holders for place in holder)
+    times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
+    return [block for block, holder in zip(blocks, holders, strict=True) if all(times[place] == 1 for place in holder)]
 
 
 def _has_parameters(module: nn.Module) -> bool:

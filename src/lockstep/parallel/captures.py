@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import UserError
+from lockstep.parallel.backward_graph import leaves_below, nodes_below
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 
 Work = Callable[[], None]
@@ -168,15 +169,14 @@ class Trip:
     def reached(self) -> list[set[int]]:
         """For every differentiable output, the places of the sources below it. Between forward and backward."""
         places = {id(source): place for place, source in enumerate(self.sources)}
-        below = [_nodes_below(output.grad_fn) for output in self.differentiable]
-        variables = [[n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"] for nodes in below]
-        return [{places[id(v)] for v in found if id(v) in places} for found in variables]
+        below = [leaves_below([output.grad_fn]) for output in self.differentiable]
+        return [{places[id(leaf)] for leaf in leaves if id(leaf) in places} for leaves in below]
 
     @property
     def compiled(self) -> bool:
         """Whether its backward has compiled parts, which run once only. Between forward and backward."""
-        names = (type(node).__name__ for output in self.differentiable for node in _nodes_below(output.grad_fn))
-        return any(name.startswith("CompiledFunction") for name in names)
+        nodes = nodes_below(output.grad_fn for output in self.differentiable)
+        return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
 
 
 class Capture:
@@ -306,16 +306,6 @@ class _Replay(torch.autograd.Function):
         ctx.capture.redeem(ctx.ticket)
         starts = [gradient for gradient, fixed in zip(grad_outputs, ctx.fixed, strict=True) if not fixed]
         return None, *ctx.capture.arguments(ctx.capture.backward(starts))
-
-
-def _nodes_below(node: Any) -> set[Any]:
-    """Those that a backward from `node` comes to."""
-    seen, left = {node}, [node]
-    while left:
-        below = {after for after, _ in left.pop().next_functions if after is not None} - seen
-        seen |= below
-        left.extend(below)
-    return seen
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,6 @@ hsdp         cut inside a group of ranks, copied between groups
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import FSDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta import fill
@@ -59,7 +58,7 @@ class FSDPDriver(CutDriver):
             shard(module)
 
         found = find_blocks(model, blocks)
-        parts = _without_shared(found, model)
+        parts = without_shared(found, model)
         empty = any(p.is_meta for p in model.parameters())
         if empty:
             fill(model, parts, cut, seed, runtime)
@@ -69,15 +68,10 @@ class FSDPDriver(CutDriver):
             for block in parts:
                 cut(block)
         cut(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+        reduce_to_sums(model)
         super().__init__(model, runtime)
         self._same = SameParts(model, runtime)
-        if len(parts) < len(found):
-            shared = f"{len(found) - len(parts)} of {len(found)} blocks share a parameter with others"
-            self.facts = {"fsdp": f"{shared}: they are gathered together with the rest"}
+        self.facts = tell_of_blocks(len(found), len(parts))
         if empty:
             self.sync_buffers()  # each rank has made its own
 
@@ -97,15 +91,18 @@ class FSDPDriver(CutDriver):
             agree_on_plain(self.parameters, self._parts)
 
 
-def _without_shared(parts: list[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """A parameter is cut with one part only. Those that share one with another part, or with the rest, are left to the
-    model as a whole."""
-    inside = {id(module) for part in parts for module in part.modules()}
-    rest = [module for module in model.modules() if id(module) not in inside]
-    holders = [{id(p) for p in part.parameters()} for part in parts]
-    times = Counter(place for holder in holders for place in holder)
-    times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
-    return [part for part, holder in zip(parts, holders, strict=True) if all(times[place] == 1 for place in holder)]
+def reduce_to_sums(model: nn.Module) -> None:
+    """Of gradients: torch would divide by the number of ranks."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+
+
+def tell_of_blocks(found: int, alone: int) -> dict[str, str]:
+    """For the first screen, if not all of the blocks `found` are gathered `alone`."""
+    shared = f"{found - alone} of {found} blocks share a parameter with others"
+    return {"fsdp": f"{shared}: they are gathered together with the rest"} if alone < found else {}
 
 
 def check_no_scalars(model: nn.Module, strategy: str) -> None:

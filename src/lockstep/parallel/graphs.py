@@ -22,7 +22,8 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.attributes import Held, same_objects
 from lockstep.parallel.captures import Capture, CudaDevice, Device, Pattern, Trip
-from lockstep.parallel.rehearsal import Surroundings, compare, first_line, rehearse
+from lockstep.parallel.rehearsal import compare, first_line, rehearse
+from lockstep.parallel.surroundings import Surroundings
 from lockstep.parallel.trees import Opaque, take_apart
 from lockstep.runtime.context import Runtime
 
@@ -182,13 +183,11 @@ class Graphs:
         reached, why = rehearse(make, patterns, self.model, self.device)
         if why:
             return self._refuse(way, why)
-        around = Surroundings(self.model, self.device.generator())
-        try:
-            way.capture = Capture(make(), reached, patterns, self.device)
-        except Exception as error:
-            return self._refuse(way, first_line(error))
-        finally:
-            around.restore()
+        with Surroundings(self.model, self.device.generator()):
+            try:
+                way.capture = Capture(make(), reached, patterns, self.device)
+            except Exception as error:
+                return self._refuse(way, first_line(error))
         way.addresses, way.others = self._addresses(), self._held.others()
 
     def _compare(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:

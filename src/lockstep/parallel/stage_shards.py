@@ -7,7 +7,10 @@ from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
+
+from lockstep.parallel.blocks import without_shared
+from lockstep.parallel.fsdp import reduce_to_sums
 
 
 def shard_stage(
@@ -17,19 +20,18 @@ def shard_stage(
     held: Collection[nn.Parameter],
     mesh: DeviceMesh,
     keep: bool,
-) -> None:
+) -> int:
     """Block by block, then the rest of what is `held` here. `keep`: parameters stay whole until the backward has ended.
-    Every micro-batch's gradients are cut at once and added to this rank's part."""
+    Every micro-batch's gradients are cut at once and added to this rank's part. How many blocks are gathered alone."""
     names = dict(model.named_parameters(remove_duplicate=False))
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
-    for block in _with_weights_of_their_own(blocks, stage):
+    alone = without_shared(blocks, stage)
+    for block in alone:
         shard(block)
     shard(stage, ignored_params=set(stage.parameters()) - set(held))
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+    reduce_to_sums(stage)
     _tie_again(model, names)
+    return len(alone)
 
 
 def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
@@ -40,13 +42,3 @@ def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
         if now[name] is before and id(before) in replaced:
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, replaced[id(before)])
-
-
-def _with_weights_of_their_own(blocks: Sequence[nn.Module], stage: nn.Module) -> list[nn.Module]:
-    """A parameter is cut with one part only: blocks that share one are left to the stage as a whole."""
-    owners: dict[int, set[int]] = {}
-    for module in stage.modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), set()).add(id(module))
-    inside = {id(block): {id(module) for module in block.modules()} for block in blocks}
-    return [block for block in blocks if all(owners[id(p)] <= inside[id(block)] for p in block.parameters())]

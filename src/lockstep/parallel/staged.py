@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.drivers import CutDriver
+from lockstep.parallel.fsdp import tell_of_blocks
 from lockstep.parallel.layout import local, squared_lengths, whole
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline import SCHEDULES, Pipeline, Stage
@@ -63,10 +64,7 @@ class StagedDriver(CutDriver):
             for chunk in mine:
                 chunk.compile()
         if self._sharded:
-            keep = config.strategy == "fsdp-grads"
-            owned = [p for name, p in model.named_parameters() if name in held]
-            for chunk in mine:
-                shard_stage(chunk, model, blocks_of(chunk, model, config.blocks), owned, axes.devices["dp"], keep)
+            self.facts = self._shard(model, config, held, mine, axes)
         super().__init__(model, runtime)
         self.holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
         self.echoes = frozenset(name for name, stages in places.items() if stages and here > min(stages))
@@ -140,6 +138,20 @@ class StagedDriver(CutDriver):
         lay_out(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
         for chunk in mine:
             explain_mixtures(chunk)
+
+    def _shard(
+        self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
+    ) -> dict[str, str]:
+        """Over the copies of each stage. What is told of it, of all stages."""
+        keep = config.strategy == "fsdp-grads"
+        owned = [p for name, p in model.named_parameters() if name in held]
+        blocks = [blocks_of(chunk, model, config.blocks) for chunk in mine]
+        alone = [
+            shard_stage(chunk, model, inside, owned, axes.devices["dp"], keep)
+            for chunk, inside in zip(mine, blocks, strict=True)
+        ]
+        counts = self._stages.gather_json([sum(map(len, blocks)), sum(alone)])
+        return tell_of_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
 
     def _squared_here(self, grads: list[Tensor]) -> Tensor:
         """Terms of a sum over the copies and parts of this stage."""

@@ -17,7 +17,8 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.gates import Span
 from lockstep.parallel.pipeline import Stage, model_input
 from lockstep.parallel.stages import WHAT_TO_WRITE, Chunk, Given, cut, list_pieces
-from lockstep.parallel.survey import cut_forward, undrawn
+from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.survey import cut_forward
 from lockstep.precision import choose
 
 Data = Callable[[], Any]
@@ -38,7 +39,7 @@ def make_stages(
         raise UserError("a model that can be cut into stages", found, WHAT_TO_WRITE)
     precision = replace(choose(config, device), device_type="cpu")
     samples = data()
-    with undrawn():
+    with Surroundings(model):
         given = _example(model, task, config, samples)
     return cut_forward(model, blocks, given, count, precision.autocast)
 

@@ -8,19 +8,19 @@ not have.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.backward_graph import leaves_below
 from lockstep.parallel.gates import Form, Gates, Span
 from lockstep.parallel.stages import WHAT_TO_WRITE, Given, balance, placeholder, too_few
+from lockstep.parallel.surroundings import Surroundings
 from lockstep.parallel.trees import Opaque, take_apart
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -42,7 +42,7 @@ def cut_forward(
 ) -> tuple[list[Span], list[list[Tensor]]]:
     """`count` stages with about equally many parameters, and the tensors that each of them uses."""
     gates = Gates(blocks)
-    with _undone(model):
+    with Surroundings(model):
         found = _look(model, gates, given, autocast)
         gates.put_before([blocks[number] for number in found.order])
         open_after = [n for n in range(len(found.order) - 1) if n not in found.closed]
@@ -159,17 +159,8 @@ def _outside(model: nn.Module, gates: Gates) -> list[Tensor]:
 
 def _leaves(tensors: Sequence[Tensor]) -> set[int]:
     """The tensors that the graph of these begins with."""
-    found = {id(tensor) for tensor in tensors if tensor.is_leaf}
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(fresh)
-        nodes += fresh
-    return found
+    below = leaves_below(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    return {id(tensor) for tensor in [*below, *(tensor for tensor in tensors if tensor.is_leaf)]}
 
 
 @contextmanager
@@ -196,36 +187,6 @@ def _only(model: nn.Module, mine: set[int]) -> Iterator[None]:
     finally:
         for p, data in others:
             p.data = data
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Running statistics go back to what they were, and random numbers."""
-    held = [
-        (module._buffers, key, buffer, buffer.clone())
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    with undrawn():
-        try:
-            yield
-        finally:
-            for buffers, key, buffer, before in held:
-                buffer.copy_(before)
-                buffers[key] = buffer
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Whoever draws random numbers afterwards gets those that he would have got."""
-    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        torch.set_rng_state(drawn[2])
 
 
 def _uncut(model: nn.Module, found: str) -> UserError:

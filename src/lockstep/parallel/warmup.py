@@ -9,6 +9,7 @@ Only inside a step: that is where every rank comes to. A call elsewhere (on rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.captures import Trip
-from lockstep.parallel.rehearsal import Surroundings
+from lockstep.parallel.surroundings import Surroundings
 from lockstep.parallel.trees import Opaque, take_apart
 from lockstep.runtime.context import Runtime
 
@@ -55,16 +56,14 @@ class FirstCall:
         device = self.runtime.device
         on_cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
-        around = Surroundings(self.model, generator)
-        try:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # What raises is compiled when it is needed: a second set of gradients did not fit, or the call is of a
+        # strange kind.
+        with Surroundings(self.model, generator), suppress(Opaque, torch.OutOfMemoryError):
             tensors, rest = take_apart((args, kwargs))
-            trip = Trip(self.call, [p for p in self.model.parameters() if p.requires_grad], tensors, rest, device.type)
+            trip = Trip(self.call, parameters, tensors, rest, device.type)
             trip.forward()
             trip.backward([torch.ones_like(output) for output in trip.differentiable])
-        except (Opaque, torch.OutOfMemoryError):
-            pass  # compiled when it is needed: a second set of gradients did not fit, or the call is of a strange kind
-        finally:
-            around.restore()
 
     def _meet(self) -> None:
         if not self.runtime.meet("compiled", self.patience):

@@ -134,6 +134,7 @@ class HRM(Task):
         self.lr, self.weight_decay = lr, weight_decay
         self.puzzle_emb_lr, self.puzzle_emb_weight_decay = puzzle_emb_lr, puzzle_emb_weight_decay
         self.puzzle_emb_frozen = puzzle_emb_frozen
+        self.changing_buffers = () if puzzle_emb_frozen else ("puzzle_emb.table",)
         rate = ema if ema is not None else 0.999 * trm
         self.average = MovingAverage(rate) if rate else None
         self.carry = Carry()

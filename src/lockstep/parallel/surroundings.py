@@ -1,0 +1,59 @@
+"""What a call of the model changes besides its results; and how to call it without a trace."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.attributes import Attributes
+
+
+class Surroundings:
+    """Buffers, attributes and random numbers as they are now. They come back with `restore`, and at the end of a
+    `with`."""
+
+    def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
+        """`generator`: where the call draws its random numbers, beside those of the host."""
+        self._generators = [torch.default_generator, generator]
+        self._states = [generator.get_state() for generator in self._generators]
+        self._host = random.getstate(), np.random.get_state()
+        owners = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in owners]
+        self._attributes = Attributes(model)
+
+    def __enter__(self) -> Surroundings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        random.setstate(self._host[0])
+        np.random.set_state(self._host[1])
+        for module, name, buffer, value in self._buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+        self._attributes.restore()
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer.clone() for _, _, buffer, _ in self._buffers]
+
+    def drawn_on_host(self) -> bool:
+        """Random numbers of the host, which a replay would not draw again."""
+        host, device = self._generators
+        torchs = host is device or torch.equal(host.get_state(), self._states[0])
+        numpys = all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), self._host[1], strict=True))
+        return not (torchs and numpys and random.getstate() == self._host[0])
+
+    def replaced(self) -> list[str]:
+        """Buffers that are other tensors now."""
+        return [name for module, name, buffer, _ in self._buffers if module._buffers.get(name) is not buffer]
+
+    def attributes_set(self) -> list[str]:
+        return self._attributes.changed()
