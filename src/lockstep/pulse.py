@@ -30,7 +30,7 @@ PHASES = (
     "evaluate",
     "snapshot",  # copying the state for a checkpoint: training waits
     "commit",  # waiting for a checkpoint to be on disk
-    "yours",  # code of the user's own loop, between two steps
+    "yours",  # code of the user's: an own loop between two steps, after_step, show
     "end",  # report and summary
 )
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}

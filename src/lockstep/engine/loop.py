@@ -48,6 +48,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
+            run.runtime.pulse.beat("yours")
             after_step(run.driver.model, run.stepper.counters.step)
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
@@ -80,8 +81,10 @@ def _show(task: Task, run: Run) -> str | None:
             run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
         return None
     run.driver.model.eval()
+    run.runtime.pulse.beat("yours")  # it may take its time
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # growing inputs would compile again and again
+        # Growing inputs would compile again and again.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards():
             text = task.show(run.driver.model)  # by all ranks, where a forward waits for the others
             return text if run.runtime.is_main else None
     except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +87,10 @@ class Driver(Protocol):
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
 
+    def many_forwards(self) -> AbstractContextManager[None]:
+        """Around hundreds of small forwards, without gradients and without a step among them. Every rank calls it that
+        takes part in them."""
+
 
 class Whole:
     """What drivers have in common whose ranks each hold the whole model."""
@@ -108,6 +113,9 @@ class Whole:
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
         low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
+
+    def many_forwards(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class SingleDriver(Whole):

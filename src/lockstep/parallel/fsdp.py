@@ -7,6 +7,9 @@ hsdp         cut inside a group of ranks, copied between groups
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -48,8 +51,8 @@ class FSDPDriver(CutDriver):
         self._parts = axes.along("tp") if axes else None
         offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
         mesh = axes.devices["dp"] if axes else make_mesh(strategy, config, runtime)
-        keep = strategy == "fsdp-grads"
-        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep, offload_policy=offload)
+        self._keeps = strategy == "fsdp-grads"
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not self._keeps, offload_policy=offload)
         if precision in WAYS:  # gradients of bfloat16 parameters are added in float32, and rounded once
             shard = partial(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
@@ -89,6 +92,32 @@ class FSDPDriver(CutDriver):
     def add_gradients(self) -> None:
         if self._parts:
             agree_on_plain(self.parameters, self._parts)
+
+    @contextmanager
+    def many_forwards(self) -> Iterator[None]:
+        """What is gathered stays, if there is room for it: every word of a text would gather the whole model anew."""
+        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        stays = min(self.runtime.collectives.gather_json(_has_room(self.model, self.runtime)))
+        for module in modules if stays else []:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.set_reshard_after_forward(not self._keeps, recurse=False)
+                module.reshard()
+
+
+def _has_room(model: nn.Module, runtime: Runtime) -> bool:
+    """For all parameters on every rank, and as much again for the rest."""
+    if runtime.device.type != "cuda":
+        return True
+    needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    free, there = torch.cuda.mem_get_info(runtime.device)
+    held, taken = torch.cuda.memory_reserved(runtime.device), torch.cuda.memory_allocated(runtime.device)
+    allowed = torch.cuda.get_per_process_memory_fraction(runtime.device) * there
+    sharing = math.ceil(runtime.world.local_size / torch.cuda.device_count())
+    return needed <= min(free / sharing + held - taken, allowed - taken)
 
 
 def reduce_to_sums(model: nn.Module) -> None:
