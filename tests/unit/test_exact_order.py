@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from lockstep.engine.state import _identity
 from lockstep.errors import UserError
 from lockstep.observe import dyadic
 from lockstep.parallel.exact import Counter, Span, roots_of
-from lockstep.parallel.exact_drivers import drive_exactly
 from lockstep.parallel.row_norms import _halved, length_of, row_lengths
 from lockstep.plan.plan import make_plan
-from lockstep.runtime.world import World
 
 
 def written_out(total: int) -> str:
@@ -201,14 +198,3 @@ def test_parts_without_rows_are_told_apart() -> None:
 
 def _config(**values: object):
     return resolve([("test", {"steps": 1, "global_batch": 8, "exact": True} | values)]).config
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads"])
-def test_recurrent_layers_that_are_cut_on_a_gpu(strategy: str) -> None:
-    """cuDNN gave other bits then (docs/LOG.md); on a CPU, and whole, they are the same."""
-    model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.LSTM(2, 2)})
-    config = resolve([("test", {"exact": True, "strategy": strategy})]).config
-    alone = World(0, 1, 0, 1)
-    with pytest.raises(UserError, match=r"second \(LSTM\), which cuDNN.*\n.*strategy=ddp"):
-        drive_exactly(model, config, SimpleNamespace(device=torch.device("cuda"), world=alone))
-    drive_exactly(model, config, SimpleNamespace(device=torch.device("cpu"), world=alone))

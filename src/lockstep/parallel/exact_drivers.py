@@ -27,25 +27,11 @@ from lockstep.task import MicroBatch
 
 def drive_exactly(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
     """For the strategies that `exact` allows."""
-    if config.strategy in CUT and runtime.device.type == "cuda":
-        _refuse_recurrent(model, config.strategy)
     if runtime.world.alone:
         return OrderedSingleDriver(model, runtime.device)
     if config.strategy in CUT:
         return OrderedFSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, None, config.seed)
     return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
-
-
-def _refuse_recurrent(model: nn.Module, strategy: str) -> None:
-    """cuDNN's recurrent layers were seen to end with other bits when their weights are gathered from parts."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise UserError(
-                f"exact=true strategy={strategy} on a GPU",
-                f"{name or 'the model'} ({type(module).__name__}), which cuDNN computes with other bits when its "
-                "weights are gathered from the parts that several ranks hold",
-                "type strategy=ddp",
-            )
 
 
 class _ByRows:

@@ -8,6 +8,7 @@ hsdp         cut inside a group of ranks, copied between groups
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -71,7 +72,7 @@ class FSDPDriver(CutDriver):
             for block in parts:
                 cut(block)
         cut(model)
-        reduce_to_sums(model)
+        prepare(model)
         super().__init__(model, runtime)
         self._same = SameParts(model, runtime)
         self.facts = tell_of_blocks(len(found), len(parts))
@@ -120,12 +121,21 @@ def _has_room(model: nn.Module, runtime: Runtime) -> bool:
     return needed <= min(free / sharing + held - taken, allowed - taken)
 
 
-def reduce_to_sums(model: nn.Module) -> None:
-    """Of gradients: torch would divide by the number of ranks."""
+def prepare(model: nn.Module) -> None:
+    """What has been cut, for training: gradients are sums, and weights stay where torch gathers them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _stay  # pyrefly: ignore[bad-assignment]
+
+
+def _stay() -> None:
+    """Instead of moving the weights of a recurrent layer together, as it does on a GPU when they are other tensors than
+    before. torch would go on gathering into their old place, and the layer would compute with those of the first step.
+    cuDNN copies them in every call now, and would advise against it."""
+    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
 def tell_of_blocks(found: int, alone: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lockstep.parallel.blocks import without_shared
-from lockstep.parallel.fsdp import reduce_to_sums
+from lockstep.parallel.fsdp import prepare
 
 
 def shard_stage(
@@ -29,7 +29,7 @@ def shard_stage(
     for block in alone:
         shard(block)
     shard(stage, ignored_params=set(stage.parameters()) - set(held))
-    reduce_to_sums(stage)
+    prepare(stage)
     _tie_again(model, names)
     return len(alone)
 
