@@ -10,6 +10,7 @@ hangs or dies fails the job's test, never the session.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -263,8 +264,11 @@ def main() -> None:
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     signal.signal(DUMP, signal.SIG_IGN)
+    gc.disable()  # as in `lockstep.launch.zygote`
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     connection.send_bytes(cloudpickle.dumps("ready"))
     while True:
         try:
