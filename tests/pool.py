@@ -122,12 +122,14 @@ class Zygote:
 
     def hear(self) -> Any:
         """What it says next: that it is ready, or the process ids of the ranks it has forked."""
-        if not self._connection.poll(START_LIMIT.total_seconds()):
-            raise WorkerLost(f"a zygote said nothing for {START_LIMIT}:\n{_tail(self._log)}")
         try:
-            return cloudpickle.loads(self._connection.recv_bytes())
+            if self._connection.poll(START_LIMIT.total_seconds()):
+                return cloudpickle.loads(self._connection.recv_bytes())
+            why = f"said nothing for {START_LIMIT}"
         except (EOFError, ConnectionResetError):
-            raise WorkerLost(f"a zygote died:\n{_tail(self._log)}") from None
+            why = "died"
+        self.kill()  # the next job gets another one
+        raise WorkerLost(f"a zygote {why}:\n{_tail(self._log)}")
 
     def start(self, job: Job) -> list[Rank]:
         self._connection.send_bytes(cloudpickle.dumps(job))
