@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -14,9 +15,18 @@ from pool import Pool
 # lost costs five seconds: about one of twelve jobs with three ranks or more.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
+# Hundreds of processes import the package: without its bytecode each of them would compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Timings never decide: a busy machine is not a broken program.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

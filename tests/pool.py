@@ -1,14 +1,16 @@
-"""Worker processes that the multi-process tests share: importing torch costs seconds, a job hardly anything.
+"""Processes that the multi-process tests share: importing torch costs seconds, a job hardly anything.
 
-    results = pool.run(function, *args, world=3)    # function(world, store, *args) in 3 workers; by rank
+    results = pool.run(function, *args, world=3)    # function(world, store, *args) on 3 ranks; by rank
 
-Run as a script, this file is one worker. Functions travel by name (workers see the session's `sys.path`),
-lambdas and local functions by value. A worker that hangs or dies fails the job's test, never the session.
+Run as a script, this file is a zygote: it imports everything once, and every rank of every job is forked from it.
+Functions travel by name (a zygote sees the session's `sys.path`), lambdas and local functions by value. A rank that
+hangs or dies fails the job's test, never the session.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -19,18 +21,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
 
-SIZE = 4  # workers started at once; a larger world starts the ones it lacks
+ZYGOTES = 2  # more than one, so that ranks differ in what differs between processes: the order of a set, say
 LIMIT = timedelta(seconds=120)  # for one job, on a busy machine
 START_LIMIT = timedelta(seconds=120)  # for importing torch, on a busy machine
-DUMP = signal.SIGUSR2  # makes a worker write the stacks of all its threads
+DUMP = signal.SIGUSR2  # makes a rank write the stacks of all its threads
 DUMP_TIME = timedelta(seconds=10)  # at most, for writing them
 IMPORTED = (  # once, for all jobs
     "torch._dynamo",
@@ -42,25 +45,43 @@ IMPORTED = (  # once, for all jobs
     "lockstep.engine.own_loop",
     "lockstep.parallel.pipeline",
 )
-ORPHAN_TIME = timedelta(seconds=30)  # past its limit a worker whose session has died ends by itself
+ORPHAN_TIME = timedelta(seconds=30)  # past its limit a rank whose session has died ends by itself
 
 
 class WorkerLost(RuntimeError):
-    """A worker hung or died. Not an AssertionError: no test may take it for a failed check."""
+    """A rank hung or died. Not an AssertionError: no test may take it for a failed check."""
 
 
 @dataclass(frozen=True)
 class Job:
+    """What one zygote is told: the ranks that it shall fork."""
+
     number: int
-    rank: int
+    ranks: list[int]
     world: int
     limit: timedelta
     payload: bytes  # (function, args): unpickled where an import error can be reported
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One process of one job, as the session sees it."""
+
+    number: int
+    line: Connection  # on which its answer comes
+    pid: int
+    log: Path
+
+    def signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)  # its group: the data loaders it started, too
+        except ProcessLookupError:
+            pass
+
+
+@dataclass(frozen=True)
 class Failure:
-    """What a worker's job raised."""
+    """What a job raised on one rank."""
 
     rank: int
     error: BaseException
@@ -77,16 +98,16 @@ class Failure:
         return self.error
 
 
-class Worker:
-    """One process, and the session's end of the line to it."""
+class Zygote:
+    """One process with everything imported, and the session's end of the line to it."""
 
-    def __init__(self, folder: Path, index: int, store_port: int):
-        self.log = folder / f"worker-{index}.log"
+    def __init__(self, folder: Path, store_port: int):
+        self._folder, self._log = folder, folder / "zygote.log"
         ours, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(theirs.fileno()), str(store_port)]
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        with self.log.open("ab") as log, theirs:
+        with self._log.open("ab") as log, theirs:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -97,43 +118,48 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.connection = Connection(ours.detach())
+        self._connection = Connection(ours.detach())
 
-    def wait_until_ready(self) -> None:
-        if not self.connection.poll(START_LIMIT.total_seconds()):
-            raise WorkerLost(f"a worker did not start in {START_LIMIT}:\n{self.log.read_text()}")
+    def hear(self) -> Any:
+        """What it says next: that it is ready, or the process ids of the ranks it has forked."""
         try:
-            self.connection.recv_bytes()
-        except EOFError:
-            raise WorkerLost(f"a worker died while starting:\n{self.log.read_text()}") from None
+            if self._connection.poll(START_LIMIT.total_seconds()):
+                return cloudpickle.loads(self._connection.recv_bytes())
+            why = f"said nothing for {START_LIMIT}"
+        except (EOFError, ConnectionResetError):
+            why = "died"
+        self.kill()  # the next job gets another one
+        raise WorkerLost(f"a zygote {why}:\n{_tail(self._log)}")
 
-    def log_size(self) -> int:
-        return self.log.stat().st_size
+    def start(self, job: Job) -> list[Rank]:
+        self._connection.send_bytes(cloudpickle.dumps(job))
+        lines = [Connection(self._hand_over().detach()) for _ in job.ranks]
+        logs = [self._folder / log_name(rank) for rank in job.ranks]
+        return [Rank(*told) for told in zip(job.ranks, lines, self.hear(), logs, strict=True)]
 
-    def dump_stacks(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, DUMP)  # the job's own process is a child of the worker's
+    def _hand_over(self) -> socket.socket:
+        """Our end of a line whose other end it has been given."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            send_handle(self._connection, theirs.fileno(), self.process.pid)
+        return ours
 
     def kill(self) -> None:
-        self.connection.close()
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its session: the data loaders it started, too
-        except ProcessLookupError:
-            pass
+        self._connection.close()
+        self.process.kill()
         self.process.wait()
 
 
 class Pool:
-    """Starts when the first job comes, and again after a worker was lost."""
+    """Starts when the first job comes."""
 
-    def __init__(self, size: int = SIZE) -> None:
+    def __init__(self) -> None:
         from torch.distributed import TCPStore
 
-        self._size = size
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         # One meeting point for the whole session; every job has its own prefix in it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._workers: list[Worker] = []
+        self._zygotes: list[Zygote] = []
         self._jobs = 0
 
     def run(self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT) -> list[Any]:
@@ -154,130 +180,168 @@ class Pool:
     def outcomes(self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT) -> list[Any]:
         """Results by rank, with a Failure where a rank raised."""
         payload = cloudpickle.dumps((function, args))
-        self._grow(max(world, self._size))
+        self._grow(min(world, ZYGOTES))
         self._jobs += 1
-        members = self._workers[:world]
-        for rank, worker in enumerate(members):
-            job = Job(self._jobs, rank, world, limit, payload)
-            worker.connection.send_bytes(cloudpickle.dumps(job))
-        return self._collect(members, limit)
+        members: list[Rank] = []
+        for index, zygote in enumerate(self._zygotes[:world]):
+            ranks = list(range(index, world, len(self._zygotes)))
+            members += zygote.start(Job(self._jobs, ranks, world, limit, payload))
+        return self._collect(sorted(members, key=lambda rank: rank.number), limit)
 
     def close(self) -> None:
-        self._stop()
+        for zygote in self._zygotes:
+            zygote.kill()
         self._folder.cleanup()
 
     def _grow(self, size: int) -> None:
-        new = range(len(self._workers), size)
-        workers = [Worker(Path(self._folder.name), index, self._store.port) for index in new]
-        self._workers += workers
-        for worker in workers:
-            worker.wait_until_ready()
+        self._zygotes = [zygote for zygote in self._zygotes if zygote.process.poll() is None]
+        new = [Zygote(Path(self._folder.name), self._store.port) for _ in range(len(self._zygotes), size)]
+        self._zygotes += new
+        for zygote in new:
+            zygote.hear()
 
-    def _stop(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.kill()
-
-    def _collect(self, members: list[Worker], limit: timedelta) -> list[Any]:
+    def _collect(self, members: list[Rank], limit: timedelta) -> list[Any]:
         results: dict[int, Any] = {}
-        waiting = {worker.connection: rank for rank, worker in enumerate(members)}
+        waiting = {rank.line: rank for rank in members}
         deadline = time.monotonic() + limit.total_seconds()
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._lost(members, sorted(waiting.values()), f"still running after {limit}")
-            for connection in ready:
-                rank = waiting.pop(connection)  # pyrefly: ignore[bad-argument-type]
+                lost = sorted(rank.number for rank in waiting.values())
+                raise self._lost(
+                    members, list(waiting.values()), f"ranks {lost} of {len(members)} still running after {limit}"
+                )
+            for line in ready:
+                rank = waiting.pop(line)  # pyrefly: ignore[bad-argument-type]
                 try:
-                    results[rank] = cloudpickle.loads(connection.recv_bytes())
+                    results[rank.number] = cloudpickle.loads(rank.line.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    raise self._lost(members, [rank], "died") from None
-        return [results[rank] for rank in range(len(members))]
+                    raise self._lost(
+                        members, list(waiting.values()), f"ranks [{rank.number}] of {len(members)} died"
+                    ) from None
+                rank.line.close()
+        return [results[rank.number] for rank in members]
 
-    def _lost(self, members: list[Worker], ranks: list[int], what: str) -> WorkerLost:
+    def _lost(self, members: list[Rank], alive: list[Rank], what: str) -> WorkerLost:
         """Note where everybody stands, then end them all: a half-finished exchange cannot be cleaned up."""
-        before = {worker: worker.log_size() for worker in members if worker.process.poll() is None}
-        for worker in before:
-            worker.dump_stacks()
+        before = {rank.log: _size(rank.log) for rank in alive}
+        for rank in alive:
+            rank.signal(DUMP)
         _wait_for_more(before)
-        logs = [f"--- rank {rank}\n{_tail(worker.log)}" for rank, worker in enumerate(members)]
-        self._stop()
-        return WorkerLost(f"ranks {ranks} of {len(members)} {what}\n" + "\n".join(logs))
+        logs = [f"--- rank {rank.number}\n{_tail(rank.log)}" for rank in members]
+        for rank in alive:
+            rank.signal(signal.SIGKILL)
+        return WorkerLost(f"{what}\n" + "\n".join(logs))
 
 
-def _wait_for_more(before: dict[Worker, int]) -> None:
+def log_name(rank: int) -> str:
+    return f"rank-{rank}.log"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _wait_for_more(before: dict[Path, int]) -> None:
     """Until every log has grown, and for as long as more comes."""
     last, deadline = before, time.monotonic() + DUMP_TIME.total_seconds()
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        now = {worker: worker.log_size() for worker in before}
-        if now == last and all(now[worker] > before[worker] for worker in before):
+        now = {log: _size(log) for log in before}
+        if now == last and all(now[log] > before[log] for log in before):
             return
         last = now
 
 
 def _tail(path: Path, characters: int = 6000) -> str:
-    return path.read_text(errors="replace")[-characters:]
+    return path.read_text(errors="replace")[-characters:] if path.exists() else ""
 
 
-# ---- in the worker --------------------------------------------------------------------------------------
+# ---- in the zygote --------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Every job runs in a process of its own, forked from this one, which has imported everything and done nothing:
-    what a job leaves behind (process groups, meshes, threads) dies with it."""
+    """Every rank of every job is a process of its own, forked from this one, which has imported everything and done
+    nothing: what a job leaves behind (process groups, meshes, threads) dies with it."""
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     signal.signal(DUMP, signal.SIG_IGN)
+    gc.disable()  # as in `lockstep.launch.zygote`
     for name in IMPORTED:
         importlib.import_module(name)
-    connection.send_bytes(b"ready")
+    gc.freeze()
+    gc.enable()
+    connection.send_bytes(cloudpickle.dumps("ready"))
     while True:
         try:
             job: Job = cloudpickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
+        lines = [Connection(recv_handle(connection)) for _ in job.ranks]
         work = _unpacked(job)  # here, so that what it imports is imported once
-        child = os.fork()
-        if child == 0:
-            _run(job, work, connection, store_port)
-        _, status = os.waitpid(child, 0)
-        if status:  # it died without an answer: so do we, and the session hears of it
-            sys.exit(1)
+        pids = [_fork(job, index, work, lines, store_port) for index in range(len(lines))]
+        for line in lines:
+            line.close()
+        connection.send_bytes(cloudpickle.dumps(pids))
+        for pid in pids:
+            _bury(pid)
 
 
 def _unpacked(job: Job) -> Any:
     try:
         return cloudpickle.loads(job.payload)
     except BaseException as error:
-        return _failure(job.rank, error)
+        return _failure(0, error)
 
 
-def _run(job: Job, work: Any, connection: Connection, store_port: int) -> NoReturn:
+def _fork(job: Job, index: int, work: Any, lines: list[Connection], store_port: int) -> int:
+    """The process id of a new rank, which leads a group: whatever it starts ends with it."""
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, pid)
+        return pid
+    os.setpgid(0, 0)
+    for number, line in enumerate(lines):
+        if number != index:
+            line.close()  # or nobody would notice that its rank has died
+    _run(job, job.ranks[index], work, lines[index], store_port)
+
+
+def _bury(pid: int) -> None:
+    """And end what it has left running, while its number cannot mean another process."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _run(job: Job, rank: int, work: Any, line: Connection, store_port: int) -> NoReturn:
     from torch.distributed import PrefixStore, TCPStore
 
+    log = os.open(log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     faulthandler.register(DUMP, all_threads=True)
     faulthandler.dump_traceback_later((job.limit + ORPHAN_TIME).total_seconds(), exit=True)
     store = PrefixStore(f"job-{job.number}", TCPStore("127.0.0.1", store_port, is_master=False))
-    result = work if isinstance(work, Failure) else _attempt(job, work, store)
+    result = replace(work, rank=rank) if isinstance(work, Failure) else _attempt(job, rank, work, store)
     try:
         answer = cloudpickle.dumps(result)
     except Exception as error:  # whatever a result's own pickling raises
-        answer = cloudpickle.dumps(_failure(job.rank, TypeError(f"the result cannot travel: {error}")))
-    connection.send_bytes(answer)
+        answer = cloudpickle.dumps(_failure(rank, TypeError(f"the result cannot travel: {error}")))
+    line.send_bytes(answer)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _attempt(job: Job, work: Any, store: Any) -> Any:
+def _attempt(job: Job, rank: int, work: Any, store: Any) -> Any:
     from lockstep.runtime.world import World
 
     try:
         function, args = work
-        return function(World(job.rank, job.world, job.rank, job.world), store, *args)
+        return function(World(rank, job.world, rank, job.world), store, *args)
     except BaseException as error:
-        return _failure(job.rank, error)
+        return _failure(rank, error)
 
 
 def _failure(rank: int, error: BaseException) -> Failure:

@@ -192,7 +192,9 @@ def _check_yaml(block: Block, names: dict[str, Any]) -> None:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts a page in a process of its own; two at a time. Torch is imported once, before the processes fork."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "safetensors.torch", "cloudpickle"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "safetensors.torch", "cloudpickle", "lockstep.doors", "lockstep.engine.run"]
+    )
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
 
         def start(text: str) -> Future[None]:

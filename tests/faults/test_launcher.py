@@ -266,7 +266,9 @@ def in_the_meantime(act) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
+def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 0.3)  # the dead rank would not answer in any time
+
     def hurt() -> None:
         rank = pid_of(tmp_path, 0, 1)
         os.kill(parent_of(rank), signal.SIGSTOP)

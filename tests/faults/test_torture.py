@@ -11,7 +11,7 @@ from faults import torture
 
 @pytest.mark.timeout(600)
 def test_twenty_kills_leave_no_trace_in_the_model(tmp_path: Path) -> None:
-    steps = 100
+    steps = 60
     faults = torture.planned(20, steps, seed=1)
     assert {fault.phase for fault in faults} >= {"compute", "exchange", "snapshot", "write", "rename"}
     whole = torture.train(tmp_path / "whole", steps, [])

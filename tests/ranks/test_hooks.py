@@ -292,7 +292,7 @@ def test_powersgd_of_the_gradients_rank_equals_the_single_process(pool: Pool, ra
         assert_close(found.steps[-1].weights, expected.steps[-1].weights)
 
 
-LEAVE = 5
+LEAVE = 3
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

@@ -25,7 +25,7 @@ SINGLE: dict[str, dict[str, Tensor]] = {}
 def lean(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
     """A job: even the small matrices of this model become bytes."""
     adamw8bit.SMALLEST = 64
-    return final(world, store, values, leave_at)
+    return final(world, store, {"steps": 8} | values, leave_at)
 
 
 def single(pool: Pool, name: str) -> dict[str, Tensor]:
@@ -45,9 +45,10 @@ def test_the_same_parameters_on_any_number_of_ranks(pool: Pool, name: str, strat
 def test_its_state_is_cut_anew(pool: Pool, tmp_path: Path, name: str) -> None:
     """Whole -> three parts, which do not divide evenly -> groups of two with a copy each -> whole."""
     values = {"optimizer": name, "run_dir": str(tmp_path / "run"), "resume": "auto"}
-    chain = [("ddp", 2, 2), ("fsdp", 3, 5), ("hsdp", 4, 7), ("ddp", 1, None)]
+    chain = [("ddp", 2, 2), ("fsdp", 3, 4), ("hsdp", 4, 6), ("ddp", 1, None)]
     for strategy, world, leave_at in chain:
         found = pool.run(lean, values | STRATEGIES[strategy], leave_at, world=world)
+        assert found[0]["summary"].get("left") == leave_at
     assert_close(found[0]["weights"], single(pool, name))
 
 

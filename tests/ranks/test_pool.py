@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from faults.launchers import alive, until
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, UserError
 from lockstep.runtime import context
@@ -65,7 +67,8 @@ def test_what_a_job_leaves_behind_does_not_reach_the_next(pool: Pool) -> None:
     assert pool.run(add_ranks, 0.0, world=2)[0][1] == 1.0
 
 
-def wait_for_ever(world: World, store: Any) -> None:
+def wait_for_ever(world: World, store: Any, folder: Path) -> None:
+    (folder / str(world.rank)).write_text(str(os.getpid()))
     with context.start(world, RunConfig(), store=store) as runtime:
         if world.rank == 1:
             time.sleep(1000)
@@ -76,25 +79,12 @@ def die(world: World, store: Any) -> None:
     os._exit(7)
 
 
-def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers() -> None:
-    pool = Pool(size=1)  # its own: the session's is spared the restart
-    try:
-        before = pool.run(lambda world, store: os.getpid(), world=2)
-        with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
-            pool.run(wait_for_ever, world=2, limit=timedelta(seconds=5))
-        assert "in wait_for_ever" in str(caught.value)
-        assert "in gather_json" in str(caught.value)
-        assert not any(_alive(pid) for pid in before)
-        with pytest.raises(WorkerLost, match=r"ranks \[0\] of 1 died"):
-            pool.run(die, world=1)
-        assert pool.run(lambda world, store: world.size, world=1) == [1]
-    finally:
-        pool.close()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
+        pool.run(wait_for_ever, tmp_path, world=2, limit=timedelta(seconds=5))
+    assert "in wait_for_ever" in str(caught.value)
+    assert "in gather_json" in str(caught.value)
+    until(lambda: not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2)))
+    with pytest.raises(WorkerLost, match=r"ranks \[0\] of 1 died"):
+        pool.run(die, world=1)
+    assert pool.run(lambda world, store: world.size, world=1) == [1]

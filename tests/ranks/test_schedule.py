@@ -9,7 +9,7 @@ import pytest
 from pool import Pool
 from ranks.support import JOBS, weighted_regression
 
-STEPS, WARMUP, PEAK, FLOOR = 20, 4, 0.3, 0.1
+STEPS, WARMUP, PEAK, FLOOR = 12, 4, 0.3, 0.1
 BASE = {
     "global_batch": 8,
     "micro_batch": 2,

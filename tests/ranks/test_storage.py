@@ -75,7 +75,7 @@ def test_a_resumed_run_has_the_same_bits(
     pool: Pool, tmp_path: Path, precision: str, before: str, after: str, world: int
 ) -> None:
     values = EXACT | {"precision": precision, "run_dir": str(tmp_path / "run")}
-    assert pool.run(final, values | STRATEGIES[before], 5, world=2)[0]["summary"] == {"left": 5}
+    assert pool.run(final, values | STRATEGIES[before], 3, world=2)[0]["summary"] == {"left": 3}
     found = pool.run(final, values | STRATEGIES[after] | {"resume": "auto"}, world=world)
     assert_same_bits(found[0]["weights"], single(pool, precision))
 
@@ -84,11 +84,11 @@ def test_a_resumed_run_has_the_same_bits(
 def test_a_run_may_go_on_in_another_format(pool: Pool, tmp_path: Path, precision: str) -> None:
     """fp32 -> this one -> fp32; at each change nothing but rounding happens to the parameters."""
     values = EXACT | {"run_dir": str(tmp_path / "run")}
-    pool.run(final, values, 4, world=1)
+    pool.run(final, values, 2, world=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     plain = pool.run(final, values | {"resume": "auto"}, world=1)[0]["weights"]
     values |= {"run_dir": str(tmp_path / "copy"), "resume": "auto"}
-    assert pool.run(final, values | {"precision": precision}, 7, world=1)[0]["summary"] == {"left": 7}
+    assert pool.run(final, values | {"precision": precision}, 4, world=1)[0]["summary"] == {"left": 4}
     found = pool.run(final, values, world=1)[0]["weights"]
     for name, weight in plain.items():
         assert found[name].dtype == torch.float32
