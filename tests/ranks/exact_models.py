@@ -126,7 +126,7 @@ class Tokens(Task):
 def bits(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[str, Any]:
     """A job: digests of all that a run ended with, and of what it logged."""
     resolved = configured(
-        {"steps": 10, "log.every": 1, "checkpoint.at_end": False, "checkpoint.minutes": None} | values
+        {"steps": 30, "log.every": 3, "checkpoint.at_end": False, "checkpoint.minutes": None} | values
     )
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")

@@ -22,7 +22,7 @@ from ranks.test_strategies import STRATEGIES, final
 
 # Two micro-batches: their gradients are added in bfloat16 on one rank, and in float32, then rounded, on two. That is
 # the same. (More of them round more often on one rank than on several.) No clipping: a norm is a sum in another order.
-EXACT = {"global_batch": 4, "micro_batch": 2, "clip.norm": None}
+EXACT = {"global_batch": 4, "micro_batch": 2, "clip.norm": None, "steps": 6}
 SINGLE: dict[str, dict[str, Tensor]] = {}
 
 

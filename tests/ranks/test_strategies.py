@@ -99,7 +99,7 @@ class Listed(Ragged):
 
 
 # The fourth step is short, and the fifth begins another epoch.
-BASE = {"global_batch": 10, "micro_batch": 2, "steps": 6, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+BASE = {"global_batch": 10, "micro_batch": 2, "steps": 10, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
 BASE |= {"evaluate.batch": 9}  # four batches, the last one short
 LEAVE_AT = 3
 
