@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from lockstep.launch.zygote import die_with_parent
+
 ZYGOTES = 2  # more than one, so that ranks differ in what differs between processes: the order of a set, say
 LIMIT = timedelta(seconds=120)  # for one job, on a busy machine
 START_LIMIT = timedelta(seconds=120)  # for importing torch, on a busy machine
@@ -183,9 +185,14 @@ class Pool:
         self._grow(min(world, ZYGOTES))
         self._jobs += 1
         members: list[Rank] = []
-        for index, zygote in enumerate(self._zygotes[:world]):
-            ranks = list(range(index, world, len(self._zygotes)))
-            members += zygote.start(Job(self._jobs, ranks, world, limit, payload))
+        try:
+            for index, zygote in enumerate(self._zygotes[:world]):
+                ranks = list(range(index, world, len(self._zygotes)))
+                members += zygote.start(Job(self._jobs, ranks, world, limit, payload))
+        except BaseException:
+            for rank in members:  # or the next job would wait until they have ended
+                rank.signal(signal.SIGKILL)
+            raise
         return self._collect(sorted(members, key=lambda rank: rank.number), limit)
 
     def close(self) -> None:
@@ -269,6 +276,7 @@ def main() -> None:
     gc.disable()  # as in `lockstep.launch.zygote`
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
     gc.freeze()
     gc.enable()
     connection.send_bytes(cloudpickle.dumps("ready"))
@@ -301,6 +309,9 @@ def _fork(job: Job, index: int, work: Any, lines: list[Connection], store_port: 
         os.setpgid(pid, pid)
         return pid
     os.setpgid(0, 0)
+    die_with_parent()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # or ranks of one zygote would draw the same
     for number, line in enumerate(lines):
         if number != index:
             line.close()  # or nobody would notice that its rank has died

@@ -262,10 +262,18 @@ class Streamed(Tokens):
 
 
 class Declared(Tokens):
-    changing_buffers = ("calls",)
+    changing_buffers: Any = ("calls",)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         raise AssertionError("a step has begun")
+
+
+class Misspelt(Declared):
+    changing_buffers = ("counts",)
+
+
+class Text(Declared):
+    changing_buffers = "calls"
 
 
 EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
@@ -277,9 +285,11 @@ EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
         (Tokens("norm", network=Normed), ("norm is a BatchNorm1d", "track_running_stats=False")),
         (Tokens("counting", network=Counting), ("the buffer 'calls' changed",)),
         (Declared("counting", network=Counting), ("the buffer 'calls' changes in training",)),
+        (Misspelt("counting", network=Counting), ("no buffer 'counts' in the model", "calls")),
+        (Text("counting", network=Counting), ("a text, not a tuple",)),
         (Streamed("mlp"), ("data from a StreamSource",)),
     ],
-    ids=["batchnorm", "buffer", "declared", "stream"],
+    ids=["batchnorm", "buffer", "declared", "misspelt", "text", "stream"],
 )
 def test_what_would_carry_the_ranks_into_the_result(pool: Pool, task: Task, words: tuple[str, ...]) -> None:
     assert_user_errors(pool.errors(bits, task, EXACT, world=2), *words)

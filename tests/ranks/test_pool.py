@@ -57,6 +57,33 @@ def test_the_first_error_is_raised_with_its_rank_and_traceback(pool: Pool, error
     assert pool.run(add_ranks, 0.0, world=3)[0][1] == 3.0
 
 
+def test_a_zygote_that_dies_takes_one_job_along(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(add_ranks, 0.0, world=2)
+    first, last = pool._zygotes
+    started: list[int] = []
+    start = type(last).start
+
+    def dying(self: Any, job: Any) -> Any:
+        if self is last:
+            last.process.kill()
+        members = start(self, job)
+        started.extend(rank.pid for rank in members)
+        return members
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(last), "start", dying)
+        with pytest.raises((WorkerLost, BrokenPipeError, ConnectionError)):
+            pool.run(sleep_long, world=2)
+    assert until(lambda: not any(map(alive, started)))
+    assert len(started) == 1
+    assert pool.run(add_ranks, 0.0, world=2)[0][1] == 1.0
+    assert first in pool._zygotes
+
+
+def sleep_long(world: World, store: Any) -> None:
+    time.sleep(60)
+
+
 def leave_the_group(world: World, store: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     dist.barrier()  # whoever left sooner would close a connection that the other is still making

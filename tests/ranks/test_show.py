@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from lockstep.engine import loop
 from lockstep.engine.run import Run
+from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel import fsdp, same_parts
 from lockstep.pulse import Pulse
 from lockstep.runtime import context
@@ -25,63 +27,115 @@ PARTS = 5  # four blocks, and the rest: what is gathered as one
 class Writing(Ragged):
     """Notes where the launcher would see it."""
 
-    def __init__(self, pulse: Pulse, gathered: list[int]) -> None:
-        self.pulse, self.gathered = pulse, gathered
-        self.after_steps: set[str] = set()
+    def __init__(self, pulse: Pulse, gathered: list[int], fails_after: int | None) -> None:
+        self.pulse, self.gathered, self.fails_after = pulse, gathered, fails_after
+        self.after_steps: list[tuple[str, int]] = []
         self.at_end: tuple[str, int] | None = None
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        self.after_steps.add(self.pulse.phase)
+        self.after_steps.append((self.pulse.phase, self.pulse.step))
 
     def show(self, model: nn.Module) -> str:
         before = len(self.gathered)
         text = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        for _ in range(WORDS):
+        for word in range(WORDS):
+            if word == self.fails_after:
+                raise ValueError("no more words")
             text = torch.cat((text, model(text)[:, -1:].argmax(-1)), dim=1)
         self.at_end = self.pulse.phase, len(self.gathered) - before
         return " ".join(map(str, text[0].tolist()))
 
 
-def written(world: World, store: Any, values: dict[str, Any], room: bool) -> dict[str, Any]:
-    """A job."""
+def written(
+    world: World, store: Any, values: dict[str, Any], roomy: int = 9, fails: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """A job. `roomy`: that many ranks have room for the whole model; `fails`: a rank, and after how many words."""
     resolved = configured(BASE | values | {"steps": 3, "evaluate.at_end": False})
     gathered: list[int] = []
-    original, has_room = same_parts._ComparedGather.__call__, fsdp._has_room
+    original, memory = same_parts._ComparedGather.__call__, fsdp._free_memory
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         gathered.append(self._number)
         return original(self, *args, **kwargs)
 
     same_parts._ComparedGather.__call__ = counted  # type: ignore[method-assign]
-    fsdp._has_room = lambda *_: room  # type: ignore[assignment]
+    fsdp._free_memory = lambda *_: (f"memory {world.rank}", 2**40 if world.rank < roomy else 100)  # type: ignore[assignment]
     try:
         with context.start(world, resolved.config, store=store) as runtime:
-            task = Writing(runtime.pulse, gathered)
+            task = Writing(runtime.pulse, gathered, fails[1] if fails and fails[0] == world.rank else None)
             run = Run(resolved, runtime, "test")
             loop.fit(task, run)
-            cut = [p.to_local().numel() < p.numel() for p in run.driver.model.parameters() if hasattr(p, "to_local")]
+            before = len(gathered)
+            if run.driver.in_step:
+                for _ in range(2):  # as before it
+                    run.driver.model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
+            events = read_jsonl(Path(run.run_dir) / "events.jsonl")
             return {
                 "after_steps": task.after_steps,
                 "at_end": task.at_end,
-                "cut": any(cut),
+                "afterwards": len(gathered) - before,
+                "events": [event for event in events if event["event"] in ("warning", "sample", "end")],
             }
     finally:
-        same_parts._ComparedGather.__call__, fsdp._has_room = original, has_room  # type: ignore[method-assign]
+        same_parts._ComparedGather.__call__, fsdp._free_memory = original, memory  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("roomy", [9, 1, 0])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-grads", "hsdp"])
-def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, room: bool) -> None:
+def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, roomy: int) -> None:
     world = 4 if name == "hsdp" else 2
-    for found in pool.run(written, STRATEGIES[name], room, world=world):
+    keeps = name == "fsdp-grads"
+    for found in pool.run(written, STRATEGIES[name], roomy, world=world):
         phase, gathered = found["at_end"]
         assert phase == "yours"  # which may take its time
-        assert found["after_steps"] == {"yours"}
-        assert gathered == (PARTS if room or name == "fsdp-grads" else PARTS * WORDS)
-        assert found["cut"]  # again
+        assert found["after_steps"] == [("yours", step) for step in (1, 2, 3)]
+        assert gathered == (PARTS if keeps or roomy == 9 else PARTS * WORDS)
+        assert found["afterwards"] == (PARTS if keeps else 2 * PARTS)
+        told = [event["event"] for event in found["events"]]
+        assert told == [*(["warning"] if not keeps and roomy < 9 else []), "sample", "end"]
+
+
+@pytest.mark.parametrize("fails", [(0, 0), (1, 3)])
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_an_error_of_one_rank_ends_it_for_all(pool: Pool, name: str, fails: tuple[int, int]) -> None:
+    """The others would wait for its forward, and the launcher would start the whole run again."""
+    for found in pool.run(written, STRATEGIES[name], 9, fails, world=2):
+        warning, end = found["events"]
+        assert f"rank {fails[0]}: ValueError: no more words" in warning["reason"]
+        assert end["event"] == "end"
 
 
 def test_one_rank_shows_where_every_rank_holds_all(pool: Pool) -> None:
-    first, second = pool.run(written, STRATEGIES["ddp"], True, world=2)
+    first, second = pool.run(written, STRATEGIES["ddp"], world=2)
     assert first["at_end"] == ("yours", 0)
     assert second["at_end"] is None
+
+
+def test_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        device = torch.device("cpu")
+
+        def __init__(self, *every: tuple[str, float]) -> None:
+            self.collectives = self
+            self.every = list(every)
+
+        def gather_json(self, value: Any) -> list[Any]:
+            return self.every
+
+    model = nn.Linear(100, 100, bias=False)  # 40,000 bytes
+    for every, expected in (
+        ([("a", 80_000.0), ("b", 80_000.0)], True),
+        ([("a", 80_000.0), ("b", 79_999.0)], False),
+        ([("a", 159_999.0), ("a", 159_999.0)], False),  # one device, two ranks
+        ([("a", 160_000.0), ("a", 160_000.0), ("b", 80_000.0)], True),
+    ):
+        assert fsdp._has_room(model, Told(*every)) == expected, every  # type: ignore[arg-type]
+    _, free = fsdp._free_memory(torch.device("cpu"))
+    assert 2**20 < free < 2**60
+    torchs = {"mem_get_info": (70, 100), "memory_reserved": 20, "memory_allocated": 5}
+    for name, value in torchs.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(fsdp, "device_name", lambda device: "GPU-1")
+    for fraction, expected in ((1.0, 85.0), (0.5, 45.0)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, f=fraction: f)
+        assert fsdp._free_memory(torch.device("cuda", 0)) == ("GPU-1", expected)

@@ -502,6 +502,26 @@ def test_parts_that_are_replaced(often):
     assert "is another one" + ("" if often == 1 else ", again and again") in said[-1 if often > 1 else -2][1]
 
 
+def test_what_an_evaluation_leaves_behind_spoils_nothing():
+    class Noting(Dropping):
+        def forward(self, x):
+            if not self.training:
+                self.maps = [x]
+            return super().forward(x)
+
+    model = Noting()
+    _found, device, said = warmed(model)
+    for _ in range(4):
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(3, 4))
+        model.train()
+        replayed = device.replayed
+        model(torch.ones(3, 4)).sum().backward()
+        assert device.replayed > replayed
+    assert not any("another one" in reason for _, reason in said)
+
+
 def test_a_part_that_is_new_learns():
     plain = Dropping().eval()
     model = copy.deepcopy(plain)

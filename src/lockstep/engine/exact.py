@@ -49,8 +49,7 @@ class Exactness:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing`: the buffers that the task says its training changes."""
-        if changing:
-            raise _changing_buffer(changing[0], "changes in training, as the task says: exact is about gradients")
+        _check_changing(model, changing)
         _check_batchnorm(model)
         self.model = model
         self.here = _surroundings(runtime)
@@ -93,6 +92,20 @@ class Exactness:
                 f"type threads={state['threads']}",
             )
         self._changes = [Change(key, state[key], now) for key, now in self.here.items() if state[key] != now]
+
+
+def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
+    """`names`: a task's `changing_buffers`."""
+    known = dict(model.named_buffers())
+    unknown = [names] if isinstance(names, str) else [name for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"changing_buffers={names!r} in the task",
+            f"no buffer {unknown[0]!r} in the model" if not isinstance(names, str) else "a text, not a tuple of names",
+            f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
+        )
+    for name in names:
+        raise _changing_buffer(name, "changes in training, as the task says")
 
 
 def _changing_buffer(name: str, what: str) -> UserError:

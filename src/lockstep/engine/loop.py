@@ -48,8 +48,9 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
-            run.runtime.pulse.beat("yours")
+            run.runtime.pulse.beat("yours", run.stepper.counters.step)
             after_step(run.driver.model, run.stepper.counters.step)
+            run.runtime.pulse.beat("data")
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
         run.keep()
@@ -74,17 +75,18 @@ def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], No
 
 def _show(task: Task, run: Run) -> str | None:
     """The weights are saved: an error in a sample's code is told, and does not spoil the run."""
-    if not run.runtime.is_main and not run.driver.in_step:
+    if not _overrides(task, "show") or (not run.runtime.is_main and not run.driver.in_step):
         return None
     if run.driver.pipeline is not None:
-        if type(task).show is not Task.show:
-            run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
+        run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
         return None
     run.driver.model.eval()
     run.runtime.pulse.beat("yours")  # it may take its time
     try:
         # Growing inputs would compile again and again.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:
+            if known:
+                run.recorder.event("warning", reason=f"show(): {known}")
             text = task.show(run.driver.model)  # by all ranks, where a forward waits for the others
             return text if run.runtime.is_main else None
     except Exception:

@@ -227,7 +227,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A rank with its zygote, which ends with the launcher. By the kernel (Linux), so that it also ends a rank that is
     stopped, or that holds the interpreter."""
     with contextlib.suppress(OSError, AttributeError):
@@ -237,7 +237,7 @@ def _die_with_parent() -> None:
 def _become(request: dict[str, Any], fds: list[int], work: Callable[[dict[str, Any]], None]) -> NoReturn:
     """In the new process: be the rank."""
     try:
-        _die_with_parent()
+        die_with_parent()
         os.setsid()  # a signal to this group takes loader processes along, and nobody else
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -21,8 +21,8 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 class Held:
-    """What modules keep, to be looked at in every call. Lists and other objects are told apart, what lies inside of
-    them is not seen."""
+    """What modules keep, to be looked at in every call. Of other objects than these it is not seen that they are
+    others, nor what lies inside of them."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = [*modules]
@@ -30,11 +30,10 @@ class Held:
         self._sizes: list[int] = []
         self._last: list[Any] = []
         self._told: tuple[Hashable, ...] = ()
-        self._look()
+        self.look()
 
     def settings(self) -> Hashable:
         """The plain values (a temperature, a probability)."""
-        self._look()
         values = [held.get(name) for held, name in self._plain]
         if not same_objects(values, self._last):  # nearly always they are
             self._last = values
@@ -43,16 +42,14 @@ class Held:
 
     def tensors(self) -> list[Tensor]:
         """Those that are neither parameters nor buffers."""
-        self._look()
         return [value for held, name in self._loose if isinstance(value := held.get(name), Tensor)]
 
-    def others(self) -> list[Any]:
-        """Parts, and objects of other kinds: a forward that was put in the place of the class's, say."""
-        self._look()
-        return [held.get(name) for held, name in self._objects]
+    def parts(self) -> list[Any]:
+        """Modules, and what can be called: a forward that was put in the place of the class's, say."""
+        return [held.get(name) for held, name in self._callable]
 
-    def _look(self) -> None:
-        """Where everything is, once more if names have come or gone."""
+    def look(self) -> None:
+        """Where everything is, before asking for it: names may have come or gone."""
         sizes = [*map(len, self._everywhere)]
         if sizes == self._sizes:
             return
@@ -61,8 +58,7 @@ class Held:
         parts = [(m._modules, name) for m in self._modules for name in m._modules]
         self._plain = [(held, name) for held, name, value in own if type(value) in PLAIN]
         self._loose = [(held, name) for held, name, value in own if type(value) is Tensor]
-        kept = [(held, name) for held, name, value in own if type(value) is not Tensor and type(value) not in PLAIN]
-        self._objects = [*kept, *parts]
+        self._callable = [*((held, name) for held, name, value in own if callable(value)), *parts]
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -33,8 +33,10 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
 def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Module]:
     """A parameter is cut with one part only. Blocks that share one with another block, or with the rest of `whole`, are
     left out: they are cut together with that."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    rest = [module for module in whole.modules() if id(module) not in inside]
+    places = list(whole.named_modules(remove_duplicate=False))  # a module may have several
+    of_blocks = {id(block) for block in blocks}
+    inside = (*(f"{place}." for place, module in places if id(module) in of_blocks),)
+    rest = [module for place, module in places if not f"{place}.".startswith(inside)]
     holders = [{id(p) for p in block.parameters()} for block in blocks]
     times = Counter(place for holder in holders for place in holder)
     times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})

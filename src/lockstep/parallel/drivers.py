@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -87,9 +87,9 @@ class Driver(Protocol):
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
 
-    def many_forwards(self) -> AbstractContextManager[None]:
+    def many_forwards(self) -> AbstractContextManager[str | None]:
         """Around hundreds of small forwards, without gradients and without a step among them. Every rank calls it that
-        takes part in them."""
+        takes part in them, and an error of one ends them for all. Gives what is to be told about them."""
 
 
 class Whole:
@@ -114,7 +114,7 @@ class Whole:
         low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
 
-    def many_forwards(self) -> AbstractContextManager[None]:
+    def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
 
@@ -145,6 +145,10 @@ class SingleDriver(Whole):
         pass
 
 
+class _Apart(Exception):
+    """Ranks that should go through the same forwards do not."""
+
+
 class CutDriver(SingleDriver):
     """What drivers have in common of whose parameters this rank holds parts: a single process, as far as forward and
     backward go; gradients are summed, and never divided, and lengths are sums over ranks."""
@@ -164,6 +168,27 @@ class CutDriver(SingleDriver):
 
     def add_gradients(self) -> None:
         """After the last backward: whatever is still to be done for gradients that are sums over all ranks."""
+
+    @contextmanager
+    def many_forwards(self) -> Iterator[str | None]:
+        """A forward waits for the other ranks, so before each one they all say that they go on."""
+        before = self.model.register_forward_pre_hook(lambda *_: self._go_on("another forward"), prepend=True)
+        try:
+            yield None
+        except _Apart:
+            raise
+        except Exception as error:
+            self._go_on(f"{type(error).__name__}: {error}")
+            raise  # all ranks have failed alike
+        else:
+            self._go_on("the end")
+        finally:
+            before.remove()
+
+    def _go_on(self, what: str) -> None:
+        every = self.runtime.collectives.gather_json(what)
+        if len(set(every)) > 1:
+            raise _Apart("; ".join(f"rank {rank}: {words}" for rank, words in enumerate(every)))
 
     def norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared.sqrt()

@@ -7,8 +7,9 @@ hsdp         cut inside a group of ranks, copied between groups
 
 from __future__ import annotations
 
-import math
+import socket
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import FSDPConfig
 from lockstep.errors import UserError
+from lockstep.machine import available_memory
 from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
@@ -28,7 +30,7 @@ from lockstep.parallel.same_parts import END, SameParts
 from lockstep.parallel.tensor import agree_on_plain
 from lockstep.parallel.word import Word
 from lockstep.precision import WAYS, store
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import Runtime, device_name
 
 CUT = ("fsdp", "fsdp-grads", "hsdp")  # the strategies of this module
 
@@ -95,14 +97,15 @@ class FSDPDriver(CutDriver):
             agree_on_plain(self.parameters, self._parts)
 
     @contextmanager
-    def many_forwards(self) -> Iterator[None]:
+    def many_forwards(self) -> Iterator[str | None]:
         """What is gathered stays, if there is room for it: every word of a text would gather the whole model anew."""
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        stays = min(self.runtime.collectives.gather_json(_has_room(self.model, self.runtime)))
+        stays = self._keeps or _has_room(self.model, self.runtime)
         for module in modules if stays else []:
             module.set_reshard_after_forward(False, recurse=False)
         try:
-            yield
+            with super().many_forwards():
+                yield None if stays else "every forward gathers the model anew: twice its parameters do not fit"
         finally:
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps, recurse=False)
@@ -110,15 +113,21 @@ class FSDPDriver(CutDriver):
 
 
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
-    """For all parameters on every rank, and as much again for the rest."""
-    if runtime.device.type != "cuda":
-        return True
+    """For all parameters on every rank, and as much again for the rest. All ranks say the same."""
     needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    free, there = torch.cuda.mem_get_info(runtime.device)
-    held, taken = torch.cuda.memory_reserved(runtime.device), torch.cuda.memory_allocated(runtime.device)
-    allowed = torch.cuda.get_per_process_memory_fraction(runtime.device) * there
-    sharing = math.ceil(runtime.world.local_size / torch.cuda.device_count())
-    return needed <= min(free / sharing + held - taken, allowed - taken)
+    every = runtime.collectives.gather_json(_free_memory(runtime.device))
+    sharing = Counter(where for where, _ in every)
+    return all(needed * sharing[where] <= free for where, free in every)
+
+
+def _free_memory(device: torch.device) -> tuple[str, float]:
+    """Which memory, and how much of it this process could still take if it were alone there."""
+    if device.type != "cuda":
+        return socket.gethostname(), available_memory()
+    free, there = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * there - torch.cuda.memory_allocated(device)
+    return device_name(device), min(free + unused, allowed)
 
 
 def prepare(model: nn.Module) -> None:
@@ -129,13 +138,14 @@ def prepare(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _stay  # pyrefly: ignore[bad-assignment]
+            # cuDNN copies the weights in every call now, and would advise to move them.
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
 def _stay() -> None:
     """Instead of moving the weights of a recurrent layer together, as it does on a GPU when they are other tensors than
-    before. torch would go on gathering into their old place, and the layer would compute with those of the first step.
-    cuDNN copies them in every call now, and would advise against it."""
-    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+    before. torch would go on gathering into their old place, and the layer would compute with those of the first
+    step."""
 
 
 def tell_of_blocks(found: int, alone: int) -> dict[str, str]:

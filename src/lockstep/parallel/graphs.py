@@ -95,7 +95,7 @@ class Way:
     patterns: list[Pattern] = field(default_factory=list)  # to which results gradients came back, each way once
     capture: Capture | None = None
     addresses: list[int] = field(default_factory=list)
-    others: list[Any] = field(default_factory=list)  # the model's parts, and objects that it keeps
+    parts: list[Any] = field(default_factory=list)  # of the model, as they were recorded
     ready: bool = False
     plain: str | None = None  # why it is not recorded
     told_waiting: bool = False
@@ -145,6 +145,7 @@ class Graphs:
         return self.call(*args, **kwargs)
 
     def _key(self, tensors: list[Tensor], rest: Hashable) -> Hashable:
+        self._held.look()
         grad, kind = torch.is_grad_enabled(), self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = (*((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),)
@@ -188,7 +189,7 @@ class Graphs:
                 way.capture = Capture(make(), reached, patterns, self.device)
             except Exception as error:
                 return self._refuse(way, first_line(error))
-        way.addresses, way.others = self._addresses(), self._held.others()
+        way.addresses, way.parts = self._addresses(), self._held.parts()
 
     def _compare(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
         """With the next call's arguments: not those that it was recorded with."""
@@ -238,12 +239,13 @@ class Graphs:
             self._drop(way, "gradients came back to other results than before")
         elif way.addresses != self._addresses():
             self._moved(way, "a parameter, buffer or other tensor has moved in memory")
-        elif not same_objects(way.others, self._held.others()):
-            self._moved(way, "a part of the model, or an object that it keeps, is another one")
+        elif not same_objects(way.parts, self._held.parts()):
+            self._moved(way, "a part of the model, or a function that it keeps, is another one")
         return way.ready
 
     def _moved(self, way: Way, what: str) -> None:
         way.moves += 1
+        self._look()  # and let go of what is no longer there
         if way.moves > MOST_MOVES:
             self._refuse(way, f"{what}, again and again")
         else:
@@ -251,7 +253,7 @@ class Graphs:
 
     def _drop(self, way: Way, why: str) -> None:
         """What was recorded is of no use any more."""
-        way.calls, way.ready, way.capture = WATCHED, False, None
+        way.calls, way.ready, way.capture, way.parts = WATCHED, False, None, []
         self._tell_once(way.name, f"recorded anew: {why}")
 
     def _addresses(self) -> list[int]:
@@ -259,7 +261,7 @@ class Graphs:
         return [t.data_ptr() for t in [*tensors, *self._held.tensors()] if isinstance(t, Tensor)]
 
     def _refuse(self, way: Way, why: str) -> None:
-        way.plain, way.capture, way.ready = why, None, False
+        way.plain, way.capture, way.ready, way.parts = why, None, False, []
         self._say(way.name, why, training=way.name.startswith("training"))
 
     def _say(self, call: str, why: str, training: bool = False) -> None:

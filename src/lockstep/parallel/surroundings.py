@@ -20,8 +20,9 @@ class Surroundings:
         self._generators = [torch.default_generator, generator]
         self._states = [generator.get_state() for generator in self._generators]
         self._host = random.getstate(), np.random.get_state()
-        owners = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-        self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in owners]
+        self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+        held = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
+        self._values = [(buffer, buffer.clone()) for buffer in held.values()]
         self._attributes = Attributes(model)
 
     def __enter__(self) -> Surroundings:
@@ -35,14 +36,18 @@ class Surroundings:
             generator.set_state(state)
         random.setstate(self._host[0])
         np.random.set_state(self._host[1])
-        for module, name, buffer, value in self._buffers:
-            module._buffers[name] = buffer
-            with torch.no_grad():
+        for module, buffers, unsaved in self._owned:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(unsaved)
+        with torch.no_grad():
+            for buffer, value in self._values:
                 buffer.copy_(value)
         self._attributes.restore()
 
     def buffers(self) -> list[Tensor]:
-        return [buffer.clone() for _, _, buffer, _ in self._buffers]
+        return [buffer.clone() for buffer, _ in self._values]
 
     def drawn_on_host(self) -> bool:
         """Random numbers of the host, which a replay would not draw again."""
@@ -52,8 +57,13 @@ class Surroundings:
         return not (torchs and numpys and random.getstate() == self._host[0])
 
     def replaced(self) -> list[str]:
-        """Buffers that are other tensors now."""
-        return [name for module, name, buffer, _ in self._buffers if module._buffers.get(name) is not buffer]
+        """Buffers that are other tensors now, or were not there."""
+        return [
+            name
+            for module, buffers, _ in self._owned
+            for name in {**buffers, **module._buffers}
+            if module._buffers.get(name) is not buffers.get(name)
+        ]
 
     def attributes_set(self) -> list[str]:
         return self._attributes.changed()

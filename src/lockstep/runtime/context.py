@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from lockstep.runtime.signals import Notice, heed_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
+_ASKED = count()  # how often ranks have asked each other for their devices
 LEAST_PATIENCE = timedelta(minutes=30)  # of a collective; NCCL's own is less than compiling may take
 
 
@@ -116,9 +118,6 @@ def join(
     """Become a rank of the process group. The back-end: the one `asked` for by name, or what suits the devices."""
     if world.alone:
         return "none"
-    shared = device.type == "cuda" and world.local_size > torch.cuda.device_count()
-    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
-    backend = asked if asked != "auto" else "nccl" if device.type == "cuda" and not shared else "gloo"
     if store is None:
         assert world.master_addr is not None
         assert world.master_port is not None
@@ -131,12 +130,38 @@ def join(
             master_listen_fd=world.listen_fd,
         )
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = asked if asked != "auto" else _backend_for(world, device, store)
     # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
     device_id = device if backend == "nccl" else None
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id, timeout=timeout
     )
     return backend
+
+
+def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
+    """NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory."""
+    if device.type != "cuda":
+        return "gloo"
+    # More ranks than GPUs that this one sees: they share some, or each was given one of its own to see.
+    doubtful = world.local_size > torch.cuda.device_count()
+    return "gloo" if doubtful and share_devices(world, device_name(device), store) else "nccl"
+
+
+def share_devices(world: World, name: str, store: dist.Store) -> bool:
+    """Whether two ranks of the job have the same one. All of them ask, as often as each other."""
+    store = dist.PrefixStore(f"devices/{next(_ASKED)}", store)
+    if store.add(name, 1) > 1:
+        store.add("shared", 1)
+    if store.add("ranks", 1) == world.size:
+        store.set("complete", "")
+    store.wait(["complete"])
+    return store.add("shared", 0) > 0
+
+
+def device_name(device: torch.device) -> str:
+    """The same for all processes that use it, and for no other one."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _check_joined(world: World) -> None:
