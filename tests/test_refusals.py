@@ -359,7 +359,11 @@ MODEL = {
         {"init": "meta", "strategy": "fsdp"}, "reset_parameters()", "Bare has none", "sets weight", Asked(Bare)
     ),
     "a scalar to cut": Row(
-        {"strategy": "fsdp"}, "strategy=fsdp", "'scale', a single number", "type strategy=zero1", Asked(Scaled)
+        {"strategy": "fsdp", "exact": True},
+        "strategy=fsdp with exact=true",
+        "'scale', a single number",
+        "type strategy=ddp",
+        Asked(Scaled),
     ),
     "tp without a plan": Row({"strategy": "tp"}, "layers to cut", "no tensor_plan", "tensor_plan(", Asked(Strange)),
     "tp of 6 features": Row(

@@ -210,7 +210,7 @@ def fit(
 @contextmanager
 def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
-    from lockstep.engine.exhausted import explained
+    from lockstep.engine.explained import explained
     from lockstep.engine.own_loop import OwnRun
     from lockstep.engine.run import Run
     from lockstep.runtime import context
@@ -274,7 +274,7 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
     from lockstep.engine import loop
-    from lockstep.engine.exhausted import explained
+    from lockstep.engine.explained import explained
     from lockstep.engine.run import Run
     from lockstep.runtime import context
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
+from lockstep.engine.explained import explained
 from lockstep.engine.run import Run
 from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted
@@ -222,6 +223,61 @@ def test_blocks_that_share_a_weight_and_one_that_rests(pool: Pool, short: dict[A
     values = STRATEGIES[name] | (STRATEGIES["unused"] if name == "zero1" else {})
     for found in pool.run(final, values | {"steps": 4}, None, kind, world=worlds(name)[0]):
         assert_close(found["weights"], short[kind]["weights"])
+
+
+class WithNumbers(Small):
+    """Parameters without a dimension: one in a block, one outside, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].gain = nn.Parameter(torch.tensor(0.7))
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.fixed = nn.Parameter(torch.tensor(0.9), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.fixed
+        for block in self.blocks:
+            x = block(x) * getattr(block, "gain", 1.0)
+        return self.head(x) * self.scale
+
+
+class Numbers(Ragged):
+    def model(self) -> nn.Module:
+        return WithNumbers()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-grads", "hsdp", "fsdp x tp"])
+def test_single_numbers_stay_whole(pool: Pool, tmp_path: Path, name: str) -> None:
+    (expected,) = pool.run(final, {"steps": 6}, None, Numbers, world=1)
+    assert expected["weights"]["scale"] != 1.3
+    values = STRATEGIES[name] | {"steps": 6, "run_dir": str(tmp_path / "run"), "resume": "auto"}
+    for found in pool.run(final, values, 3, Numbers, world=4):
+        assert found["summary"] == {"left": 3}
+    for found in pool.run(final, values, None, Numbers, world=2):
+        assert found["resumed"]
+        assert_close(found["weights"], expected["weights"])
+
+
+class Penalty(Ragged):
+    """A loss that reads a weight."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        plain = super().loss(model, batch)
+        return Loss(plain.total + dict(model.named_parameters())["blocks.0.up.weight"].square().sum(), plain.weight)
+
+
+def penalised(world: World, store: Any, values: dict[str, Any]) -> None:
+    resolved = configured(BASE | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        run = Run(resolved, runtime, "test")
+        with explained(run):
+            loop.fit(Penalty(), run)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "fsdp x tp"])
+def test_a_loss_that_reads_what_is_cut(pool: Pool, name: str) -> None:
+    errors = pool.errors(penalised, STRATEGIES[name], world=2)
+    assert_user_errors(errors, "a task that computes with parameters", "type strategy=ddp")
 
 
 def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from again import Again
 from lockstep.config import RunConfig
-from lockstep.engine.exhausted import explained
+from lockstep.engine.explained import explained
 from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +32,9 @@ SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@contextmanager
-def explained(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
-            raise
-        raise _explanation(error, run) from error
+def is_one(error: RuntimeError) -> bool:
+    """Whether it says that memory has run out, a GPU's or the host's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
@@ -55,7 +49,7 @@ def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
     return on_main(lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None, runtime)
 
 
-def _explanation(error: RuntimeError, run: Run) -> Exception:
+def explanation(error: RuntimeError, run: Run) -> Exception:
     found = _what_was_missing(str(error))
     if not hasattr(run, "driver"):
         return UserError("to build the model", found, "build a smaller one, or type device=cpu")

@@ -15,7 +15,7 @@ from lockstep.parallel.drivers import Driver, SingleDriver
 from lockstep.parallel.exact_drivers import drive_exactly
 from lockstep.parallel.flat import FlatDriver
 from lockstep.parallel.float8 import compute_in_float8
-from lockstep.parallel.fsdp import CUT, FSDPDriver, check_no_scalars, check_offload
+from lockstep.parallel.fsdp import CUT, FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.graphs import Tell, record_calls
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta import check_made_as_asked, fill
@@ -42,7 +42,7 @@ def apply(
     check_made_as_asked(model, config)
     check_offload(config.fsdp, runtime)
     if config.strategy in CUT and not runtime.world.alone:
-        check_no_scalars(model, config.strategy)
+        check_scalars(model, config)
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
     empty = any(p.is_meta for p in model.parameters())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lockstep.config import FSDPConfig
+from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.machine import available_memory
 from lockstep.parallel.blocks import find_blocks, without_shared
@@ -27,7 +27,7 @@ from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta import fill
 from lockstep.parallel.same_parts import END, SameParts
-from lockstep.parallel.tensor import agree_on_plain
+from lockstep.parallel.tensor import add_copies, agree_on_plain
 from lockstep.parallel.word import Word
 from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime, device_name
@@ -61,7 +61,7 @@ class FSDPDriver(CutDriver):
 
         def cut(module: nn.Module) -> None:
             store(module, precision)
-            shard(module)
+            shard(module, ignored_params=set(scalars(module)))
 
         found = find_blocks(model, blocks)
         parts = without_shared(found, model)
@@ -76,6 +76,7 @@ class FSDPDriver(CutDriver):
         cut(model)
         prepare(model)
         super().__init__(model, runtime)
+        self._copies, self._whole = axes.along("dp") if axes else runtime.collectives, scalars(model)
         self._same = SameParts(model, runtime)
         self.facts = tell_of_blocks(len(found), len(parts))
         if empty:
@@ -93,6 +94,7 @@ class FSDPDriver(CutDriver):
             self._exchange(word)
 
     def add_gradients(self) -> None:
+        add_copies([p for p in self._whole if p.requires_grad], self._copies)
         if self._parts:
             agree_on_plain(self.parameters, self._parts)
 
@@ -154,14 +156,21 @@ def tell_of_blocks(found: int, alone: int) -> dict[str, str]:
     return {"fsdp": f"{shared}: they are gathered together with the rest"} if alone < found else {}
 
 
-def check_no_scalars(model: nn.Module, strategy: str) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise UserError(
-                f"strategy={strategy}",
-                f"the parameter {name!r}, a single number without a dimension to cut it along",
-                "make it a vector of one number, torch.zeros(1) for instance; or type strategy=zero1",
-            )
+def scalars(model: nn.Module) -> list[nn.Parameter]:
+    """Single numbers, which have no dimension to cut them along: they stay whole on every rank."""
+    return [p for p in model.parameters() if p.dim() == 0]
+
+
+def check_scalars(model: nn.Module, config: RunConfig) -> None:
+    """Where they cannot be added up beside what is cut."""
+    name = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
+    with_it = "exact=true" if config.exact else "fsdp.offload=true" if config.fsdp.offload else "mesh.pp"
+    if name is not None and (config.exact or config.fsdp.offload or (config.mesh.pp or 1) > 1):
+        raise UserError(
+            f"strategy={config.strategy} with {with_it}",
+            f"the parameter {name!r}, a single number without a dimension to cut it along",
+            "make it a vector of one number, torch.zeros(1) for instance; or type strategy=ddp",
+        )
 
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:

@@ -101,24 +101,25 @@ class TensorDriver(CutDriver):
     def add_gradients(self) -> None:
         for p in self.parameters:
             settle_gradient(p)
-        self._add_copies()
+        add_copies(self.parameters, self._copies)
         agree_on_plain(self.parameters, self._parts)
 
-    def _add_copies(self) -> None:
-        """The sum over dp. What nobody has used keeps no gradient, as in a single process."""
-        if self._copies.world.alone:
-            return
-        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        users = self._copies.sum_(used.to(self.runtime.device)).tolist()
-        live = [p for p, count in zip(self.parameters, users, strict=True) if count]
-        for p in live:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        everything = [local(p.grad) for p in live if p.grad is not None]
-        for dtype in dict.fromkeys(grad.dtype for grad in everything):  # in one order on all ranks
-            grads = [grad for grad in everything if grad.dtype == dtype]
-            flat = self._copies.sum_(torch.cat([grad.flatten() for grad in grads]))
-            parts = flat.split([grad.numel() for grad in grads])
-            torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+
+def add_copies(parameters: list[nn.Parameter], copies: Collectives) -> None:
+    """Gradients become sums over `copies`. What nobody has used keeps none, as in a single process."""
+    if copies.world.alone or not parameters:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
+    users = copies.sum_(used.to(copies.device)).tolist()
+    live = [p for p, count in zip(parameters, users, strict=True) if count]
+    for p in live:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    everything = [local(p.grad) for p in live if p.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in everything):  # in one order on all ranks
+        grads = [grad for grad in everything if grad.dtype == dtype]
+        flat = copies.sum_(torch.cat([grad.flatten() for grad in grads]))
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:
