@@ -256,6 +256,15 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(pool: Pool, saved: 
     assert_user_errors(errors, "already holds a run", "--resume auto")
 
 
+def test_a_run_that_had_only_to_end_knows_its_loss(pool: Pool, tmp_path: Path) -> None:
+    """Killed after its last step, in show() say."""
+    values = {"run_dir": str(tmp_path), "steps": 4, "log.every": 2, "checkpoint.at_end": True}
+    first, again = (pool.run(train_part, Averaged(), values, world=2) for _ in range(2))
+    assert [part.resumed.step for part in again] == [4, 4]
+    assert first[0].trace.summary["loss"] is not None
+    assert [part.trace.summary["loss"] for part in again] == [first[0].trace.summary["loss"]] * 2
+
+
 def test_going_back_to_an_older_checkpoint_undoes_what_came_after(pool: Pool, tmp_path: Path) -> None:
     values = {"run_dir": str(tmp_path), "checkpoint.every": 4, "checkpoint.keep": 9}
     pool.run(train_part, Averaged(), values, world=1)

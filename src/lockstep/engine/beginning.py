@@ -13,7 +13,7 @@ from lockstep.engine.announce import facts, resumed_text, start_record
 from lockstep.engine.attach import attach
 from lockstep.engine.exact import Exactness
 from lockstep.engine.exhausted import noted_micro_batch
-from lockstep.engine.folder import write_head
+from lockstep.engine.folder import on_main, write_head
 from lockstep.engine.keeper import Keeper
 from lockstep.engine.lean import chosen
 from lockstep.engine.masters import Masters
@@ -34,6 +34,7 @@ from lockstep.engine.state import RunState
 from lockstep.engine.step import Stepper
 from lockstep.engine.zero import ShardedOptimizers
 from lockstep.errors import UserError
+from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.apply import apply
 from lockstep.parallel.drivers import Driver
 from lockstep.plan.plan import make_plan
@@ -128,6 +129,13 @@ def _make_step(run: Run) -> LearningRate:
     return rate
 
 
+def _last_line(run: Run) -> dict[str, Any]:
+    """Of the log, up to the step that the run goes on from."""
+    path = run.run_dir / "metrics.jsonl"
+    lines = read_jsonl(path) if path.exists() else []
+    return next((line for line in reversed(lines) if line["step"] <= run.stepper.counters.step), {})
+
+
 def _go_on(run: Run) -> dict[str, str]:
     """From a checkpoint, if there is one to go on from; and what is to be told of that."""
     told = {}
@@ -151,6 +159,8 @@ def _go_on(run: Run) -> dict[str, str]:
         run.started -= run.resumed.seconds
         run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
         run.stepper.metrics_known = set(run.recorder.names)
+        if run.stepper.counters.step == run.plan.steps:  # all that is left is to end it
+            run.recorder.last = on_main(lambda: _last_line(run), run.runtime)
     if run.exactness:
         told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
     return told
