@@ -58,10 +58,11 @@ class Absent:
         stages = " and ".join(map(str, self.stages[names[0]]))
         more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
         raise UserError(
-            "a loss that uses what model(...) returns, and no parameter of another stage: the model runs as a pipeline",
+            "a loss, and stages, that use no parameter of another stage: the model runs as a pipeline",
             f"{names[0]!r}, which only stage {stages} holds, used in another stage{more}",
-            "for a penalty on weights write weight_decay in the optimizer; what else needs the parameter belongs into "
-            "the model's forward; or train without a pipeline (mesh.pp): type strategy=ddp, or strategy=zero1",
+            "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
+            "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, or "
+            "strategy=zero1",
         )
 
 
