@@ -259,7 +259,21 @@ class Dropping(KnottyTask):
         self.net.depth = 1
 
 
+class Surprising(Knotty):
+    """Micro-batches of more than the two samples that were looked at use a parameter of the first stage at the end."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        prediction = super().forward(x, scale)["prediction"]
+        return {"prediction": prediction + self.stem.weight.sum() if len(x) > 2 else prediction}
+
+
+class SurprisingTask(KnottyTask):
+    def model(self) -> nn.Module:
+        return Surprising()
+
+
 REFUSED = {
+    "another stage's parameter": (SurprisingTask(), ("'stem.weight', which only stage 0 holds", "all samples alike")),
     "a stream": (Streamed(), ("two samples", "a Stream", "def stages(self, model)")),
     "a block that is left out": (Dropping(), ("left out block 1",)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,11 @@ def test_short_number_formats(pool: Pool, precision: str) -> None:
 
 
 class Spoiled(Row):
-    """One target is no number."""
+    """One target is no number. The loss looks at all parameters, and reads none."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        assert [p.detach().view(-1).shape for p in model.parameters()]
+        return super().loss(model, batch)
 
     def data(self) -> Any:
         x, y, weights = Row.data(self).tensors
@@ -242,6 +247,51 @@ class Spoiled(Row):
 def test_a_bad_gradient_is_named_on_every_rank(pool: Pool) -> None:
     errors = pool.errors(final, Spoiled(), {"nonfinite.policy": "stop"}, world=2)
     assert_user_errors(errors, "no finite gradient for 8 of 8 parameters", "samples")
+
+
+class Penalty(Row):
+    """Beside what the model returns, the loss uses parameters that `among` names."""
+
+    def __init__(self, use: Callable[[Loss, list[nn.Parameter]], Loss], among: str = ""):
+        self.use, self.among = use, among
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        chosen = [p for name, p in model.named_parameters() if name.startswith(self.among)]
+        return self.use(super().loss(model, batch), chosen)
+
+
+def shrink(loss: Loss, weights: list[nn.Parameter]) -> Loss:
+    return Loss(loss.total + loss.weight * sum(p.square().sum() for p in weights), loss.weight)
+
+
+def shrink_numbers(loss: Loss, weights: list[nn.Parameter]) -> Loss:
+    """No NaN comes of it; but a gradient does."""
+    return Loss(loss.total + loss.weight * sum(p.nan_to_num().square().sum() for p in weights), loss.weight)
+
+
+def measure(loss: Loss, weights: list[nn.Parameter]) -> Loss:
+    return Loss(loss.total, loss.weight, {"length": (sum(p.detach().norm() for p in weights), 1)})
+
+
+class Unmoved(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("a step with another stage's parameters was applied")
+
+
+@pytest.mark.parametrize(
+    ("use", "schedule"), [(shrink, "1f1b"), (shrink, "zero-bubble"), (shrink_numbers, "1f1b"), (measure, "1f1b")]
+)
+def test_another_stages_parameter_in_the_loss_ends_all_ranks_alike(pool: Pool, use: Any, schedule: str) -> None:
+    task = Penalty(use)
+    task.optimizer = lambda model: Unmoved(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+    errors = pool.errors(final, task, {"pp.schedule": schedule}, world=2)
+    assert_user_errors(errors, "'0.weight', which only stage 0 holds", "3 more", "weight_decay", "strategy=zero1")
+
+
+def test_a_penalty_on_the_last_stages_own_parameters(pool: Pool) -> None:
+    (single,) = pool.run(final, Penalty(shrink, among="3."), {"strategy": "ddp"}, world=1)
+    for found in pool.run(final, Penalty(shrink, among="3."), {}, world=2):
+        assert_same(found, single)
 
 
 # ---- what cannot work -----------------------------------------------------------------------------------

@@ -60,6 +60,13 @@ def test_what_one_rank_leaves_out_is_named_by_all(pool: Pool, part: str, strateg
     assert_user_errors(errors, *SAID[part], "type strategy=ddp ddp.find_unused_parameters=true")
 
 
+def test_the_copies_of_a_stage_compare_too(pool: Pool) -> None:
+    """Ranks 2 and 3 hold the second of two stages."""
+    task = Regression(network=lambda: Halved(lambda name: dist.get_rank() == 3 and name == "branch"))
+    errors = pool.errors(fit, task, VALUES | {"mesh.pp": 2}, world=4)
+    assert_user_errors(errors[2:], "rank 2 has a gradient for branch.weight, branch.bias; rank 3 does not")
+
+
 class OnlyBlocks(nn.Module):
     """Nothing is outside the blocks, so that the first one's gradient is the last to come; rank 1 has none for it."""
 
@@ -87,7 +94,7 @@ def test_what_is_typed_then_trains(pool: Pool) -> None:
 
 def test_over_nccl_the_first_steps_are_compared() -> None:
     for backend, compared in {"gloo": [True] * 5, "nccl": [True] * 3 + [False] * 2}.items():
-        runtime: Any = SimpleNamespace(backend=backend)
+        runtime: Any = SimpleNamespace(backend=backend, collectives=None)
         parts = SameParts(nn.Linear(1, 1), runtime)
         found = []
         for parts.steps in range(1, 6):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
+from lockstep.parallel.absent import Absent
 from lockstep.parallel.gates import Span
 from lockstep.parallel.stages import Chunk, Given
 from lockstep.parallel.wire import receive, send
@@ -84,11 +86,12 @@ class Pipeline:
         schedule: str,
         along: Collectives,
         autocast: Callable[[], AbstractContextManager[Any]],
+        absent: Absent,
         copies: Collectives | None = None,
     ):
-        """`copies`: the ranks that hold other parts of the same stages, whose forwards and backwards wait for each
-        other; None: nobody does."""
-        self.copies = copies
+        """`absent`: what only other stages hold. `copies`: the ranks that hold other parts of the same stages, whose
+        forwards and backwards wait for each other; None: nobody does."""
+        self.copies, self.absent = copies, absent
         assert along.group is not None
         self.model, self.schedule, self.autocast = model, schedule, autocast
         self.group, self.ranks, self.rank, self.device = along.group, along.world.size, along.world.rank, along.device
@@ -215,11 +218,24 @@ class _Stage(nn.Module):
         work.begin(micro, self.number)
         with pipeline.autocast():
             output = chunk(work.inputs[turn], received if self.number else None)
-            if self.number < pipeline.count - 1:
-                return tuple(sent(output, self.number))
-            loss = work.loss_of(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
+        if self.number < pipeline.count - 1:
+            return tuple(sent(output, self.number))
+        loss = self._loss(micro, output)
+        total = work.finish(micro, loss)
+        if pipeline.absent.read(loss, output, again=partial(self._loss, micro)):
+            total = _any_number_of(output)  # an error is to come: only the backward must still pass
         # One type for torch, which was told it beforehand; the gradient that starts here is 1 in any.
-        return work.finish(micro, loss).float()
+        return total.float()
+
+    def _loss(self, micro: MicroBatch, output: Any) -> Loss:
+        pipeline, _ = self._behind
+        with pipeline.autocast():
+            return self._work.loss_of(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
+
+
+def _any_number_of(output: Any) -> Tensor:
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 class _Prepared:

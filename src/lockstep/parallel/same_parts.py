@@ -1,13 +1,15 @@
 """Under fsdp all ranks gather the same parameters, and add the gradients of the same parameters, in the same order. A
 part of the model that only some of them use breaks that: gloo aborts, nccl waits for ever, or adds what does not belong
 together. So the ranks compare what they are about to do before they do it, while that costs little: over gloo always,
-over nccl in the first steps only, since the host must wait for the answer.
+over nccl in the first steps only, since the host must wait for the answer. In a pipeline "all ranks" are the copies of
+one stage.
 
 A part that nobody uses in a step is fine: nobody gathers it, and it gets no gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3
@@ -26,16 +29,25 @@ END, GATHER, ADD = range(3)  # what a rank is about to do
 class SameParts:
     """What the ranks are about to exchange, compared by all of them."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime):
-        """`model` has been cut."""
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        stages: Sequence[nn.Module] | None = None,
+        copies: Collectives | None = None,
+    ):
+        """`model` has been cut over all ranks; or this rank's `stages` of it, over their `copies`."""
         self.runtime, self.steps = runtime, 0
-        self.groups: list[Any] = []  # torch's records of what is gathered as one
-        for module in model.modules():
+        self.among = copies or runtime.collectives
+        self.groups: list[list[str]] = []  # of parameters that are gathered as one
+        names = {id(p): name for name, p in model.named_parameters()}
+        for module in nn.ModuleList(stages or [model]).modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             if group is not None and isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_ComparedGather(self, len(self.groups)))
                 self._compare_before_adding(group, len(self.groups))
-                self.groups.append(group)
+                known = [names.get(id(each.sharded_param)) or str(each._param_fqn) for each in group.fsdp_params]
+                self.groups.append(known)
 
     @property
     def compares(self) -> bool:
@@ -47,10 +59,11 @@ class SameParts:
             return
         pattern = hash(has_gradient) % 2**31  # of whole numbers: the same in all processes
         mine = torch.tensor([what, number, pattern], dtype=torch.int64, device=self.runtime.device)
-        every = mine.new_empty(self.runtime.world.size, len(mine))
-        dist.all_gather(list(every.unbind()), mine)
+        every = mine.new_empty(self.among.world.size, len(mine))
+        dist.all_gather(list(every.unbind()), mine, group=self.among.group)
         if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
-            raise _differ(self.runtime.collectives.gather_json(self._in_words(what, number, has_gradient)))
+            words = self._in_words(what, number, has_gradient)
+            raise _differ(self.among.gather_json([self.runtime.world.rank, *words]))
 
     def _compare_before_adding(self, group: Any, number: int) -> None:
         """torch adds the gradients that are there, whichever they are."""
@@ -67,7 +80,7 @@ class SameParts:
     def _in_words(self, what: int, number: int, has_gradient: tuple[bool, ...]) -> tuple[str, list[str]]:
         if what == END:
             return "is done", []
-        names = [each._param_fqn for each in self.groups[number].fsdp_params]
+        names = self.groups[number]
         if what == GATHER:
             return "is about to use", names
         return "has a gradient for", [name for name, has in zip(names, has_gradient, strict=True) if has]
@@ -89,16 +102,17 @@ def _has_gradient(parameter: Any) -> bool:
     return whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
-def _differ(told: list[tuple[str, list[str]]]) -> UserError:
-    """`told`: what every rank does, and with which parameters."""
-    other = next(rank for rank, words in enumerate(told) if words != told[0])
-    found = []
-    for rank, peer in ((0, other), (other, 0)):
-        does, names = told[rank]
-        only = [name for name in names if name not in told[peer][1]]
+def _differ(told: list[tuple[int, str, list[str]]]) -> UserError:
+    """`told`: every rank, what it does, and with which parameters."""
+    first = told[0]
+    other = next(words for words in told if words[1:] != first[1:])
+    found, silent = [], []
+    for (rank, does, names), peer in ((first, other), (other, first)):
+        only = [name for name in names if name not in peer[2]]
         found += [f"rank {rank} {does} {_some(only)}"] if only else []
+        silent += [] if only else [f"rank {rank} does not"]
     if len(found) == 1:
-        found.append(f"rank {other if found[0].startswith('rank 0 ') else 0} does not")
+        found += silent
     return UserError(
         "all ranks use the same parameters in a micro-batch, as fsdp needs it",
         "; ".join(found),

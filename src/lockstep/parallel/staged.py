@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.absent import Absent
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.fsdp import tell_of_blocks
 from lockstep.parallel.layout import local, squared_lengths, whole
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline import SCHEDULES, Pipeline, Stage
+from lockstep.parallel.same_parts import END, SameParts
 from lockstep.parallel.stage_shards import shard_stage
 from lockstep.parallel.stages import keep_only, whereabouts
 from lockstep.parallel.staging import blocks_of, make_stages
@@ -51,7 +53,8 @@ class StagedDriver(CutDriver):
         self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
         plan = _tensor_plan(model, task, self.mesh.sizes["tp"])
         chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
-        places = {name: {n % ranks for n in numbers} for name, numbers in whereabouts(model, used).items()}
+        stages = whereabouts(model, used)
+        places = {name: {n % ranks for n in numbers} for name, numbers in stages.items()}
         _agree_on_start(model, runtime)
         mine = chunks[here::ranks]
         changing = {id(buffer) for chunk in mine for buffer in chunk.changing()}
@@ -65,28 +68,41 @@ class StagedDriver(CutDriver):
                 chunk.compile()
         if self._sharded:
             self.facts = self._shard(model, config, held, mine, axes)
+        self._same = SameParts(model, runtime, mine, self._copies) if self._sharded else None
         super().__init__(model, runtime)
         self.holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
         self.echoes = frozenset(name for name, stages in places.items() if stages and here > min(stages))
         self._held = [name in held for name in self.names]
         self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
+        partly = {name: stages[name] for name in self.holders}
+        self._absent = Absent(model, partly, lambda name: name in held | real)
         autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
-        self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, copies)
+        self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
         self.pipeline, self.depth = self, ranks
         self.run, self.forward = self._flow.run, self._flow.forward
+
+    def begin(self) -> None:
+        super().begin()
+        self._absent.steps += 1
+        if self._same is not None:
+            self._same.steps += 1
 
     def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
         raise AssertionError("a pipeline runs all micro-batches of a step at once")
 
     def exchange(self, word: Word) -> None:
         """After the last micro-batch: the word and who has used what; then the gradients, then their lengths."""
+        if self._same is not None:
+            self._same.compare(END)
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
         packed = self.codec.pack(word, times=1.0)
-        everything = torch.cat([packed, torch.tensor(used, dtype=torch.float64).to(packed.device)])
+        marks = torch.tensor(used + self._absent.used(), dtype=torch.float64)
+        everything = torch.cat([packed, marks.to(packed.device)])
         self.runtime.collectives.sum_(everything)
-        self._word, users = everything[:LENGTH], everything[LENGTH:].tolist()
-        self._add_gradients([count > 0 for count in users])
+        self._word, anywhere = everything[:LENGTH], [count > 0 for count in everything[LENGTH:].tolist()]
+        self._absent.check(anywhere[len(used) :])
+        self._add_gradients(anywhere[: len(used)])
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
