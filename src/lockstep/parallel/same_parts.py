@@ -50,7 +50,14 @@ class SameParts:
         every = mine.new_empty(self.runtime.world.size, len(mine))
         dist.all_gather(list(every.unbind()), mine)
         if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
-            raise _differ(self.runtime.collectives.gather_json(self._in_words(what, number, has_gradient)))
+            raise _differ(
+                self.runtime.collectives.gather_json(self._in_words(what, number, has_gradient)), self._in_mesh
+            )
+
+    @property
+    def _in_mesh(self) -> bool:
+        """Whether ranks share layers or stages too (mesh.tp, mesh.pp), which zero1 does not know."""
+        return any("dp" in (group.mesh_info.mesh.mesh_dim_names or ()) for group in self.groups)
 
     def _compare_before_adding(self, group: Any, number: int) -> None:
         """torch adds the gradients that are there, whichever they are."""
@@ -89,7 +96,7 @@ def _has_gradient(parameter: Any) -> bool:
     return whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
-def _differ(told: list[tuple[str, list[str]]]) -> UserError:
+def _differ(told: list[tuple[str, list[str]]], in_mesh: bool) -> UserError:
     """`told`: what every rank does, and with which parameters."""
     other = next(rank for rank, words in enumerate(told) if words != told[0])
     found = []
@@ -102,8 +109,8 @@ def _differ(told: list[tuple[str, list[str]]]) -> UserError:
     return UserError(
         "all ranks use the same parameters in a micro-batch, as fsdp needs it",
         "; ".join(found),
-        "type strategy=ddp ddp.find_unused_parameters=true, or strategy=zero1 with it; or call that part of the model "
-        "on every rank, and multiply by 0 what should not count",
+        f"type strategy=ddp ddp.find_unused_parameters=true{'' if in_mesh else ', or strategy=zero1 with it'}; or call "
+        "that part of the model on every rank, and multiply by 0 what should not count",
     )
 
 
