@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -99,6 +100,7 @@ def _place(error: BaseException, task: Task) -> str:
     """Where in the task's own file, also if that error has led to another one; or else where at all."""
     frames = traceback.extract_tb(error.__traceback__)
     cause = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
-    own = [frame for frame in (*frames, *cause) if frame.filename == task.show.__code__.co_filename]
+    code = getattr(inspect.unwrap(task.show), "__code__", None)
+    own = [frame for frame in (*frames, *cause) if code and frame.filename == code.co_filename]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

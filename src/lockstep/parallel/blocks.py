@@ -16,11 +16,11 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
     """The modules of the classes `named` (or of subclasses: cutting makes some), or else the children of every list of
     equal modules. May be none at all."""
     if named:
-        of_class = {word: [module for module in _parts(model) if word in _classes(module)] for word in named}
-        for word, found in of_class.items():
-            if not found:
+        classes = {module: _classes(module) for module in _parts(model)}
+        for word in named:
+            if not any(word in found for found in classes.values()):
                 raise _no_blocks(word, model)
-        return _outermost([module for found in of_class.values() for module in found])
+        return _outermost([module for module, found in classes.items() if found.intersection(named)])
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [list(holder) for holder in lists if len(holder) > 1 and len({_own_class(m) for m in holder}) == 1]
     children = [module for held in repeated for module in held]
