@@ -7,6 +7,7 @@ is typed that the refusal names.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, UserError
+from lockstep.observe.sinks import read_jsonl
 from lockstep.pulse import FOLDER, Pulse
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
@@ -104,6 +106,12 @@ class Bare(nn.Module):
 
 
 class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class StrangeScaled(Strange):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
@@ -346,10 +354,30 @@ MODEL = {
     "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
     "remat without blocks": Row({"remat": "full"}, "remat=full", "no list of equal", "blocks=[", Asked(Strange)),
     "blocks that are not there": Row(
-        {"remat": "full", "blocks": ["Blok"]}, "class Blok", "no such module", "use one of: Block"
+        {"remat": "full", "blocks": ["Blok"]}, "class Blok", "no such module", "type blocks=[Block]"
+    ),
+    "one of two blocks that is not there": Row(
+        {"remat": "full", "blocks": ["Block", "Tree"]}, "class Tree", "no such module", "type blocks=[Block]"
+    ),
+    "blocks that nobody calls": Row(
+        {"strategy": "fsdp", "blocks": ["ModuleList"]}, "class ModuleList", "no forward", "type blocks=[Block]"
+    ),
+    "the model as its block": Row(
+        {"strategy": "fsdp", "blocks": ["Net"]}, "class Net", "the model itself", "type blocks=[Block]"
+    ),
+    "a block of a model without parts": Row(
+        {"strategy": "fsdp", "blocks": ["Bare"]}, "class Bare", "the model itself", "leave blocks out", Asked(Bare)
+    ),
+    "remat of every block by number": Row({"remat": "every-1"}, "remat=every-1", "all blocks", "type remat=full"),
+    "remat of fewer blocks than there are": Row(
+        {"remat": "every-4"}, "remat=every-4", "a model with 3 blocks", "type remat=every-3"
     ),
     "remat of BatchNorm": Row(
-        {"remat": "full", "blocks": ["Strange"]}, "remat=full", "count every batch twice", "GroupNorm", Asked(Strange)
+        {"remat": "full", "blocks": ["BatchNorm1d"]},
+        "remat=full",
+        "count every batch twice",
+        "GroupNorm",
+        Asked(Strange),
     ),
     "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "whole", "type strategy=fsdp"),
     "meta with a mesh": Row(
@@ -369,12 +397,33 @@ MODEL = {
     "tp of 6 features": Row(
         {"strategy": "tp"}, "over 4 ranks", "6 output features", "type mesh.tp=2", Asked(lambda: Net(6))
     ),
+    "tp of 6 features, over ranks that do not fit": Row(
+        {"strategy": "tp", "mesh.dp": 2},
+        "over 5 ranks",
+        "6 output features",
+        "type mesh.tp=3 --nproc 6, or write a tensor_plan without 'blocks.0.up'",
+        Asked(lambda: Net(6)),
+        ranks=10,
+        mends=False,
+    ),
+    "a plan of 6 features": Row(
+        {"strategy": "tp"},
+        "over 5 ranks",
+        "6 output features",
+        "leave 'blocks.0.up' out of tensor_plan",
+        Asked(lambda: Net(6), plan={"blocks.*.up": "colwise"}),
+        ranks=5,
+        mends=False,
+    ),
+    "tp of a model with a scalar": Row(
+        {"strategy": "tp"}, "layers to cut", "no tensor_plan", "type strategy=zero1", Asked(StrangeScaled)
+    ),
     "a plan that is a list": Row({"strategy": "tp"}, "tensor_plan", "a list", "colwise", Asked(plan=["up"])),
     "a plan for nobody": Row(
         {"strategy": "tp"}, "'layers.*'", "no such layer", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
     ),
     "a pipeline without stages": Row(
-        {"strategy": "pp"}, "into stages", "no list of equal modules", "def stages(self, model)", Asked(Strange)
+        {"strategy": "pp"}, "into stages", "no list of equal modules", "[Front(model), Middle(model)", Asked(Strange)
     ),
     "more stages than parts": Row(
         {"strategy": "pp"}, "in 4 stages", "cut into 2", "at most 2 stages", Asked(net_in_row)
@@ -383,7 +432,12 @@ MODEL = {
         {"strategy": "pp"}, "list of modules", "a str", "Front(model)", Asked(parts=lambda model: ["blocks"])
     ),
     "one micro-batch in a pipeline": Row(
-        {"strategy": "pp", "micro_batch": 16}, "mesh.pp", "1 of 16 samples", "micro_batch=8", Asked(net_in_row), ranks=2
+        {"strategy": "pp", "micro_batch": 16},
+        "mesh.pp",
+        "1 micro-batch of 16 samples",
+        "micro_batch=8",
+        Asked(net_in_row),
+        ranks=2,
     ),
     "no optimizer": Row({}, "an optimizer", "a NoneType", "torch.optim", Asked(made_optimizer=lambda model: None)),
     "BatchNorm of all ranks on a CPU": Row(
@@ -523,6 +577,62 @@ def test_refused_in_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
 
 
 # ---- what is not refused --------------------------------------------------------------------------------
+
+TOLD = [
+    ({}, 2, {}, Net),
+    ({}, 1, {}, Net),
+    ({"strategy": "zero1"}, 2, {"strategy": "zero1: optimizer state cut over 2 ranks"}, Net),
+    ({"strategy": "fsdp"}, 2, {"strategy": "fsdp: 3 blocks of Block, cut over 2 ranks"}, Net),
+    ({"strategy": "fsdp"}, 1, {"strategy": "fsdp: one process, so nothing is cut"}, Net),
+    (
+        {"strategy": "fsdp"},
+        2,
+        {
+            "strategy": "fsdp: no blocks, cut over 2 ranks: the whole model is gathered at once, which saves little "
+            "(name some, such as blocks=[Linear])"
+        },
+        Strange,
+    ),
+    ({"strategy": "hsdp"}, 4, {"strategy": "hsdp: 3 blocks of Block, cut over 2 ranks, 2 copies"}, Net),
+    (
+        {"strategy": "hsdp"},
+        2,
+        {"strategy": "hsdp: 2 copies on one rank each, so nothing is cut (type strategy=ddp, or strategy=fsdp)"},
+        Net,
+    ),
+    ({"mesh.tp": 2}, 4, {"strategy": "ddp: 6 layers cut over 2 ranks; 2 copies"}, Net),
+    ({"strategy": "pp", "mesh.pp": 2}, 4, {"strategy": "pp: 2 stages over 2 ranks; 2 copies"}, long_row),
+    ({"strategy": "pp", "pp.schedule": "interleaved"}, 2, {"strategy": "pp: 4 stages over 2 ranks"}, long_row),
+    (
+        {"strategy": "fsdp", "mesh.pp": 2},
+        4,
+        {"strategy": "fsdp: 2 stages over 2 ranks; 8 blocks of Block, cut over 2 ranks"},
+        long_row,
+    ),
+    (
+        {"strategy": "fsdp", "mesh.tp": 2},
+        2,
+        {
+            "strategy": "fsdp: 6 layers cut over 2 ranks; one group of ranks with samples of its own, so nothing more "
+            "is cut (mesh.dp is 1)"
+        },
+        Net,
+    ),
+    ({"remat": "full"}, 2, {"remat": "full: 3 blocks of Block"}, Net),
+    ({"remat": "every-2"}, 1, {"remat": "every-2: 2 blocks of Block (of 3)"}, Net),
+]
+
+
+@pytest.mark.parametrize(("values", "ranks", "expected", "make"), TOLD)
+def test_how_the_ranks_share_the_model_is_told(
+    values: dict[str, Any], ranks: int, expected: dict[str, str], make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(FirstStep):
+        attempt(Row(values, "", "", "", Asked(make), ranks), tmp_path, lambda run, task: loop.fit(task, run))
+    (start,) = (record for record in read_jsonl(tmp_path / "run0/events.jsonl") if record["event"] == "start")
+    plan = json.loads((tmp_path / "run0/plan.json").read_text())
+    for told in (start["facts"], plan):
+        assert {key: told[key] for key in ("strategy", "remat") if key in told} == expected
 
 
 @pytest.mark.parametrize(

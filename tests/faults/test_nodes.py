@@ -69,7 +69,7 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     second.signal(how)
     assert first.wait() == 1
     assert "(127.0.0.2) vanished: " in first.said
-    assert "not restarted: 1 node left, and 2 needed. To go on: type it again" in first.said
+    assert "not restarted: 1 node left, and 2 needed. To begin again: type it again" in first.said
     assert not alive(ranks[0])
     if how == signal.SIGSTOP:
         assert "no sign of life for 5 s" in first.said

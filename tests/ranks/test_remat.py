@@ -188,7 +188,7 @@ def test_blocks_of_a_class_by_name() -> None:
 @pytest.mark.parametrize(
     ("make", "values", "words"),
     [
-        (lambda: nn.Linear(2, 2), {}, ["remat=full", "Linear has no list of equal modules", "blocks=["]),
+        (lambda: nn.Linear(2, 2), {}, ["remat=full", "Linear has no list of equal modules", "remat=none"]),
         (lambda: nn.Sequential(nn.Linear(2, 9), Layer()), {}, ["blocks=[Layer]"]),
         (lambda: nn.Sequential(Layer(), Layer()), {"blocks": ["Layr"]}, ["blocks of class Layr", "Layer"]),
         (

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.errors import UserError
 from lockstep.parallel.same_parts import SameParts
 from pool import Pool
 from ranks.support import Regression, assert_user_errors, fit
@@ -65,6 +66,25 @@ def test_the_copies_of_a_stage_compare_too(pool: Pool) -> None:
     task = Regression(network=lambda: Halved(lambda name: dist.get_rank() == 3 and name == "branch"))
     errors = pool.errors(fit, task, VALUES | {"mesh.pp": 2}, world=4)
     assert_user_errors(errors[2:], "rank 2 has a gradient for branch.weight, branch.bias; rank 3 does not")
+
+
+class Wide(Halved):
+    """With layers to share."""
+
+    def __init__(self, skips: Callable[[str], bool]):
+        super().__init__(skips)
+        self.up, self.down = nn.Linear(5, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.down(self.up(x)))
+
+
+@pytest.mark.parametrize(("network", "mesh"), [(Wide, {"mesh.tp": 2}), (Halved, {})])
+def test_zero1_is_advised_where_it_could_be_typed(pool: Pool, network: type[Halved], mesh: dict[str, int]) -> None:
+    task = Regression(network=lambda: network(on_rank_1("branch")))
+    for error in pool.errors(fit, task, VALUES | mesh, world=2):
+        assert isinstance(error, UserError)
+        assert ("zero1" in error.fix) == (not mesh)
 
 
 class OnlyBlocks(nn.Module):

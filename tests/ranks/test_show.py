@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def test_an_error_of_one_rank_ends_it_for_all(pool: Pool, name: str, fails: tupl
     for found in pool.run(written, STRATEGIES[name], 9, fails, world=2):
         warning, end = found["events"]
         assert f"rank {fails[0]}: ValueError: no more words" in warning["reason"]
+        assert re.search(r"test_show.py:\d+\)$", warning["reason"])
+        assert "Traceback" in warning["traceback"]
         assert end["event"] == "end"
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.layout import local
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor import settle_gradient
-from lockstep.parallel.tensor_plans import check_plan, choose_plan, recognise
+from lockstep.parallel.tensor_plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -322,7 +322,7 @@ def test_a_plan_is_found_by_the_names_of_layers() -> None:
             "down": "rowwise",
         }.items()
     }
-    assert choose_plan(Transformer(), Tokens(Transformer, {"attention.?": "gathered"})) == {
+    assert choose_plan(Transformer(), Tokens(Transformer, {"attention.?": "gathered"}), 2) == {
         f"attention.{name}": "gathered" for name in "qvko"
     }
 
@@ -348,7 +348,7 @@ def test_layers_that_cannot_be_cut_are_refused_by_name(
 ) -> None:
     model = network()
     with pytest.raises(UserError) as refusal:
-        check_plan(choose_plan(model, Tokens(network, plan)), model, 4)
+        choose_plan(model, Tokens(network, plan), 4)
     assert found in refusal.value.found
     assert fix in refusal.value.fix
 

@@ -205,7 +205,9 @@ class RunConfig(Section):
         None, "classes of the modules that are cut, or computed again, as one; null: found", example=["Block"]
     )
     init: Literal["host", "meta"] = _key("host", "where the model is made; meta: nowhere, then block by block (fsdp)")
-    remat: Remat = _key("none", "compute blocks again in backward: none, full, selective or every-2", example="full")
+    remat: Remat = _key(
+        "none", "compute blocks again in backward: none, full, selective, or every-N: each N-th", example="full"
+    )
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     graph: Literal["auto"] | bool = _key(
         "auto", "record the model's calls and replay them (CUDA graphs); auto: if it is launch-bound"

@@ -20,6 +20,7 @@ from lockstep.engine.speeds import about_speeds
 from lockstep.parallel.graphs import wants_graph
 from lockstep.parallel.hooks import about
 from lockstep.parallel.mesh import plan_mesh
+from lockstep.parallel.shares import about_remat, about_strategy
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.pulse import FOLDER
@@ -63,7 +64,12 @@ def facts(
         "learning rate": ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
         + _scaling(config, plan),
     }
-    if not (mesh := plan_mesh(config, runtime.world)).plain:
+    mesh = plan_mesh(config, runtime.world)
+    if shared := about_strategy(model, config, mesh, runtime.world):
+        told["strategy"] = shared
+    if config.remat != "none":
+        told["remat"] = about_remat(model, config)
+    if not mesh.plain:
         told["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
     if config.micro_batch in (None, "auto") and not config.exact and _drops(model):
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"

@@ -95,7 +95,8 @@ def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
     told |= _go_on(run)
     run.opened = True
     if run.runtime.is_main:
-        write_head(run.run_dir, run.resolved, run.plan.as_dict())
+        shared = {name: told[name] for name in ("strategy", "remat") if name in told}
+        write_head(run.run_dir, run.resolved, run.plan.as_dict() | shared)
     run.recorder.open(run.config.log.progress, run.plan.steps, run.unit, start_record(run) | {"facts": told})
     run.keeper.begin()
 

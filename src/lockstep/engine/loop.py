@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -89,6 +90,17 @@ def _show(task: Task, run: Run) -> str | None:
                 run.recorder.event("warning", reason=f"show(): {known}")
             text = task.show(run.driver.model)  # by all ranks, where a forward waits for the others
             return text if run.runtime.is_main else None
-    except Exception:
-        run.recorder.event("warning", reason=f"show() failed:\n{traceback.format_exc()}")
+    except Exception as error:
+        reason = f"show() failed: {type(error).__name__}: {error} ({_place(error, task)})"
+        run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
         return None
+
+
+def _place(error: BaseException, task: Task) -> str:
+    """Where in the task's own file, also if that error has led to another one; or else where at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    cause = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
+    code = getattr(inspect.unwrap(task.show), "__code__", None)
+    own = [frame for frame in (*frames, *cause) if code and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

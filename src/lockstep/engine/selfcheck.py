@@ -234,7 +234,8 @@ def check_enough_work(plan: Plan) -> None:
         fix = f"type micro_batch={several} or less" if plan.global_batch >= 2 * plan.world else "type a larger batch"
         raise UserError(
             "a pipeline (mesh.pp), in which several micro-batches are on their way at once",
-            f"{plan.micro_batches} of {plan.micro_batch} samples in a step, for {plan.world} "
+            f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {plan.micro_batch} samples in a "
+            f"step, for {plan.world} "
             f"pipeline{'s' * (plan.world > 1)}",
             f"{fix}: at least one for each stage is best",
         )

@@ -305,7 +305,7 @@ class Rounds:
         reason = self.restarts.refusal(failure, now, self.settings, situation)
         if reason:
             self._after_stop = Ending(failure.exit_code, failure)
-            self._report(failure, f"not restarted: {reason}. To go on: {self.job.again}")
+            self._report(failure, f"not restarted: {reason}{self._what_to_type(failure, saved)}")
         else:
             if self.restarts.note(failure, self.places.get(failure.rank), saved, now):
                 self._leave_out(self.places[failure.rank][0])
@@ -315,6 +315,12 @@ class Rounds:
             self._report(failure, f"restarting {_number(ranks, 'rank')} from {source} ({count})")
             self._commands.append(Log({"event": "restart", "attempt": self.attempt + 1, "ranks": ranks, "step": saved}))
         self._stop(now)
+
+    def _what_to_type(self, failure: Failure, saved: int | None) -> str:
+        """Nothing, where the same program would come to the same error from its beginning."""
+        if saved is None:
+            return "" if failure.from_python else f". To begin again: {self.job.again}"
+        return f". To go on: {self.job.again}"
 
     def _leave_out(self, number: int) -> None:
         if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:

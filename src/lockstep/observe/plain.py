@@ -118,7 +118,7 @@ def event_line(record: Record) -> str:
         return f"sample:\n{record.get('text', '-')}"
     if kind == "end":  # the rest of the summary was said at the start
         record = {key: record.get(key) for key in END_KEYS}
-    parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event"))]
+    parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
     return _broken(parts) if kind in BROKEN else "  ".join(parts).rstrip()
 
 

@@ -148,6 +148,9 @@ class Recorder:
         for view in self._views:
             with self._whatever_the_disk_says():
                 view.event(record)
+        if "traceback" in fields:  # the views tell its last line
+            with self._whatever_the_disk_says():
+                self._log.write(fields["traceback"])
 
     def hide(self) -> None:
         """Show nothing more on the terminal."""

@@ -290,7 +290,7 @@ def events_table(run: Run) -> str:
     for event in shown:
         at = number(event.get("time"))
         since = "-" if at is None or began is None else duration(at - began)
-        told = " · ".join(event_words(event, leave_out=("time", "event", "step", "facts")))
+        told = " · ".join(event_words(event, leave_out=("time", "event", "step", "facts", "traceback")))
         rows.append((since, event.get("event"), event.get("step"), told))
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)

@@ -31,6 +31,7 @@ from lockstep.parallel.tensor import add_copies, agree_on_plain
 from lockstep.parallel.word import Word
 from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime, device_name
+from lockstep.runtime.world import World
 
 CUT = ("fsdp", "fsdp-grads", "hsdp")  # the strategies of this module
 
@@ -183,11 +184,16 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
         )
 
 
+def count_copies(config: FSDPConfig, world: World) -> int:
+    """Groups of ranks with a whole copy each, under hsdp."""
+    return config.replicas or max(2, world.size // world.local_size)
+
+
 def make_mesh(strategy: str, config: FSDPConfig, runtime: Runtime) -> DeviceMesh:
     kind, size = runtime.device.type, runtime.world.size
     if strategy != "hsdp":
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-    copies = config.replicas or max(2, size // runtime.world.local_size)
+    copies = count_copies(config, runtime.world)
     if size % copies:
         divisors = [n for n in range(2, size + 1) if size % n == 0]
         raise UserError(

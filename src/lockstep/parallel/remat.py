@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.blocks import class_to_name, find_blocks
 
 _ATEN = torch.ops.aten
 # Not every build of torch has every kernel.
@@ -41,17 +41,30 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
         return
     blocks = find_blocks(model, config.blocks)
     if not blocks:
+        part = class_to_name(model)
         raise UserError(
             f"remat={config.remat}",
             f"{type(model).__name__} has no list of equal modules, so it is not clear what to compute again",
-            f"name the classes of its parts, such as blocks=[{_largest_part(model)}]",
+            f"name the classes of its parts, such as blocks=[{part}]" if part else "type remat=none",
         )
-    every = int(config.remat.removeprefix("every-")) if config.remat.startswith("every-") else 1
-    for block in blocks[::every]:
+    for block in recomputed(blocks, config.remat):
         _check_counts_nothing(block, config.remat)
         original = vars(block).get("forward")  # somebody may have replaced it before us
         # A partial, not a closure: in a copy of the model it belongs to the copied block.
         block.forward = partial(_forward, block, original, config.remat == "selective")
+
+
+def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
+    """Those of the model's blocks."""
+    if not remat.startswith("every-"):
+        return blocks
+    every = int(remat.removeprefix("every-"))
+    if every == 1:
+        raise UserError(f"remat={remat}", "all blocks, for which there is a word", "type remat=full")
+    if every > len(blocks):
+        fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
+        raise UserError(f"remat={remat}", f"a model with {len(blocks)} block{'s' * (len(blocks) > 1)}", fix)
+    return blocks[::every]
 
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: bool, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +106,3 @@ def _check_counts_nothing(block: nn.Module, remat: str) -> None:
                 f"{where} is a {type(module).__name__}, whose running statistics would count every batch twice",
                 "use GroupNorm or LayerNorm, name blocks without it (blocks=[...]), or type remat=none",
             )
-
-
-def _largest_part(model: nn.Module) -> str:
-    parts = [module for module in model.modules() if module is not model]
-    largest = max(parts, key=lambda module: sum(p.numel() for p in module.parameters()), default=model)
-    return type(largest).__name__

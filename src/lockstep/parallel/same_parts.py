@@ -40,6 +40,7 @@ class SameParts:
         self.runtime, self.steps = runtime, 0
         self.among = copies or runtime.collectives
         self.groups: list[list[str]] = []  # of parameters that are gathered as one
+        self._in_mesh = False  # ranks share layers or stages too (mesh.tp, mesh.pp), which zero1 does not know
         names = {id(p): name for name, p in model.named_parameters()}
         for module in nn.ModuleList(stages or [model]).modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -48,6 +49,7 @@ class SameParts:
                 self._compare_before_adding(group, len(self.groups))
                 known = [names.get(id(each.sharded_param)) or str(each._param_fqn) for each in group.fsdp_params]
                 self.groups.append(known)
+                self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
 
     @property
     def compares(self) -> bool:
@@ -63,7 +65,7 @@ class SameParts:
         dist.all_gather(list(every.unbind()), mine, group=self.among.group)
         if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
             words = self._in_words(what, number, has_gradient)
-            raise _differ(self.among.gather_json([self.runtime.world.rank, *words]))
+            raise _differ(self.among.gather_json([self.runtime.world.rank, *words]), self._in_mesh)
 
     def _compare_before_adding(self, group: Any, number: int) -> None:
         """torch adds the gradients that are there, whichever they are."""
@@ -102,7 +104,7 @@ def _has_gradient(parameter: Any) -> bool:
     return whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
-def _differ(told: list[tuple[int, str, list[str]]]) -> UserError:
+def _differ(told: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
     """`told`: every rank, what it does, and with which parameters."""
     first = told[0]
     other = next(words for words in told if words[1:] != first[1:])
@@ -116,8 +118,8 @@ def _differ(told: list[tuple[int, str, list[str]]]) -> UserError:
     return UserError(
         "all ranks use the same parameters in a micro-batch, as fsdp needs it",
         "; ".join(found),
-        "type strategy=ddp ddp.find_unused_parameters=true, or strategy=zero1 with it; or call that part of the model "
-        "on every rank, and multiply by 0 what should not count",
+        f"type strategy=ddp ddp.find_unused_parameters=true{'' if in_mesh else ', or strategy=zero1 with it'}; or call "
+        "that part of the model on every rank, and multiply by 0 what should not count",
     )
 
 

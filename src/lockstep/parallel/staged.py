@@ -22,7 +22,7 @@ from lockstep.parallel.stage_shards import shard_stage
 from lockstep.parallel.stages import keep_only, whereabouts
 from lockstep.parallel.staging import blocks_of, make_stages
 from lockstep.parallel.tensor import agree_on_plain, explain_mixtures, lay_out, settle_gradient
-from lockstep.parallel.tensor_plans import Cut, check_plan, choose_plan
+from lockstep.parallel.tensor_plans import Cut, choose_plan
 from lockstep.parallel.word import LENGTH, Word
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
@@ -51,7 +51,9 @@ class StagedDriver(CutDriver):
         self._sharded = config.strategy in ("fsdp", "fsdp-grads") and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
         self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
-        plan = _tensor_plan(model, task, self.mesh.sizes["tp"])
+        ways = self.mesh.sizes["tp"]
+        # Made while the model is whole; empty: nothing is cut along tp.
+        plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
         chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
         stages = whereabouts(model, used)
         places = {name: {n % ranks for n in numbers} for name, numbers in stages.items()}
@@ -217,15 +219,6 @@ def _add(parameters: list[nn.Parameter], group: Collectives) -> None:
         flat = group.sum_(torch.cat([grad.flatten() for grad in grads]))
         parts = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
-
-
-def _tensor_plan(model: nn.Module, task: Any, ways: int) -> dict[str, Cut]:
-    """Made while the model is whole; empty: nothing is cut along tp."""
-    if ways == 1:
-        return {}
-    plan = choose_plan(model, task)
-    check_plan(plan, model, ways)
-    return plan
 
 
 def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:

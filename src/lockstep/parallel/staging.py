@@ -36,7 +36,8 @@ def make_stages(
     if not blocks or data is None:
         found = f"{type(model).__name__}, whose forward says by itself what runs after what"
         found += ", and no list of equal modules in it to cut between" * (not blocks)
-        raise UserError("a model that can be cut into stages", found, WHAT_TO_WRITE)
+        fix = WHAT_TO_WRITE if blocks else WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)")
+        raise UserError("a model that can be cut into stages", found, fix)
     precision = replace(choose(config, device), device_type="cpu")
     samples = data()
     with Surroundings(model):

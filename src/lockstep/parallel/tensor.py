@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.layout import local
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor_plans import Cut, check_plan, choose_plan
+from lockstep.parallel.tensor_plans import Cut, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
@@ -30,8 +30,8 @@ aten = torch.ops.aten
 
 def cut_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
     """Replace the weights that the plan names by this rank's part of them; all others stay as they are."""
-    plan = choose_plan(model, task)
-    check_plan(plan, model, axes.mesh.sizes["tp"])
+    ways = axes.mesh.sizes["tp"]
+    plan = choose_plan(model, task, ways, runtime.world.size // ways)
     runtime.collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     runtime.collectives.broadcast_(list(model.buffers()))
     lay_out(model, plan, axes, runtime)
@@ -133,10 +133,10 @@ def agree_on_plain(parameters: list[nn.Parameter], parts: Collectives) -> None:
     """Every rank of a tp group computes the gradients of what is not cut by itself. On a GPU some kernels add in any
     order, and copies that differ in a last bit would drift apart: the first rank's count."""
     if parts.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        parts.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not _is_cut_along_tp(p)])
+        parts.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_cut_along_tp(p)])
 
 
-def _is_cut_along_tp(tensor: Tensor) -> bool:
+def is_cut_along_tp(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)

@@ -7,6 +7,7 @@ gathered   the output features are cut, and put together at once: what follows c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -48,23 +49,39 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def choose_plan(model: nn.Module, task: Any) -> dict[str, Cut]:
-    """Every cut layer by its full name. In a loop of the user's own there is no task: the model may have the method."""
+def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, Cut]:
+    """Every cut layer by its full name; what would fail in the first forward is refused. `ways`: ranks of a tp group;
+    `others`: how many such groups there are."""
+    asked = _asked(model, task)
+    plan = _recognised(model) if asked is None else _spell_out(asked, model)
+    _check_whole(plan, model, ways)
+    _check_even(plan, model, ways, others, has_plan=asked is not None)
+    return plan
+
+
+def _asked(model: nn.Module, task: Any) -> Mapping[str, Cut] | None:
+    """In a loop of the user's own there is no task: the model may have the method."""
     if hasattr(task, "tensor_plan"):
-        asked: Mapping[str, Cut] | None = task.tensor_plan(model)
-    else:
-        asked = model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
-    if asked is None:
-        found = recognise(model)
-        if not found:
-            raise UserError(
-                "layers to cut over a tp group",
-                f"no tensor_plan(model) in the task, and no names in {type(model).__name__} that we know",
-                'write def tensor_plan(self, model): return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} '
-                "(in a loop of your own, a method of the model, without the argument), or type strategy=fsdp",
-            )
-        return found
-    return _spell_out(asked, model)
+        return task.tensor_plan(model)
+    return model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
+
+
+def _recognised(model: nn.Module) -> dict[str, Cut]:
+    found = recognise(model)
+    if not found:
+        raise UserError(
+            "layers to cut over a tp group",
+            f"no tensor_plan(model) in the task, and no names in {type(model).__name__} that we know",
+            'write def tensor_plan(self, model): return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} '
+            f"(in a loop of your own, a method of the model, without the argument), or {_without_tp(model)}",
+        )
+    return found
+
+
+def _without_tp(model: nn.Module) -> str:
+    """What else saves memory. A single number cannot be cut, and fsdp cuts all there is."""
+    scalars = any(p.dim() == 0 for p in model.parameters())
+    return f"type strategy={'zero1' if scalars else 'fsdp'} without mesh.tp"
 
 
 def recognise(model: nn.Module) -> dict[str, Cut]:
@@ -115,12 +132,12 @@ def _spell_out(asked: Mapping[str, Cut], model: nn.Module) -> dict[str, Cut]:
             )
         plan |= dict.fromkeys(matching, cut)
     if not plan:
-        raise UserError("layers to cut over a tp group", "an empty tensor_plan", "name some, or type strategy=fsdp")
+        raise UserError("layers to cut over a tp group", "an empty tensor_plan", f"name some, or {_without_tp(model)}")
     return plan
 
 
-def check_plan(plan: Mapping[str, Cut], model: nn.Module, ways: int) -> None:
-    """What would fail in the first forward, or come out wrong, is refused by name."""
+def _check_whole(plan: Mapping[str, Cut], model: nn.Module, ways: int) -> None:
+    """Layers that can be cut, each without another."""
     tied = _tied(model)
     for name, cut in plan.items():
         layer = model.get_submodule(name)
@@ -131,25 +148,41 @@ def check_plan(plan: Mapping[str, Cut], model: nn.Module, ways: int) -> None:
                 f"{shared[0]!r} is tied to {tied[shared[0]]!r}; a cut would part them",
                 f"leave {name!r} out of the plan, or untie the two",
             )
-        if isinstance(cut, str):
-            _check_linear(name, layer, cut, ways)
+        if isinstance(cut, str) and not isinstance(layer, nn.Linear):
+            raise UserError(
+                f"tensor_plan: {name!r}: {cut!r}",
+                f"a {type(layer).__name__}; these words are for nn.Linear",
+                "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
+            )
 
 
-def _check_linear(name: str, layer: nn.Module, cut: str, ways: int) -> None:
-    if not isinstance(layer, nn.Linear):
-        raise UserError(
-            f"tensor_plan: {name!r}: {cut!r}",
-            f"a {type(layer).__name__}; these words are for nn.Linear",
-            "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
-        )
-    size = layer.in_features if cut == "rowwise" else layer.out_features
-    if size % ways:
-        fits = max(divisor for divisor in range(1, ways) if size % divisor == ways % divisor == 0)  # of the ranks, too
-        raise UserError(
-            f"{name!r} cut over {ways} ranks (mesh.tp)",
-            f"{size} {'input' if cut == 'rowwise' else 'output'} features, which {ways} does not divide",
-            f"type mesh.tp={fits}" if fits > 1 else f"leave {name!r} out of tensor_plan",
-        )
+def _check_even(plan: Mapping[str, Cut], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
+    layers = {name: model.get_submodule(name) for name, cut in plan.items() if isinstance(cut, str)}
+    sizes = {
+        name: layer.in_features if plan[name] == "rowwise" else layer.out_features
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear)
+    }
+    for name, size in sizes.items():
+        if size % ways:
+            left_out = f"leave {name!r} out of tensor_plan" if has_plan else f"write a tensor_plan without {name!r}"
+            raise UserError(
+                f"{name!r} cut over {ways} ranks (mesh.tp)",
+                f"{size} {'input' if plan[name] == 'rowwise' else 'output'} features, which {ways} does not divide",
+                ", or ".join([*_other_ways(math.gcd(*sizes.values()), ways, others), left_out]),
+            )
+
+
+def _other_ways(common: int, ways: int, others: int) -> list[str]:
+    """What to type so that all layers divide, whose features have `common` as their largest common divisor: with as
+    many ranks, or else with fewer, or with a few more."""
+    fitting = [n for n in range(2, 2 * ways) if common % n == 0]
+    if same_ranks := [n for n in fitting if ways % n == 0]:
+        return [f"type mesh.tp={max(same_ranks)}"]
+    if fitting:
+        nearest = max([n for n in fitting if n < ways], default=fitting[0])
+        return [f"type mesh.tp={nearest} --nproc {nearest * others}"]
+    return []
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
