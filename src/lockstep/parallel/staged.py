@@ -14,14 +14,14 @@ from lockstep.errors import UserError
 from lockstep.parallel.absent import Absent
 from lockstep.parallel.drivers import CutDriver
 from lockstep.parallel.fsdp import tell_of_blocks
-from lockstep.parallel.layout import local, squared_lengths, whole
+from lockstep.parallel.layout import squared_lengths, whole
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline import SCHEDULES, Pipeline, Stage
 from lockstep.parallel.same_parts import END, SameParts
 from lockstep.parallel.stage_shards import shard_stage
 from lockstep.parallel.stages import keep_only, whereabouts
 from lockstep.parallel.staging import blocks_of, make_stages
-from lockstep.parallel.tensor import agree_on_plain, explain_mixtures, lay_out, settle_gradient
+from lockstep.parallel.tensor import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
 from lockstep.parallel.tensor_plans import Cut, choose_plan
 from lockstep.parallel.word import LENGTH, Word
 from lockstep.precision import choose
@@ -183,11 +183,11 @@ class StagedDriver(CutDriver):
             settle_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not self._sharded:
-            _add(mine, self._copies)
+            sum_gradients(mine, self._copies)
         used_names = {name for name, used in zip(self.names, live, strict=True) if used}
         parameters = dict(zip(self.names, self.parameters, strict=True))
         for names, owners in self._shared:
-            _add([parameters[name] for name in names if name in used_names], owners)
+            sum_gradients([parameters[name] for name in names if name in used_names], owners)
         if not self._parts.world.alone:
             agree_on_plain(mine, self._parts)
 
@@ -207,18 +207,6 @@ class StagedDriver(CutDriver):
     def _ranks_at(self, stages: set[int]) -> tuple[int, ...]:
         inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
         return tuple(stage * inside + place for stage in sorted(stages) for place in range(inside))
-
-
-def _add(parameters: list[nn.Parameter], group: Collectives) -> None:
-    """One sum for each number format, of this rank's parts."""
-    if group.world.alone:
-        return
-    everything = [local(p.grad) for p in parameters if p.grad is not None]
-    for dtype in dict.fromkeys(grad.dtype for grad in everything):  # in one order on all ranks
-        grads = [grad for grad in everything if grad.dtype == dtype]
-        flat = group.sum_(torch.cat([grad.flatten() for grad in grads]))
-        parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:

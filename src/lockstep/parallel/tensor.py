@@ -114,7 +114,14 @@ def add_copies(parameters: list[nn.Parameter], copies: Collectives) -> None:
     live = [p for p, count in zip(parameters, users, strict=True) if count]
     for p in live:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    everything = [local(p.grad) for p in live if p.grad is not None]
+    sum_gradients(live, copies)
+
+
+def sum_gradients(parameters: list[nn.Parameter], copies: Collectives) -> None:
+    """One sum for each number format, of this rank's parts. All of `copies` have gradients for the same ones."""
+    if copies.world.alone:
+        return
+    everything = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in everything):  # in one order on all ranks
         grads = [grad for grad in everything if grad.dtype == dtype]
         flat = copies.sum_(torch.cat([grad.flatten() for grad in grads]))
