@@ -416,7 +416,7 @@ MODEL = {
         mends=False,
     ),
     "tp of a model with a scalar": Row(
-        {"strategy": "tp"}, "layers to cut", "no tensor_plan", "type strategy=zero1", Asked(StrangeScaled)
+        {"strategy": "tp"}, "layers to cut", "no tensor_plan", "type strategy=fsdp", Asked(StrangeScaled)
     ),
     "a plan that is a list": Row({"strategy": "tp"}, "tensor_plan", "a list", "colwise", Asked(plan=["up"])),
     "a plan for nobody": Row(

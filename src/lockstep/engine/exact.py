@@ -96,16 +96,18 @@ class Exactness:
 
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     """`names`: a task's `changing_buffers`."""
-    known = dict(model.named_buffers())
-    unknown = [names] if isinstance(names, str) else [name for name in names if name not in known]
-    if unknown:
+    known = [name for name, _ in model.named_buffers()]
+    wrong = "a text, not a tuple of names" if isinstance(names, str) else None
+    for name in names if wrong is None else ():
+        if name in known:
+            raise _changing_buffer(name, "changes in training, as the task says")
+        wrong = f"no buffer {name!r} in the model"
+    if wrong is not None:
         raise UserError(
             f"changing_buffers={names!r} in the task",
-            f"no buffer {unknown[0]!r} in the model" if not isinstance(names, str) else "a text, not a tuple of names",
+            wrong,
             f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
         )
-    for name in names:
-        raise _changing_buffer(name, "changes in training, as the task says")
 
 
 def _changing_buffer(name: str, what: str) -> UserError:

@@ -35,9 +35,9 @@ class Absent:
     def read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
         """Whether the loss has read any, in this micro-batch or in one before. `again` computes it once more, from a
         copy of what the model has returned."""
-        tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
         if self._read or not self._tensors or (loss.total.is_cuda and self.steps > FIRST_STEPS):
             return bool(self._read)
+        tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
         if any(bool(tensor.isnan().any()) for tensor in tensors):  # on a GPU the host waits here
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _Reads(self._tensors) as reads:

@@ -21,8 +21,8 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 class Held:
-    """What modules keep, to be looked at in every call. Of other objects than these it is not seen that they are
-    others, nor what lies inside of them."""
+    """What modules keep, to be looked at in every call: plain values, tensors, and what can be called. Other objects (a
+    list, a configuration) may be exchanged, and changed inside, unseen."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = [*modules]

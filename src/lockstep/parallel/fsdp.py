@@ -77,7 +77,8 @@ class FSDPDriver(CutDriver):
         cut(model)
         prepare(model)
         super().__init__(model, runtime)
-        self._copies, self._whole = axes.along("dp") if axes else runtime.collectives, scalars(model)
+        self._copies = axes.along("dp") if axes else runtime.collectives
+        self._uncut = [p for p in scalars(model) if p.requires_grad]
         self._same = SameParts(model, runtime)
         self.facts = tell_of_blocks(len(found), len(parts))
         if empty:
@@ -95,7 +96,7 @@ class FSDPDriver(CutDriver):
             self._exchange(word)
 
     def add_gradients(self) -> None:
-        add_copies([p for p in self._whole if p.requires_grad], self._copies)
+        add_copies(self._uncut, self._copies)
         if self._parts:
             agree_on_plain(self.parameters, self._parts)
 

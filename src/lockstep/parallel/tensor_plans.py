@@ -73,15 +73,10 @@ def _recognised(model: nn.Module) -> dict[str, Cut]:
             "layers to cut over a tp group",
             f"no tensor_plan(model) in the task, and no names in {type(model).__name__} that we know",
             'write def tensor_plan(self, model): return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} '
-            f"(in a loop of your own, a method of the model, without the argument), or {_without_tp(model)}",
+            "(in a loop of your own, a method of the model, without the argument), or type strategy=fsdp without "
+            "mesh.tp",
         )
     return found
-
-
-def _without_tp(model: nn.Module) -> str:
-    """What else saves memory. A single number cannot be cut, and fsdp cuts all there is."""
-    scalars = any(p.dim() == 0 for p in model.parameters())
-    return f"type strategy={'zero1' if scalars else 'fsdp'} without mesh.tp"
 
 
 def recognise(model: nn.Module) -> dict[str, Cut]:
@@ -132,7 +127,9 @@ def _spell_out(asked: Mapping[str, Cut], model: nn.Module) -> dict[str, Cut]:
             )
         plan |= dict.fromkeys(matching, cut)
     if not plan:
-        raise UserError("layers to cut over a tp group", "an empty tensor_plan", f"name some, or {_without_tp(model)}")
+        raise UserError(
+            "layers to cut over a tp group", "an empty tensor_plan", "name some, or type strategy=fsdp without mesh.tp"
+        )
     return plan
 
 
