@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Saver, Slice
-from lockstep.checkpoint.store import Store
-from lockstep.machine import available_cores
+from lockstep.checkpoint.saver import Saver, Slice
+from lockstep.checkpoint.storage import Store
+from lockstep.runtime.machine import available_cores
 
 TOKEN = "be7c4"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.recipes.clstm_ppo import ClstmPpo
 from lockstep.recipes.clstm_ppo.rollout import log_chances
-from lockstep.task import Surroundings
+from lockstep.task import SourceContext
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -62,7 +62,7 @@ def main() -> None:
     task, places = ClstmPpo(**values["task"]), values["global_batch"]
     agent, source, settings = task.model().to(DEVICE), task.source, task.source.settings
     nn.init.normal_(agent.policy.weight, std=0.05)  # with opinions, or every ratio would be 1
-    source.attach(Surroundings(agent, DEVICE, 0, places, places, range(1), 1, False, lambda values: values))
+    source.attach(SourceContext(agent, DEVICE, 0, places, places, range(1), 1, False, lambda values: values))
     block, environments = source.blocks[0], source.environments
 
     took = seconds(lambda: block.trade(agent, settings.days, 0, 0, 1.0), times=1)

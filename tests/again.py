@@ -1,4 +1,4 @@
-"""A device that records nothing (`lockstep.parallel.captures.Device`), and replays by doing the work again."""
+"""A device that records nothing (`cudagraph.captures.Device`), and replays by doing the work again."""
 
 from contextlib import contextmanager
 

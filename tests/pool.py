@@ -45,7 +45,7 @@ IMPORTED = (  # once, for all jobs
     "safetensors.torch",
     "numpy.ctypeslib",
     "lockstep.engine.own_loop",
-    "lockstep.parallel.pipeline",
+    "lockstep.parallel.pipeline.pipeline",
 )
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a rank whose session has died ends by itself
 

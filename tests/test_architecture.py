@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors"},
-    {"config", "machine", "pulse", "faults"},
+    {"config", "machine", "heartbeat", "faults"},
     {"runtime", "launch"},
     {"task", "precision", "testing", "losses_kernel"},
     {"losses"},

@@ -32,8 +32,8 @@ from typing import Any, Literal
 import pytest
 
 from lockstep.config import KEYS, read_file, resolve
-from lockstep.config.leaves import typed
 from lockstep.config.schema import SECTIONS
+from lockstep.config.values import typed
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +193,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts a page in a process of its own; two at a time. Torch is imported once, before the processes fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch._dynamo", "safetensors.torch", "cloudpickle", "lockstep.doors", "lockstep.engine.run"]
+        ["torch._dynamo", "safetensors.torch", "cloudpickle", "lockstep.api", "lockstep.engine.run"]
     )
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep import Task, UserError, doors, fit
+from lockstep import Task, UserError, fit
 
 ROOT = Path(__file__).parent.parent
 TASK = '''
@@ -222,7 +222,7 @@ def test_options_that_come_too_late_are_refused(settings):
 
 def test_options_of_a_preset_that_nobody_asked_for_are_not_recorded(monkeypatch):
     seen = []
-    monkeypatch.setattr(doors, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
+    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
     fit(WithPreset(), steps=1, global_batch=1)
     fit(WithPreset, steps=1, global_batch=1)
     [(made, without), (asked, with_options)] = seen

@@ -28,10 +28,10 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.pulse import FOLDER, Pulse
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
-from lockstep.runtime.signals import Notice
+from lockstep.runtime.heartbeat import FOLDER, Heartbeat
+from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 
@@ -51,11 +51,11 @@ class Echo(Collectives):
 
 @contextmanager
 def pretended(ranks: int) -> Iterator[Runtime]:
-    world, device, pulse = World(0, ranks, 0, ranks), torch.device("cpu"), Pulse()
+    world, device, heartbeat = World(0, ranks, 0, ranks), torch.device("cpu"), Heartbeat()
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield Runtime(world, device, "fake", Echo(world, device, pulse), 1, pulse, Notice())
+        yield Runtime(world, device, "fake", Echo(world, device, heartbeat), 1, heartbeat, PreemptionNotice())
     finally:
         if ranks > 1:
             dist.destroy_process_group()

@@ -21,15 +21,15 @@ from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import verify
 from lockstep.verify.compare import FACTOR, compare, gap, same_bits, turned_over
-from lockstep.verify.layouts import Layout, Wishes, check, choose
+from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import WIDTH, Report, json_of, text_of
 from zoo import borrowed, broken, healthy
 
 ZOO = Path(__file__).parent / "zoo"
 ALL = "LOCKSTEP_ALL_PAIRS" in os.environ
-QUICK = Wishes(worlds=(1, 2), steps=3)
-FULL = Wishes(strategies=("ddp", "fsdp"), steps=3)
+QUICK = VerifyOptions(worlds=(1, 2), steps=3)
+FULL = VerifyOptions(strategies=("ddp", "fsdp"), steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ FACTS: dict[str, Any] = {"global_batch": 16, "micro_batch_asked": None, "stream"
 
 
 def test_layouts_by_default() -> None:
-    matrix = choose(Wishes(), FACTS)
+    matrix = choose(VerifyOptions(), FACTS)
     assert [layout.world for layout in matrix.worlds] == [2, 3, 4]
     assert len({layout.micro_batch for layout in (matrix.reference, *matrix.worlds)}) == 1, "one cut for all worlds"
     assert -(-16 // (matrix.reference.micro_batch or 16)) >= 4, "work for everybody"
@@ -217,25 +217,25 @@ def test_layouts_by_default() -> None:
 
 
 def test_a_micro_batch_that_was_asked_for_is_the_largest() -> None:
-    matrix = choose(Wishes(), FACTS | {"micro_batch_asked": 4})
+    matrix = choose(VerifyOptions(), FACTS | {"micro_batch_asked": 4})
     assert matrix.reference.micro_batch == 4
     assert all((layout.micro_batch or 99) <= 4 for layout in matrix.all)
 
 
 def test_worlds_that_do_not_fit() -> None:
     small = FACTS | {"global_batch": 3}
-    assert [layout.world for layout in choose(Wishes(), small).worlds] == [2, 3]
-    assert choose(Wishes(), small).notes
+    assert [layout.world for layout in choose(VerifyOptions(), small).worlds] == [2, 3]
+    assert choose(VerifyOptions(), small).notes
     with pytest.raises(UserError, match="does not go into 4"):
-        choose(Wishes(worlds=(1, 4)), small)
-    stream = choose(Wishes(), FACTS | {"stream": True})
+        choose(VerifyOptions(worlds=(1, 4)), small)
+    stream = choose(VerifyOptions(), FACTS | {"stream": True})
     assert [layout.world for layout in stream.worlds] == [2, 4]
     assert all(16 // layout.world % (layout.micro_batch or 99) == 0 for layout in stream.worlds)
 
 
 def test_unknown_strategies_are_refused() -> None:
     with pytest.raises(UserError, match="type some of"):
-        check(Wishes(strategies=("ddp", "pp")))
+        check(VerifyOptions(strategies=("ddp", "pp")))
 
 
 # ---- the rule -------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.api import RunResult as RunResult
+    from lockstep.api import fit as fit
+    from lockstep.api import start as start
     from lockstep.config import RunConfig as RunConfig
-    from lockstep.doors import RunResult as RunResult
-    from lockstep.doors import fit as fit
-    from lockstep.doors import start as start
     from lockstep.errors import ConfigError as ConfigError
     from lockstep.errors import UserError as UserError
     from lockstep.losses import linear_cross_entropy as linear_cross_entropy
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lockstep.task import BatchSource as BatchSource
     from lockstep.task import Loss as Loss
     from lockstep.task import MicroBatch as MicroBatch
-    from lockstep.task import Share as Share
+    from lockstep.task import SourceContext as SourceContext
+    from lockstep.task import StepBatches as StepBatches
     from lockstep.task import StepResult as StepResult
-    from lockstep.task import Surroundings as Surroundings
     from lockstep.task import Task as Task
 
 __version__ = "0.1.0"
@@ -39,9 +39,9 @@ _HOMES = {
     "BatchSource": "task",
     "Loss": "task",
     "MicroBatch": "task",
-    "Share": "task",
+    "StepBatches": "task",
     "StepResult": "task",
-    "Surroundings": "task",
+    "SourceContext": "task",
     "Task": "task",
 }
 __all__ = ["__version__", *_HOMES]

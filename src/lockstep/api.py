@@ -20,8 +20,8 @@ from lockstep.config import Layer, Resolved, check, from_object, resolve, resolv
 from lockstep.errors import Preempted, RanksFailed, UserError
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
-from lockstep.launch.place import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
-from lockstep.launch.supervise import Ending, supervise
+from lockstep.launch.run_dir import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
+from lockstep.launch.supervisor import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
 from lockstep.runtime.world import World
@@ -210,7 +210,7 @@ def fit(
 @contextmanager
 def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
-    from lockstep.engine.explained import explained
+    from lockstep.engine.diagnose import explained
     from lockstep.engine.own_loop import OwnRun
     from lockstep.engine.run import Run
     from lockstep.runtime import context
@@ -274,7 +274,7 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
     from lockstep.engine import loop
-    from lockstep.engine.explained import explained
+    from lockstep.engine.diagnose import explained
     from lockstep.engine.run import Run
     from lockstep.runtime import context
 

@@ -111,29 +111,29 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep import doors
+    from lockstep import api
     from lockstep.config import read_layers
 
     layers = read_layers(options.config, overrides)
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    asked = doors.Processes(options.nproc, options.nnodes, options.join)
-    again = doors.typed_again(["lockstep"], options.arguments, ["--resume", "auto"])
-    return doors.train(options.target, layers, asked, again)
+    asked = api.Processes(options.nproc, options.nnodes, options.join)
+    again = api.typed_again(["lockstep"], options.arguments, ["--resume", "auto"])
+    return api.train(options.target, layers, asked, again)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.config import read_layers
     from lockstep.verify import command
-    from lockstep.verify.layouts import Wishes
+    from lockstep.verify.layouts import VerifyOptions
 
     layers = read_layers(options.config, overrides)
-    wishes = Wishes.typed(options.worlds, options.strategies, options.splits, options.steps, options.exact)
+    wishes = VerifyOptions.typed(options.worlds, options.strategies, options.splits, options.steps, options.exact)
     return command.main(options.target, layers, wishes, options.json)
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep.launch.place import ask_for_size
+    from lockstep.launch.run_dir import ask_for_size
 
     ask_for_size(options.run_dir, options.count)
     print(f"asked for {options.count}: the launcher of {options.run_dir} says on its screen what it does about it")
@@ -143,7 +143,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
     from lockstep.config import describe, read_layers, resolve_for
-    from lockstep.config.leaves import typed
+    from lockstep.config.values import typed
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)

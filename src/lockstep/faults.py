@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_FAULTS"
 
-# Beside the phases of a pulse, a fault may happen in these places.
+# Beside the phases of a heartbeat, a fault may happen in these places.
 PLACES = (
     "loss",  # a loss has been computed
     "write",  # a checkpoint's file is half written
@@ -127,12 +127,12 @@ def fire(phase: str, step: int) -> str | None:
     return returned
 
 
-def install(pulse: Any) -> None:
+def install(heartbeat: Any) -> None:
     """From now on every beat of this rank may be its last. Without faults nothing is installed."""
     faults = planned()
-    check_phases(faults, pulse.spent)
+    check_phases(faults, heartbeat.spent)
     if faults:
-        pulse.hook = lambda step, phase: fire(phase, step)
+        heartbeat.hook = lambda step, phase: fire(phase, step)
 
 
 def _created(path: Path) -> bool:

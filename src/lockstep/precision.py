@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
+from lockstep.runtime.context import Runtime
 
 # Formats whose parameters and gradients are stored in bfloat16, and how updates too small for it are not lost.
 WAYS = {"bf16-master": "kept", "bf16-pure-stochastic": "stochastic", "bf16-pure-compensated": "compensated"}
@@ -239,3 +241,42 @@ def full_precision(precision: Precision) -> Iterator[None]:
         return
     with torch.autocast(precision.device_type, enabled=False):
         yield
+
+
+# What a backward starts with: 1, or for fp16 the loss scale, on which all ranks agree.
+
+
+class LossScale:
+    def __init__(self, scaler: DynamicScaler | None, runtime: Runtime):
+        self.scaler, self.runtime = scaler, runtime
+
+    @property
+    def value(self) -> float:
+        return self.scaler.value / (self.scaler.unit_weight or 1.0) if self.scaler else 1.0
+
+    @property
+    def logarithm(self) -> float:
+        """What travels in the control word, for the ranks to compare."""
+        return math.log2(self.scaler.value) if self.scaler else 0.0
+
+    @property
+    def unknown(self) -> bool:
+        """Before the first micro-batch: nobody knows what a usual step weighs."""
+        return self.scaler is not None and self.scaler.unit_weight is None
+
+    def find_unit(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
+        """The weight of a usual step, as a power of two; found once, from the first micro-batches of all ranks that are
+        not `silent`, equal on all of them.
+
+        We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
+        """
+        assert self.scaler is not None
+        counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
+        mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        total, seen = self.runtime.collectives.sum_(mine).tolist()
+        self.scaler.unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, seen) * global_batch)))
+
+    def check_equal(self, logarithms: float, ranks: int) -> None:
+        """`logarithms`: their sum over all ranks."""
+        if self.scaler and abs(logarithms / ranks - self.logarithm) > 1e-3:
+            raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from lockstep.config import Layer, Resolved, flatten
-from lockstep.config.rules import PREPARED, by_a_run
+from lockstep.config.conflicts import PREPARED, by_a_run
 from lockstep.errors import ConfigError, UserError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.leaves import typed
 from lockstep.config.schema import flatten
+from lockstep.config.values import typed
 from lockstep.errors import UserError
 
 Weight = int | float | Tensor
@@ -49,7 +49,7 @@ class MicroBatch:
 
 
 @dataclass(slots=True)
-class Share:
+class StepBatches:
     """What one rank does in one global step: `count` micro-batches, read as they are asked for."""
 
     count: int
@@ -83,9 +83,9 @@ class StepResult:
 class BatchSource(Protocol):
     """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size."""
 
-    def take(self) -> Share: ...
+    def take(self) -> StepBatches: ...
 
-    def commit(self, share: Share, result: StepResult | None) -> None:
+    def commit(self, share: StepBatches, result: StepResult | None) -> None:
         """The share was used. `result` is the newest one known (on a GPU, the previous step's)."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -94,7 +94,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SourceContext:
     """What a BatchSource with a method `attach(surroundings)` is told before the first step, and before it gets its
     state back. `attach` places what this rank works on, and returns a line about the data."""
 

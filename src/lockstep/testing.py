@@ -5,7 +5,7 @@
 
 The kinds, in `how`: "kill" (SIGKILL), "stop" (SIGSTOP), "term" (SIGTERM), "raise" (RuntimeError), "hang", "slow" (give
 `seconds`; happens every time), "exit" (code 3), "segfault"; in a loss "inf" and "nan"; in a checkpoint "disk full",
-"corrupt" and "truncate". A `phase` is one of `lockstep.pulse.PHASES` or of `lockstep.faults.PLACES`.
+"corrupt" and "truncate". A `phase` is one of `lockstep.runtime.heartbeat.PHASES` or of `lockstep.faults.PLACES`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 from lockstep import faults
 from lockstep.faults import Fault
-from lockstep.pulse import PHASES
+from lockstep.runtime.heartbeat import PHASES
 
 __all__ = ["Fault", "fail_at", "faults_environment"]
 

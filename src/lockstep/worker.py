@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure, flight
+from lockstep.launch import failure, flight_recorder
 from lockstep.launch.zygote import LIFELINE
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
 
 
 def _leave(code: int) -> NoReturn:
@@ -43,15 +43,15 @@ def _show_stacks_when_asked(path: Path) -> None:
 
 
 def _work(spec: dict[str, Any]) -> None:
-    from lockstep import doors
+    from lockstep import api
 
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
     if "task" in spec:
-        doors.fit_shipped(spec["task"], layers)
+        api.fit_shipped(spec["task"], layers)
     else:
         sys.argv = [spec["target"]]
-        doors.run_target(spec["target"], layers)
+        api.run_target(spec["target"], layers)
 
 
 def _die_with_launcher(alive: int) -> None:
@@ -68,7 +68,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None] = _work) -
     _die_with_launcher(int(os.environ.pop(LIFELINE)))
     rank, folder = int(os.environ["RANK"]), Path(os.environ[FOLDER])
     _show_stacks_when_asked(folder / f"stacks-{rank}")
-    flight.serve(folder, rank)
+    flight_recorder.serve(folder, rank)
     try:
         work(spec)
     except BaseException as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep import worker
 from lockstep.errors import Preempted, UserError
-from lockstep.pulse import Pulse
+from lockstep.runtime.heartbeat import Heartbeat
 
 
 class Puppet:
@@ -18,7 +18,7 @@ class Puppet:
         self.attempt = int(os.environ["LOCKSTEP_ATTEMPT"])
         self.folder = Path(os.environ["LOCKSTEP_FOLDER"])
         self.run_dir = Path(run_dir)
-        self.pulse = Pulse.from_env(self.rank)
+        self.heartbeat = Heartbeat.from_env(self.rank)
         self.asked = False
         signal.signal(signal.SIGTERM, self._ask)
 
@@ -45,7 +45,7 @@ class Puppet:
         """Until asked to leave: then save and leave, as the engine does."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self.pulse.beat("compute")
+            self.heartbeat.beat("compute")
             time.sleep(0.02)
             if self.asked:
                 self.commit(7)
@@ -64,7 +64,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     import json
 
     from lockstep.launch.job import Count, Job
-    from lockstep.launch.supervise import supervise
+    from lockstep.launch.supervisor import supervise
 
     told = json.loads(sys.argv[1])
     nproc, nnodes = Count(*told.pop("nproc")), Count(*told.pop("nnodes", (1, 1)))

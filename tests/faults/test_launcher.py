@@ -11,7 +11,7 @@ from launchers import MODULES, Launcher, alive, events, parent_of, pid_of, until
 
 from lockstep.errors import UserError
 from lockstep.launch.job import Count, Job
-from lockstep.launch.supervise import Ending, supervise
+from lockstep.launch.supervisor import Ending, supervise
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_user_error_is_shown_without_a_traceback(run, capfd):
 def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, capfd):
     code = """
     me.note()
-    me.pulse.beat("exchange", 41)
+    me.heartbeat.beat("exchange", 41)
     if me.attempt == 0 and me.rank == 1:
         while not (me.run_dir / "0-0").exists():
             time.sleep(0.01)
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     """The complaint is on record before the other one dies."""
-    monkeypatch.setattr("lockstep.launch.rounds.OTHERS_S", 60.0)  # a busy machine needs longer than a second
+    monkeypatch.setattr("lockstep.launch.state_machine.OTHERS_S", 60.0)  # a busy machine needs longer than a second
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():
@@ -256,7 +256,7 @@ def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("lockstep.launch.hang.STOPPED_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.watchdog.STOPPED_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 60.0)  # nobody waits for it who can answer
     monkeypatch.setattr("lockstep.launch.agent.STOP_S", 0.3)
 

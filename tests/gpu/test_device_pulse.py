@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lockstep.runtime.device_pulse import DevicePulse
+from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
 
@@ -26,30 +26,30 @@ def cycles_per_ms():
 
 
 def test_phases_take_as_long_as_on_the_device(cycles_per_ms):
-    pulse = DevicePulse()
+    heartbeat = DeviceHeartbeat()
     begin = time.monotonic()
     for step in range(5):
         for phase, milliseconds in (("data", 0), ("compute", 30), ("exchange", 60), ("update", 10)):
-            pulse.beat(phase, step)
+            heartbeat.beat(phase, step)
             busy(milliseconds, cycles_per_ms)
     handed_out = time.monotonic() - begin
-    pulse.beat("evaluate")
+    heartbeat.beat("evaluate")
     torch.cuda.synchronize()
-    pulse.beat("data")
+    heartbeat.beat("data")
     assert handed_out < 0.4  # of the 0.5 s that the device needs: the host ran ahead
-    assert pulse.spent["compute"] == pytest.approx(0.15, rel=0.2)
-    assert pulse.spent["exchange"] == pytest.approx(0.30, rel=0.2)
-    assert pulse.spent["update"] == pytest.approx(0.05, rel=0.2)
-    assert pulse.spent["data"] < 0.02
+    assert heartbeat.spent["compute"] == pytest.approx(0.15, rel=0.2)
+    assert heartbeat.spent["exchange"] == pytest.approx(0.30, rel=0.2)
+    assert heartbeat.spent["update"] == pytest.approx(0.05, rel=0.2)
+    assert heartbeat.spent["data"] < 0.02
 
 
 def test_a_beat_never_synchronises(cycles_per_ms):
-    pulse = DevicePulse()
+    heartbeat = DeviceHeartbeat()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(20):
             for phase in ("data", "compute", "exchange", "update", "agree"):
-                pulse.beat(phase, step)
+                heartbeat.beat(phase, step)
                 busy(1, cycles_per_ms)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -57,13 +57,13 @@ def test_a_beat_never_synchronises(cycles_per_ms):
 
 def test_a_device_that_waits_for_its_batch_shows_it():
     torch.cuda.synchronize()  # nothing of the tests before is left to do
-    pulse = DevicePulse()
+    heartbeat = DeviceHeartbeat()
     for step in range(3):
-        pulse.beat("data", step)
+        heartbeat.beat("data", step)
         time.sleep(0.05)
-        pulse.beat("compute", step)
-        pulse.beat("update", step)
-    pulse.beat("evaluate")
+        heartbeat.beat("compute", step)
+        heartbeat.beat("update", step)
+    heartbeat.beat("evaluate")
     torch.cuda.synchronize()
-    pulse.beat("data")
-    assert pulse.spent["data"] == pytest.approx(0.15, rel=0.2)
+    heartbeat.beat("data")
+    assert heartbeat.spent["data"] == pytest.approx(0.15, rel=0.2)

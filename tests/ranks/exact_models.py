@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.run_state import RunState
 from lockstep.engine import loop
 from lockstep.engine.run import Run
-from lockstep.engine.state import RunState
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.layout import whole
 from lockstep.runtime import context
+from lockstep.runtime.layout import whole
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from ranks.support import configured
@@ -132,7 +132,7 @@ def bits(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[s
         run = Run(resolved, runtime, "test")
         summary = loop.fit(task, run)
         told = {"eval": repr(summary["eval_loss"]), "skipped": summary["skipped"]}
-        return digests(run.keeper.state, run.run_dir, run) | told
+        return digests(run.checkpoints.state, run.run_dir, run) | told
 
 
 def digests(state: RunState, run_dir: Any, run: Run) -> dict[str, Any]:

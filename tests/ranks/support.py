@@ -24,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task, settled
-from lockstep.task import Loss, Share, StepResult, Task
+from lockstep.task import Loss, StepBatches, StepResult, Task
 
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
@@ -79,14 +79,14 @@ class WatchedRun(Run):
 
     trace: Trace
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[StepBatches]:
         self.trace = Trace(self._weights())
         for share in super().shares():
             self._pieces: list[Piece] = []
             share.batches = self._note(share.batches)
             yield share
 
-    def finish(self, share: Share, result: StepResult | None) -> None:
+    def finish(self, share: StepBatches, result: StepResult | None) -> None:
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}

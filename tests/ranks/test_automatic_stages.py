@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.parallel.survey import cut_forward
+from lockstep.parallel.pipeline.survey import cut_forward
 from lockstep.recipes.char_lm import TASK
 from lockstep.task import Loss
 from pool import Pool

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.run import Run
-from lockstep.parallel.layout import local
 from lockstep.plan.memory import bytes_of
 from lockstep.runtime import context
+from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -83,7 +83,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         ]
         if run.optimizers.masters:
             states += run.optimizers.masters.held()
-        run.keeper.close()
+        run.checkpoints.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.
         for tensors in (parameters, states):

@@ -18,7 +18,7 @@ from again import Again
 from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.run import Run
-from lockstep.parallel import graphs
+from lockstep.parallel.cudagraph import graphs
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -84,7 +84,7 @@ def trained(
     try:
         resolved = resolve([("test", values)])
         with context.start(world, resolved.config, store) as runtime:
-            runtime.pulse.hook = lambda step, phase: phases.append(phase)
+            runtime.heartbeat.hook = lambda step, phase: phases.append(phase)
             run = Run(resolved, runtime, "test")
             loop.fit(task(), run)
             return {name: value.clone() for name, value in run.driver.model.state_dict().items()}, phases

@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel import exact_hook
-from lockstep.parallel.exact_drivers import OrderedDDPDriver
-from lockstep.parallel.exact_hook import OrderedHook
+from lockstep.parallel.exact.driver import OrderedDDPDriver
+from lockstep.parallel.exact.hook import OrderedHook
+from lockstep.parallel.exact.tree import hook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -140,7 +140,7 @@ def by_hand(world: World, store: Any, values: dict[str, Any]) -> dict[str, Any]:
         own = OwnRun(run)
         train_by_hand(own, Tokens("mlp"))
         own.close()
-        return digests(run.keeper.state, run.run_dir, run)
+        return digests(run.checkpoints.state, run.run_dir, run)
 
 
 def test_a_loop_of_ones_own(pool: Pool) -> None:
@@ -179,7 +179,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(share, loss)
-        run.keeper.close()
+        run.checkpoints.close()
         gradient = sum(p.nbytes for p in driver.parameters)
         return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
 
@@ -197,7 +197,7 @@ def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, 
     """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models;
     or through a copy, as from a GPU that ranks share."""
     if how == "pieces":
-        exact_hook.PIECE = 87
+        hook.PIECE = 87
     else:
         expect = OrderedHook.expect
         OrderedHook.expect = lambda hook, *given: (setattr(hook, "through_host", True), expect(hook, *given))

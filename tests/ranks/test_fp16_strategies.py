@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lockstep import faults
+from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.run import Run
-from lockstep.engine.state import whole_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool
@@ -38,7 +38,7 @@ def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) 
 
         run.finish = note
         loop.fit(Ragged(), run)
-        weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
+        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         return {"applied": applied, "scales": scales, "weights": {name: t.cpu().clone() for name, t in weights.items()}}
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.engine.outcome import MANY
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.skips import MANY
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.world import World

@@ -16,12 +16,12 @@ from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.ddp import DDPDriver
-from lockstep.parallel.hooks import fp16_scale
-from lockstep.parallel.word import Word
+from lockstep.parallel.ddp.driver import DDPDriver
+from lockstep.parallel.ddp.hooks import fp16_scale
 from lockstep.plan.plan import make_plan
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -68,7 +68,7 @@ class Sent:
         dist.all_reduce = self._original
 
 
-Step = tuple[list[list[Tensor]], list[Word], float]  # gradients and word of every rank, loss scale
+Step = tuple[list[list[Tensor]], list[ControlWord], float]  # gradients and word of every rank, loss scale
 
 
 def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def drawn(world: int, shapes: list[tuple[int, ...]], scale: float = 1.0, seed: i
     return [[scale * torch.randn(shape, generator=g) for shape in shapes] for _ in range(world)]
 
 
-def words(*weights: float, step: int = 7) -> list[Word]:
-    return [Word(weight=weight, step=step, stop=rank % 2) for rank, weight in enumerate(weights)]
+def words(*weights: float, step: int = 7) -> list[ControlWord]:
+    return [ControlWord(weight=weight, step=step, stop=rank % 2) for rank, weight in enumerate(weights)]
 
 
 def total(gradients: list[list[Tensor]], number: int) -> Tensor:
@@ -408,7 +408,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
         driver.begin()
         driver.arm(last=True)
-        driver.backward(driver.call(torch.ones(2, 30)).sum(), torch.tensor(1.0), Word(weight=1))
+        driver.backward(driver.call(torch.ones(2, 30)).sum(), torch.tensor(1.0), ControlWord(weight=1))
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

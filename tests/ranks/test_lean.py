@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config import resolve
-from lockstep.engine import adamw8bit
-from lockstep.engine.lean import KINDS, chosen
-from lockstep.engine.masters import Masters
 from lockstep.errors import UserError
+from lockstep.optim import adamw8bit
+from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.registry import KINDS, chosen
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.test_storage import trained
@@ -97,7 +97,7 @@ def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
     lean, kept = chosen(config, [torch.optim.AdamW(model.parameters()), beside])
     assert isinstance(lean, adamw8bit.AdamW8bit)
     assert kept is beside
-    Masters([lean, kept], model, "kept", seed=0).step(kept, None, now=0)
+    MasterWeights([lean, kept], model, "kept", seed=0).step(kept, None, now=0)
     assert beside.steps == 1
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.state import whole_state
 from lockstep.errors import UserError
-from lockstep.parallel.meta import check_made_as_asked, fill, make_model
+from lockstep.parallel.meta_init import check_made_as_asked, fill, make_model
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
@@ -183,7 +183,7 @@ def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tens
             model = Small()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         OwnRun(run).setup(model, optimizer)
-        weights, _ = whole_state(run.driver.model, keep=True)
+        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert held == {id(p) for p in run.driver.parameters}
         return {name: tensor.clone() for name, tensor in weights.items()}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
-from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.selfcheck import check_even_work
+from lockstep.engine.checks import check_even_work
 from lockstep.errors import UserError
+from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
 from lockstep.task import Loss
 from pool import Pool

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
-from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted, UserError
-from lockstep.parallel.layout import local
-from lockstep.parallel.pipeline import fits
-from lockstep.parallel.stages import cut, list_pieces
+from lockstep.parallel.pipeline.pipeline import fits
+from lockstep.parallel.pipeline.stages import cut, list_pieces
 from lockstep.runtime import context
+from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -129,7 +129,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
             summary = loop.fit(task, run)
         except Preempted:
             pass
-        weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
+        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
         kinds = [type(p.schedule).__name__ for p in run.driver._flow._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}

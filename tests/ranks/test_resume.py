@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.manager import Resumed
 from lockstep.engine import loop
-from lockstep.engine.keeper import Resumed
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
-from lockstep.task import Loss, Share, Task
+from lockstep.task import Loss, StepBatches, Task
 from pool import Pool
 from ranks.support import Trace, WatchedRun, assert_user_errors, configured, windows
 
@@ -107,7 +107,7 @@ class LeavingRun(WatchedRun):
 
     leave_at: int | None = None
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[StepBatches]:
         self.began_with = self.state()
         world = self.runtime.world
         for share in super().shares():
@@ -116,7 +116,7 @@ class LeavingRun(WatchedRun):
             yield share
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.keeper.state.capture()[0].items()}
+        return {name: tensor.clone() for name, tensor in self.checkpoints.state.capture()[0].items()}
 
 
 def train_part(world: World, store: Any, task: Task, values: dict[str, Any], leave_at: int | None = None) -> Part:

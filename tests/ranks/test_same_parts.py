@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.same_parts import SameParts
+from lockstep.parallel.fsdp.same_parts import SameParts
 from pool import Pool
 from ranks.support import Regression, assert_user_errors, fit
 

@@ -13,9 +13,9 @@ from torch import nn
 from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel import fsdp, same_parts
-from lockstep.pulse import Pulse
+from lockstep.parallel.fsdp.driver import driver, same_parts
 from lockstep.runtime import context
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.support import configured
@@ -28,13 +28,13 @@ PARTS = 5  # four blocks, and the rest: what is gathered as one
 class Writing(Ragged):
     """Notes where the launcher would see it."""
 
-    def __init__(self, pulse: Pulse, gathered: list[int], fails_after: int | None) -> None:
-        self.pulse, self.gathered, self.fails_after = pulse, gathered, fails_after
+    def __init__(self, heartbeat: Heartbeat, gathered: list[int], fails_after: int | None) -> None:
+        self.heartbeat, self.gathered, self.fails_after = heartbeat, gathered, fails_after
         self.after_steps: list[tuple[str, int]] = []
         self.at_end: tuple[str, int] | None = None
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        self.after_steps.append((self.pulse.phase, self.pulse.step))
+        self.after_steps.append((self.heartbeat.phase, self.heartbeat.step))
 
     def show(self, model: nn.Module) -> str:
         before = len(self.gathered)
@@ -43,7 +43,7 @@ class Writing(Ragged):
             if word == self.fails_after:
                 raise ValueError("no more words")
             text = torch.cat((text, model(text)[:, -1:].argmax(-1)), dim=1)
-        self.at_end = self.pulse.phase, len(self.gathered) - before
+        self.at_end = self.heartbeat.phase, len(self.gathered) - before
         return " ".join(map(str, text[0].tolist()))
 
 
@@ -53,17 +53,17 @@ def written(
     """A job. `roomy`: that many ranks have room for the whole model; `fails`: a rank, and after how many words."""
     resolved = configured(BASE | values | {"steps": 3, "evaluate.at_end": False})
     gathered: list[int] = []
-    original, memory = same_parts._ComparedGather.__call__, fsdp._free_memory
+    original, memory = same_parts._ComparedGather.__call__, driver._free_memory
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         gathered.append(self._number)
         return original(self, *args, **kwargs)
 
     same_parts._ComparedGather.__call__ = counted  # type: ignore[method-assign]
-    fsdp._free_memory = lambda *_: (f"memory {world.rank}", 2**40 if world.rank < roomy else 100)  # type: ignore[assignment]
+    driver._free_memory = lambda *_: (f"memory {world.rank}", 2**40 if world.rank < roomy else 100)  # type: ignore[assignment]
     try:
         with context.start(world, resolved.config, store=store) as runtime:
-            task = Writing(runtime.pulse, gathered, fails[1] if fails and fails[0] == world.rank else None)
+            task = Writing(runtime.heartbeat, gathered, fails[1] if fails and fails[0] == world.rank else None)
             run = Run(resolved, runtime, "test")
             loop.fit(task, run)
             before = len(gathered)
@@ -78,7 +78,7 @@ def written(
                 "events": [event for event in events if event["event"] in ("warning", "sample", "end")],
             }
     finally:
-        same_parts._ComparedGather.__call__, fsdp._free_memory = original, memory  # type: ignore[method-assign]
+        same_parts._ComparedGather.__call__, driver._free_memory = original, memory  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("roomy", [9, 1, 0])
@@ -132,13 +132,13 @@ def test_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
         ([("a", 159_999.0), ("a", 159_999.0)], False),  # one device, two ranks
         ([("a", 160_000.0), ("a", 160_000.0), ("b", 80_000.0)], True),
     ):
-        assert fsdp._has_room(model, Told(*every)) == expected, every  # type: ignore[arg-type]
-    _, free = fsdp._free_memory(torch.device("cpu"))
+        assert driver._has_room(model, Told(*every)) == expected, every  # type: ignore[arg-type]
+    _, free = driver._free_memory(torch.device("cpu"))
     assert 2**20 < free < 2**60
     torchs = {"mem_get_info": (70, 100), "memory_reserved": 20, "memory_allocated": 5}
     for name, value in torchs.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(fsdp, "device_name", lambda device: "GPU-1")
+    monkeypatch.setattr(driver, "device_name", lambda device: "GPU-1")
     for fraction, expected in ((1.0, 85.0), (0.5, 45.0)):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, f=fraction: f)
-        assert fsdp._free_memory(torch.device("cuda", 0)) == ("GPU-1", expected)
+        assert driver._free_memory(torch.device("cuda", 0)) == ("GPU-1", expected)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.engine import speeds
-from lockstep.engine.speeds import Pace, pace_of, seconds_each
+from lockstep.engine import load_balance
+from lockstep.engine.load_balance import Pace, pace_of, seconds_each
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.world import World
 from lockstep.task import Loss
@@ -46,7 +46,7 @@ def ticking(clock: Clock, rank: int) -> Iterator[float]:
 def timed(world: World, store: Any, job: str, task: Any, values: dict[str, Any], clock: Clock) -> Trace:
     """A job whose measurements come from `clock`, twice in a run."""
     ticks = ticking(clock, world.rank)
-    speeds._now, speeds.AGAIN = lambda device: next(ticks), 12
+    load_balance._now, load_balance.AGAIN = lambda device: next(ticks), 12
     return JOBS[job](world, store, task, values)
 
 

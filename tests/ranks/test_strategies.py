@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
-from lockstep.engine.explained import explained
+from lockstep.engine.diagnose import explained
 from lockstep.engine.run import Run
-from lockstep.engine.state import whole_state
 from lockstep.errors import Preempted
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -127,7 +127,7 @@ def final(
             summary = loop.fit(task, run)
         except Preempted as left:
             summary = {"left": left.step}
-        weights, _ = whole_state(run.driver.model, keep=True, pipeline=run.driver.pipeline)
+        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         copies = {name: t.cpu().clone() for name, t in weights.items()}
         return {"weights": copies, "summary": summary, "resumed": run.resumed is not None}
 

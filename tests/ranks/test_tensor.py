@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.data import IterableDataset, TensorDataset
 
+from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
-from lockstep.engine.state import whole_state
 from lockstep.errors import UserError
-from lockstep.parallel.layout import local
 from lockstep.parallel.mesh import Axes, Mesh
-from lockstep.parallel.tensor import settle_gradient
-from lockstep.parallel.tensor_plans import choose_plan, recognise
+from lockstep.parallel.tensor.driver import settle_gradient
+from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
+from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -156,7 +156,7 @@ def by_hand(world: World, store: Any, task: Tokens, values: dict[str, Any]) -> d
 
 
 def _outcome(run: Run, summary: dict[str, Any]) -> dict[str, Any]:
-    weights, _ = whole_state(run.driver.model, keep=True)
+    weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
     lines = (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()
     parameters = dict(run.driver.model.named_parameters())
     return {
@@ -283,8 +283,8 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         loop.fit(MODELS["always used"](), run)
-        tensors, _, _ = run.keeper.state.capture()
-        slices = run.keeper._share(tensors)
+        tensors, _, _ = run.checkpoints.state.capture()
+        slices = run.checkpoints._share(tensors)
         mine = {part.name: part.tensor.numel() for part in slices}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 

@@ -9,7 +9,7 @@ import torch
 from lockstep.config import resolve_for
 from lockstep.recipes.clstm_ppo import ClstmPpo
 from lockstep.targets import make_task, settled
-from lockstep.task import Surroundings
+from lockstep.task import SourceContext
 
 TINY = ClstmPpo.presets["tiny"]
 SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if key != "task"}}
@@ -25,5 +25,5 @@ def tiny(**options: Any) -> ClstmPpo:
 def attached(task: ClstmPpo, agent: Any, seed: int = 0) -> Any:
     """The rollouts of a single process, without an engine."""
     device = torch.device("cpu")
-    task.source.attach(Surroundings(agent, device, seed, 8, 2, range(4), 1, False, lambda values: values))
+    task.source.attach(SourceContext(agent, device, seed, 8, 2, range(4), 1, False, lambda values: values))
     return task.source

@@ -38,7 +38,7 @@ from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
 from lockstep.recipes.clstm_ppo.task import surprise
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.trainer import main as train_script
-from lockstep.task import Surroundings, Task
+from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,7 +139,7 @@ def test_where_no_rank_holds_the_model_nobody_can_trade(pool):
 
 def test_ranks_that_wait_for_each_other_must_trade_alike():
     task = tiny()
-    around = Surroundings(task.model(), torch.device("cpu"), 0, 8, 2, range(1), 3, True, lambda values: values)
+    around = SourceContext(task.model(), torch.device("cpu"), 0, 8, 2, range(1), 3, True, lambda values: values)
     with pytest.raises(UserError, match="type global_batch=6 or a multiple"):
         task.source.attach(around)
 

@@ -59,7 +59,7 @@ def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, An
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         loop.fit(task, run)
-        state = {name: tensor.clone() for name, tensor in run.keeper.state.capture()[0].items()}
+        state = {name: tensor.clone() for name, tensor in run.checkpoints.state.capture()[0].items()}
         return Ended(state, run.resumed.step if run.resumed else None)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lockstep import doors
+from lockstep import api
+from lockstep.api import fit
 from lockstep.cli import main
 from lockstep.config import flatten, read_layers, resolve_for
-from lockstep.doors import fit
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.char_lm import TASK as CHAR_LM
 from lockstep.recipes.clstm_ppo import TASK as CLSTM_PPO
@@ -185,12 +185,10 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
 
 def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        doors, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved.config.task))
-    )
+    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved.config.task)))
     for task, options in ((Narrow(), {}), (HRM(width=64, heads=2), {"width": 64, "heads": 2})):
-        with doors._shipped(task, options) as path:
-            doors.fit_shipped(path, [("argument", {"task": options})])
+        with api._shipped(task, options) as path:
+            api.fit_shipped(path, [("argument", {"task": options})])
     [narrow, (width, recorded)] = seen
     assert narrow == (32, {})
     assert (width, recorded["heads"]) == (64, 2)
@@ -209,7 +207,7 @@ def test_a_configuration_that_a_run_has_written_is_read_again(tmp_path, monkeypa
     again = settled(HRM, resolve_for(HRM.defaults, HRM.presets, read_layers([file], [])))
     assert "train_size" not in again.config.task
     assert make_task(HRM, again.config.task).data_path == "puzzles"
-    monkeypatch.setattr(doors, "_fit_here", lambda task, resolved, name: resolved.config.task)
+    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: resolved.config.task)
     assert "train_size" not in fit(HRM, file, steps=3)
     with pytest.raises(ConfigError, match=r"task.test_size=7 with task.data_path=puzzles"):
         fit(HRM, file, **{"task.test_size": 7})

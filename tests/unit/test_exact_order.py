@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.checkpoint.run_state import _identity
 from lockstep.config import resolve
 from lockstep.data.shard import deal
-from lockstep.engine.exact import WEIGHT_GRID, check_weight, on_grid
-from lockstep.engine.state import _identity
+from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe import dyadic
-from lockstep.parallel.exact import Counter, Span, roots_of
-from lockstep.parallel.row_norms import _halved, length_of, row_lengths
+from lockstep.parallel.exact.row_norms import _halved, length_of, row_lengths
+from lockstep.parallel.exact.tree import Counter, Span, roots_of
 from lockstep.plan.plan import make_plan
 
 

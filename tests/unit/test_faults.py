@@ -12,19 +12,19 @@ import pytest
 
 from lockstep import faults
 from lockstep.errors import UserError
-from lockstep.pulse import PHASES, Pulse
+from lockstep.runtime.heartbeat import PHASES, Heartbeat
 from lockstep.testing import Fault, fail_at, faults_environment
 
 WALK = """
 import sys, os
 from lockstep import faults
-from lockstep.pulse import Pulse
-pulse = Pulse()
-faults.install(pulse)
+from lockstep.runtime.heartbeat import Heartbeat
+heartbeat = Heartbeat()
+faults.install(heartbeat)
 for step in range(1, 4):
     for phase in ("data", "compute", "exchange"):
         print(step, phase, flush=True)
-        pulse.beat(phase, step)
+        heartbeat.beat(phase, step)
 print("end")
 """
 
@@ -79,16 +79,16 @@ def test_stopped_and_hanging_ranks_stay_where_they_are(tmp_path):
 
 
 def test_faults_nest_and_are_gone_afterwards():
-    pulse = Pulse()
+    heartbeat = Heartbeat()
     with fail_at(how="raise", step=1, phase="data"):
         outer = os.environ[faults.VARIABLE]
         with fail_at(how="raise", step=2, phase="update"):
-            faults.install(pulse)
+            faults.install(heartbeat)
             for phase, step in (("data", 1), ("update", 2)):
                 with pytest.raises(RuntimeError, match="injected"):
-                    pulse.beat(phase, step)
-            pulse.beat("data", 1)
-            pulse.beat("update", 2)
+                    heartbeat.beat(phase, step)
+            heartbeat.beat("data", 1)
+            heartbeat.beat("update", 2)
         assert os.environ[faults.VARIABLE] == outer
         assert len(faults.planned()) == 1
     marks = json.loads(outer)[0]["marks"]
@@ -98,9 +98,9 @@ def test_faults_nest_and_are_gone_afterwards():
 
 
 def test_without_faults_a_pulse_keeps_no_hook():
-    pulse = Pulse()
-    faults.install(pulse)
-    assert pulse.hook is None
+    heartbeat = Heartbeat()
+    faults.install(heartbeat)
+    assert heartbeat.hook is None
 
 
 @pytest.mark.parametrize(("how", "place"), faults.RETURNED.items())
@@ -153,6 +153,6 @@ def test_a_phase_written_by_hand_is_checked(monkeypatch):
     monkeypatch.setenv(faults.VARIABLE, '[{"how": "kill", "phase": "exhange"}]')
     faults.reset()
     with pytest.raises(UserError, match="exhange"):
-        faults.install(Pulse())
+        faults.install(Heartbeat())
     monkeypatch.undo()
     faults.reset()

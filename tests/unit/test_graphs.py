@@ -17,9 +17,9 @@ import lockstep
 from again import Again
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel import graphs
-from lockstep.parallel.graphs import MOST_PATTERNS, WATCHED, Graphs, forget_recordings
-from lockstep.parallel.rehearsal import difference
+from lockstep.parallel.cudagraph import graphs
+from lockstep.parallel.cudagraph.graphs import MOST_PATTERNS, WATCHED, Graphs, forget_recordings
+from lockstep.parallel.cudagraph.rehearsal import difference
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 from lockstep.recipes.hrm import HRM
 

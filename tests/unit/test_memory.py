@@ -13,15 +13,15 @@ from torch import nn
 
 from again import Again
 from lockstep.config import RunConfig
-from lockstep.engine.explained import explained
-from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
 from lockstep.launch.restarts import Restarts, Settings, Situation
-from lockstep.parallel.graphs import WATCHED, Graphs
+from lockstep.optim.optimizers import Optimizers
+from lockstep.parallel.cudagraph.graphs import WATCHED, Graphs
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
 
 GIB = 2**30
 TORCH_SAYS = (
@@ -91,7 +91,7 @@ def a_run(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         plan=make_plan(config, 1, 100),
         runtime=SimpleNamespace(
-            world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"), pulse=SimpleNamespace(phase=phase)
+            world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"), heartbeat=SimpleNamespace(phase=phase)
         ),
         driver=SimpleNamespace(model=model),
         optimizers=Optimizers(optimizer, model),

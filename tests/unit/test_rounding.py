@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.masters import Masters
-from lockstep.engine.rounding import round_stochastically, rounding_key
+from lockstep.optim.bf16_masters import MasterWeights, round_stochastically, rounding_key
 
 STEP = 2.0**-7  # from 1 to the next bfloat16
 
@@ -49,7 +48,7 @@ def small_updates(way: str | None) -> torch.Tensor:
     model = nn.Linear(64, 64, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    masters = Masters([optimizer], model, way, seed=0) if way else None
+    masters = MasterWeights([optimizer], model, way, seed=0) if way else None
     for step in range(200):
         model.weight.grad = torch.ones_like(model.weight)
         masters.step(optimizer, None, step) if masters else optimizer.step()
@@ -67,7 +66,7 @@ def test_small_updates_are_not_lost(way):
 def test_stand_ins_give_their_memory_back():
     model = nn.Linear(64, 64).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = Masters([optimizer], model, "stochastic", seed=0)
+    masters = MasterWeights([optimizer], model, "stochastic", seed=0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     masters.step(optimizer, torch.tensor(2.0), 0)

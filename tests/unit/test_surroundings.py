@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.blocks import find_blocks, without_shared
-from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.surroundings import SourceContext
 
 
 class Caching(nn.Module):
@@ -22,7 +22,7 @@ class Caching(nn.Module):
 def test_buffers_come_back_and_those_that_are_new_go() -> None:
     model = Caching()
     mean = model.mean
-    with Surroundings(model) as around:
+    with SourceContext(model) as around:
         model()
         assert sorted(around.replaced()) == ["cache", "new"]
     assert around.replaced() == []

@@ -356,7 +356,7 @@ class RepeatedStream(Sound):
 
 
 class DropsWords(Sentences):
-    """Word dropout whose random numbers follow the rank."""
+    """ControlWord dropout whose random numbers follow the rank."""
 
     def seed(self) -> Any:
         return rank()

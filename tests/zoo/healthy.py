@@ -78,7 +78,7 @@ class AugmentedLSTM(Sound):
 
 
 class Dropping(Sentences):
-    """Word dropout from torch's generator, which is seeded for every sample."""
+    """ControlWord dropout from torch's generator, which is seeded for every sample."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         tokens, mask = super().__getitem__(index)

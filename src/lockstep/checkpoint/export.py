@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from lockstep.checkpoint import parts
-from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint import format
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import Damaged, Manifest, read_manifest
 from lockstep.errors import UserError
 
@@ -23,9 +23,9 @@ def export(path: Path, out: Path) -> Path:
     """
     try:
         manifest = read_manifest(path)
-        if problems := parts.problems(path, manifest, manifest.files):
+        if problems := format.problems(path, manifest, manifest.files):
             raise problems[0]
-        reader = Reader(path, manifest)
+        reader = CheckpointReader(path, manifest)
         names = [name for name in reader.names() if name.startswith(PREFIX)]
         tied = {name: reader.original(name) for name in names if reader.original(name) != name}
         tied = {name: original for name, original in tied.items() if original.startswith(PREFIX)}

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.checkpoint import parts
+from lockstep.checkpoint import format
 from lockstep.checkpoint.durable import spoken
 from lockstep.checkpoint.manifest import NAME, Damaged, Manifest, check_size, read_manifest
 from lockstep.checkpoint.retention import Retention, to_delete
-from lockstep.checkpoint.store import Store, step_number
+from lockstep.checkpoint.storage import Store, step_number
 from lockstep.errors import UserError
 
 _MANY = 200  # tensors that `show` lists
@@ -119,7 +119,7 @@ def _problems(path: Path) -> Sequence[Damaged]:
         manifest = read_manifest(path)
     except Damaged as damaged:
         return [damaged]
-    return parts.problems(path, manifest, manifest.files)
+    return format.problems(path, manifest, manifest.files)
 
 
 def _row(path: Path) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import xxhash
 
-from lockstep.checkpoint import parts
-from lockstep.checkpoint.dtypes import TYPES
+from lockstep.checkpoint import format
+from lockstep.checkpoint.format import TYPES
 from lockstep.checkpoint.manifest import SIZES, Damaged, Manifest, Piece, TensorEntry, read_manifest
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError
 
-Share = Callable[[Any], list[Any]]  # an all-gather of JSON values, called by all ranks in the same order
+StepBatches = Callable[[Any], list[Any]]  # an all-gather of JSON values, called by all ranks in the same order
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Found:
     passed_over: list[Damaged] = field(default_factory=list)  # newer ones, one entry each
 
 
-def find(store: Store, rank: int, size: int, share: Share, only: Path | None = None) -> Found | None:
+def find(store: Store, rank: int, size: int, share: StepBatches, only: Path | None = None) -> Found | None:
     """The newest checkpoint whose every byte is right, or exactly `only`. None if there is none at all.
 
     Each rank reads its share of the files; the answer is the same on all ranks.
@@ -60,7 +60,7 @@ def _verify(path: Path, rank: int, size: int) -> tuple[Manifest | None, list[Dam
         manifest = read_manifest(path)
     except Damaged as damaged:
         return None, [damaged]
-    return manifest, parts.problems(path, manifest, manifest.files[rank::size])
+    return manifest, format.problems(path, manifest, manifest.files[rank::size])
 
 
 def _visible(store: Store, names: Sequence[str], only: Path | None) -> list[str]:
@@ -91,12 +91,12 @@ def _nothing_left(damaged: list[Damaged], only: Path | None) -> UserError:
     return UserError(asked, "no checkpoint is whole: " + "; ".join(map(str, damaged)), fix)
 
 
-class Reader:
+class CheckpointReader:
     """The tensors of a checkpoint, on the CPU: whole ones, or any block, however they were cut when saved."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
-        self._headers: dict[str, dict[str, parts.Stored]] = {}
+        self._headers: dict[str, dict[str, format.Stored]] = {}
 
     def names(self) -> list[str]:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
@@ -158,10 +158,10 @@ class Reader:
             raise Damaged(self.path, piece.file, "ends too early")
         return data
 
-    def _stored(self, piece: Piece, dtype: str) -> parts.Stored:
+    def _stored(self, piece: Piece, dtype: str) -> format.Stored:
         if piece.file not in self._headers:
-            self._headers[piece.file] = parts.read_header(self.path, piece.file)
-        return parts.check_piece(self.path, piece.file, piece.key, self._headers[piece.file], dtype, piece.shape)
+            self._headers[piece.file] = format.read_header(self.path, piece.file)
+        return format.check_piece(self.path, piece.file, piece.key, self._headers[piece.file], dtype, piece.shape)
 
     def _entry(self, name: str) -> TensorEntry:
         try:

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.checkpoint.load import Found, Reader, find
+from lockstep.checkpoint.load import CheckpointReader, Found, find
+from lockstep.checkpoint.reshard import Change, as_saved, check_lasting, config_changes, merged, share_out, sizes_of
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Report, Saver, Slice, free_bytes
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.saver import Report, Saver, Slice, free_bytes
+from lockstep.checkpoint.storage import Store
 from lockstep.config import RunConfig
-from lockstep.engine.changes import Change, as_saved, check_lasting, config_changes
-from lockstep.engine.folder import RunFolder, on_main
-from lockstep.engine.state import RunState
-from lockstep.engine.writers import merged, share_out, sizes_of
 from lockstep.errors import UserError
-from lockstep.launch.place import is_checkpoint, run_of
+from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
+from lockstep.observe.run_folder import RunFolder, on_main
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
@@ -46,7 +45,7 @@ class Resumed:
     seconds: float  # the run has taken so far
 
 
-class Keeper:
+class CheckpointManager:
     def __init__(
         self,
         folder: RunFolder,
@@ -95,7 +94,7 @@ class Keeper:
 
     def _find(self, store: Store, only: Path | None) -> Found | None:
         world = self.runtime.world
-        self.runtime.pulse.beat("load")
+        self.runtime.heartbeat.beat("load")
         found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if found is not None:
             for damage in found.passed_over:
@@ -112,7 +111,7 @@ class Keeper:
         _check_version(values)
         settings = config_changes(values["config"], self.config)
         check_lasting(settings, {key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())})
-        others = self.state.restore(Reader(found.path, found.manifest), values["state"], settings)
+        others = self.state.restore(CheckpointReader(found.path, found.manifest), values["state"], settings)
         changes = [*map(str, settings), *others]
         step = self.state.stepper.counters.step
         own = found.path.resolve().parent == self.store.root.resolve()
@@ -213,9 +212,9 @@ class Keeper:
     def save(self, around: dict[str, Any]) -> None:
         """Copy the state, and let it be written while training goes on; `around` is what the loop knows beside it."""
         self.settle()
-        pulse, before = self.runtime.pulse, self.runtime.pulse.phase
+        heartbeat, before = self.runtime.heartbeat, self.runtime.heartbeat.phase
         step = self.state.stepper.counters.step
-        pulse.beat("snapshot", step)
+        heartbeat.beat("snapshot", step)
         tensors, aliases, state = self.state.capture()
         if not self.state.alike:
             state = merged(self.runtime.collectives.gather_json(state))
@@ -235,7 +234,7 @@ class Keeper:
         self._open, self._saved_step, self._rewinds = True, step, 0
         self._last = time.monotonic()
         self._seed_host(step)
-        pulse.beat(before)
+        heartbeat.beat(before)
 
     def _check_alike(self) -> None:
         """What the task and the user's loop keep should be the same on every rank; rank 0's is what is saved."""
@@ -284,12 +283,12 @@ class Keeper:
         """Wait until the save in flight has been committed or given up, on all ranks. Whether all is well."""
         if not self._open:
             return True
-        pulse, before = self.runtime.pulse, self.runtime.pulse.phase
-        pulse.beat("commit")
+        heartbeat, before = self.runtime.heartbeat, self.runtime.heartbeat.phase
+        heartbeat.beat("commit")
         self.saver.wait_part()
         if any(self.runtime.collectives.gather_json(self.saver.trouble)):
             self.give_up()
-            pulse.beat(before)
+            heartbeat.beat(before)
             return False
         for report in self.saver.wait():
             self._tell(report)
@@ -297,7 +296,7 @@ class Keeper:
         if not well:
             self.give_up()
         self._open = False
-        pulse.beat(before)
+        heartbeat.beat(before)
         return well
 
     def close(self, patience: float = 0.0) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint import values
-from lockstep.launch.place import MANIFEST as NAME
+from lockstep.checkpoint import json_values
+from lockstep.launch.run_dir import MANIFEST as NAME
 
 FORMAT = 1
 SIZES = {  # bytes of one element; the names are those of safetensors
@@ -87,18 +87,18 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    content = {**asdict(manifest), "values": values.to_json(manifest.values)}
-    digest = xxhash.xxh3_128(values.canonical(content)).hexdigest()
-    return values.canonical({"format": FORMAT, "digest": digest, "content": content})
+    content = {**asdict(manifest), "values": json_values.to_json(manifest.values)}
+    digest = xxhash.xxh3_128(json_values.canonical(content)).hexdigest()
+    return json_values.canonical({"format": FORMAT, "digest": digest, "content": content})
 
 
 def decode(data: bytes, folder: Path) -> Manifest:
     """The manifest in `data`, which was found in `folder`. Damaged, and no other exception, if anything is wrong."""
     try:
-        outer = _record(values.parse(data), "the manifest", "format", "digest", "content")
+        outer = _record(json_values.parse(data), "the manifest", "format", "digest", "content")
         if outer["format"] != FORMAT or isinstance(outer["format"], bool):
             raise ValueError(f"format {str(outer['format'])[:40]}; this version of Lockstep reads format {FORMAT}")
-        if outer["digest"] != xxhash.xxh3_128(values.canonical(outer["content"])).hexdigest():
+        if outer["digest"] != xxhash.xxh3_128(json_values.canonical(outer["content"])).hexdigest():
             raise ValueError("the contents do not have the digest that was written with them")
         return _manifest(outer["content"])
     except (ValueError, RecursionError) as error:
@@ -167,7 +167,7 @@ def _manifest(content: Any) -> Manifest:
         files=files,
         tensors=tensors,
         aliases=aliases,
-        values=_dict(values.from_json(_dict(fields["values"], "values")), "values"),
+        values=_dict(json_values.from_json(_dict(fields["values"], "values")), "values"),
     )
 
 

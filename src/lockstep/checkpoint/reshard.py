@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.save import Slice
-from lockstep.parallel.layout import block_of
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.saver import Slice
+from lockstep.config import RunConfig, flatten
+from lockstep.config.values import typed
+from lockstep.errors import UserError
+from lockstep.runtime.layout import block_of, laid_out, like, only_rows
 
 
 def merged(everybody: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,3 +70,68 @@ def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, i
         if writer == rank:
             mine.append(Slice.whole(name, tensors[name]))
     return mine
+
+
+# What this rank needs of a saved tensor, and nothing else, is read.
+
+
+def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
+    """This rank's part of `target`."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            block = block_of(target)
+            block.local.copy_(reader.read_block(name, block.offset, tuple(block.local.shape)))
+        else:
+            target.copy_(reader.read(name))
+
+
+def read_beside(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
+    """A tensor of an optimizer's state. It is cut as its parameter is, if it has its shape or, where that is cut by
+    rows, its rows; otherwise every rank has all of it."""
+    shape = reader.shape(name)
+    if not isinstance(parameter, DTensor) or not shape:
+        return reader.read(name)
+    block = block_of(parameter)
+    if shape == tuple(parameter.shape):
+        return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
+    if shape[0] == parameter.shape[0] and only_rows(parameter):
+        offset, size = (block.offset[0], *[0] * (len(shape) - 1)), (len(block.local), *shape[1:])
+        return laid_out(reader.read_block(name, offset, size), parameter, shape)
+    return laid_out(reader.read(name), parameter, shape, whole=True)
+
+
+# What is not as it was when a checkpoint was written.
+
+
+NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
+
+
+class Change(NamedTuple):
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}"
+
+
+def as_saved(config: RunConfig) -> dict[str, str]:
+    """What a checkpoint keeps of it: every setting as one would type it."""
+    return {key: typed(value) for key, value in flatten(config).items()}
+
+
+def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
+    now = as_saved(config)
+    keys = [key for key in {**saved, **now} if key not in NOT_COMPARED and saved.get(key) != now.get(key)]
+    return [Change(key, saved.get(key, "not set"), now.get(key, "not set")) for key in keys]
+
+
+def check_lasting(settings: list[Change], lasting: set[str]) -> None:
+    """The task said that its own state goes with these settings."""
+    for key, before, now in settings:
+        if key in lasting:
+            raise UserError(
+                f"to go on with {key}={now}",
+                f"a run with {key}={before}, and the state that its task has saved goes with that",
+                f"type {key}={before}, or start a new run from the exported weights",
+            )

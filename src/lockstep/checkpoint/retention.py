@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint.manifest import Damaged, read_manifest
-from lockstep.checkpoint.store import Store, step_number
+from lockstep.checkpoint.storage import Store, step_number
 from lockstep.errors import UserError
 
 

@@ -11,18 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.load import Reader
-from lockstep.engine.changes import Change
-from lockstep.engine.masters import CUT_OFF
-from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.reading import fill, read_beside
-from lockstep.engine.selfcheck import digest
-from lockstep.engine.step import Stepper
-from lockstep.engine.tree import pack, unpack
-from lockstep.engine.writers import without_echoes
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.reshard import Change, fill, read_beside, without_echoes
+from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Pipelined
-from lockstep.parallel.layout import local, whole
+from lockstep.optim.bf16_masters import CUT_OFF
+from lockstep.optim.optimizers import Optimizers
+from lockstep.runtime.layout import local, whole
 from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
@@ -34,12 +29,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+class Counted(Stateful, Protocol):
+    """The stepper, as far as a checkpoint needs it."""
+
+    counters: Any  # .step, .applied
+    before_update: Callable[[], None]  # called before parameters change, while a snapshot may still be taken
+
+
 class RunState:
     def __init__(
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        stepper: Stepper,
+        stepper: Counted,
         source: BatchSource,
         others: Mapping[str, Stateful],
         keep_frozen: bool,
@@ -125,7 +127,7 @@ class RunState:
         whole_ones = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
         return {name: digest(other.state_dict()) for name, other in whole_ones.items()}
 
-    def restore(self, reader: Reader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
+    def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
         """Put everything back in place. `settings`: those that are not as they were. Returns what else the user has
         changed since, in words."""
         self._restore_model(reader, values["model"])
@@ -146,12 +148,12 @@ class RunState:
                 changed.append(f"{name}: has no state in the checkpoint, starts afresh")
         return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in parts.items() if state]
 
-    def _part(self, name: str, state: Any, reader: Reader) -> Any:
+    def _part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
         """Its owner may know better what this rank needs of the saved tensors; without an owner they are not read."""
         owner = self.others.get(name)
         if owner is None and name != "data":
             return state
-        own: Callable[[str, Reader], Tensor] | None = getattr(owner, "read", None)
+        own: Callable[[str, CheckpointReader], Tensor] | None = getattr(owner, "read", None)
         return unpack(state, reader.read if own is None else lambda tensor: own(tensor, reader), self._device)
 
     # ---- the model ----
@@ -166,7 +168,7 @@ class RunState:
             return value
         return masters.kept(parameter)
 
-    def _restore_model(self, reader: Reader, values: Values) -> None:
+    def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
         here = self.model.state_dict()
         saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
         plain = {name for name in here if not is_extra(name)}
@@ -227,7 +229,7 @@ class RunState:
             "settings": pack(_settings(optimizer), f"{prefix}.settings", tensors),
         }
 
-    def _restore_optimizer(self, number: int, saved: Values, reader: Reader) -> list[str]:
+    def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
         optimizer, names, masters = self.optimizers.all[number], self._names(), self.optimizers.masters
         if saved["kind"] != type(optimizer).__name__:
             raise UserError(
@@ -272,7 +274,7 @@ class RunState:
                 optimizer.state[p][key] = value.to(place.device) if moved else value
         return changed
 
-    def _settings_to_use(self, number: int, saved: Values, reader: Reader) -> tuple[list[str], list[Values]]:
+    def _settings_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
         """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
         optimizers keep numbers of their own there."""
         optimizer = self.optimizers.all[number]
@@ -325,11 +327,13 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[Values]:
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
-def whole_state(
-    model: nn.Module, keep: bool, pipeline: Pipelined | None = None
+def full_state(
+    model: nn.Module, keep: bool, fetch: Callable[[str, Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's tensors, uncut, and the other names of tied ones. All ranks must call this; those that do not `keep`
-    them get nothing. A `pipeline` fetches what only some ranks hold."""
+    """Gather the model's full tensors, and the aliases of tied ones. Collective: every rank must call it.
+
+    Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
+    """
     found, aliases, seen = {}, {}, {}
     for name, value in model.state_dict().items():
         if is_extra(name):
@@ -338,7 +342,7 @@ def whole_state(
         if first != name:
             aliases[name] = first
             continue
-        full = whole(value) if pipeline is None else pipeline.fetch(name, value)
+        full = fetch(name, value)
         if keep:
             found[name] = (full if full is value else full.cpu()).contiguous()
     return found, aliases

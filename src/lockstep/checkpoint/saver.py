@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.durable import free_bytes as free_bytes
+from lockstep.checkpoint.json_values import from_json, to_json
 from lockstep.checkpoint.retention import Retention as Retention
 from lockstep.checkpoint.snapshot import Copying, Snapshot
 from lockstep.checkpoint.snapshot import Slice as Slice
-from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.values import from_json, to_json
-from lockstep.checkpoint.writing import Contents, Team, Writing
+from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.writer import Contents, Team, Writing
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
@@ -69,3 +71,27 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
 
 def _key(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def digest(data: Any) -> str:
+    """Of all tensors in a batch, whatever holds them."""
+    sha = hashlib.sha256()
+    _feed(sha, data)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, data: Any) -> None:
+    if isinstance(data, DTensor):  # every rank holds another part of it
+        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+    elif isinstance(data, torch.Tensor):
+        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+        sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(data, dict):
+        for key in sorted(data, key=str):
+            sha.update(str(key).encode())
+            _feed(sha, data[key])
+    elif isinstance(data, list | tuple):
+        for value in data:
+            _feed(sha, value)
+    else:
+        sha.update(repr(data).encode())

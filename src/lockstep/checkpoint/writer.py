@@ -21,12 +21,12 @@ import xxhash
 
 import lockstep
 from lockstep import faults
+from lockstep.checkpoint import format, retention
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint import parts, retention
 from lockstep.checkpoint.durable import cut, free_bytes, replace_file, spoken, sync_folder, write_chunks, write_file
+from lockstep.checkpoint.format import Block, Layout
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry
-from lockstep.checkpoint.parts import Block, Layout
-from lockstep.checkpoint.store import Store, folder_name
+from lockstep.checkpoint.storage import Store, folder_name
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Writing:
         if self.team.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             return
-        for name in (parts.part_name(self.team.rank), _confirmation(self.team.rank)):
+        for name in (format.part_name(self.team.rank), _confirmation(self.team.rank)):
             try:
                 (self.folder / name).unlink(missing_ok=True)
             except OSError:
@@ -136,7 +136,7 @@ class Writing:
     # ---- every rank ----
 
     def _write_part(self, contents: Contents) -> None:
-        name, digest = parts.part_name(self.team.rank), xxhash.xxh3_128()
+        name, digest = format.part_name(self.team.rank), xxhash.xxh3_128()
         write_chunks(self.folder / name, self._chunks(contents), digest.update)
         pieces = [
             [block.name, block.dtype, block.whole, key, block.offset, block.shape]
@@ -194,7 +194,7 @@ class Writing:
         store.move_latest()
         self._stop_the_clock()
         retention.apply(store, self.team.retention, self.team.token)
-        _spoil(final / parts.part_name(0), faults.fire("committed", self.step))
+        _spoil(final / format.part_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
         """Those of all ranks, by rank. Waits for them, and not for ever."""
@@ -218,7 +218,7 @@ class Writing:
         if "error" in confirmation:
             self.missing_bytes = confirmation["missing_bytes"]
             raise GivenUp(f"rank {rank}: {confirmation['error']}")
-        size = (self.folder / parts.part_name(rank)).stat().st_size
+        size = (self.folder / format.part_name(rank)).stat().st_size
         if size != confirmation["size"]:
             raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
         return confirmation
@@ -228,7 +228,7 @@ class Writing:
         pieces: dict[str, list[Piece]] = {}
         files = []
         for rank, confirmation in enumerate(confirmations):
-            file = parts.part_name(rank)
+            file = format.part_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
             for name, dtype, whole, key, offset, shape in confirmation["pieces"]:
                 if wholes.setdefault(name, (dtype, tuple(whole))) != (dtype, tuple(whole)):

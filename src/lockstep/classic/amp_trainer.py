@@ -9,23 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.state_tree import digest
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import load_state, save_state
 from lockstep.data.loader import to_device
-from lockstep.engine.optim import LearningRate
-from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.selfcheck import check_different, digest
-from lockstep.engine.state import RunState
+from lockstep.engine.checks import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
+from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.precision import DynamicScaler, check_storage, choose
-from lockstep.pulse import Pulse
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
-from lockstep.runtime.signals import Notice
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, Share, StepResult
+from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch) -> Loss, or the mean loss of the batch
 
@@ -141,7 +142,7 @@ class AMPTrainer:
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
-        self._share: Share | None = None  # of the optimizer step that is under way
+        self._share: StepBatches | None = None  # of the optimizer step that is under way
         self._sized = False
 
     def _state(self) -> RunState:
@@ -176,7 +177,7 @@ class AMPTrainer:
         if not self._sized:  # the fp16 scale of sums is laid out for a usual step, the same on all ranks
             mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
             self.stepper.global_batch, self._sized = int(self.runtime.collectives.sum_(mine)), True
-        self._share = Share(self.config.gradient_accumulation_steps, [], samples)
+        self._share = StepBatches(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(self._share)
 
     def _loss(self, batch: Any, samples: int) -> Loss:
@@ -206,10 +207,10 @@ class AMPTrainer:
 class _NoSource:
     """The batches are the caller's: there is no position of ours to keep."""
 
-    def take(self) -> Share:
+    def take(self) -> StepBatches:
         raise NotImplementedError
 
-    def commit(self, share: Share, result: StepResult | None) -> None:
+    def commit(self, share: StepBatches, result: StepResult | None) -> None:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,7 +222,9 @@ class _NoSource:
 
 def alone_or_among(world: World, device: torch.device, backend: str) -> Runtime:
     """A Runtime without the launcher's signs of life, and without a hand on signals: the loop is the caller's."""
-    return Runtime(world, device, backend, Collectives(world, device), torch.get_num_threads(), Pulse(), Notice())
+    return Runtime(
+        world, device, backend, Collectives(world, device), torch.get_num_threads(), Heartbeat(), PreemptionNotice()
+    )
 
 
 def _samples(batch: Any) -> int:

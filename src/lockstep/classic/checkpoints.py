@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from lockstep.checkpoint.load import Reader, find
+from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Saver, Slice
-from lockstep.checkpoint.store import Store
-from lockstep.engine.state import RunState
+from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.saver import Saver, Slice
+from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError
-from lockstep.launch.place import is_checkpoint
+from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
 KEEP = 3  # newest checkpoints
@@ -49,6 +49,6 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         raise UserError(
             f"load_checkpoint({str(path)!r})", "no checkpoint there", "give the folder that save_checkpoint was given"
         )
-    state.restore(Reader(found.path, found.manifest), found.manifest.values["state"])
+    state.restore(CheckpointReader(found.path, found.manifest), found.manifest.values["state"])
     runtime.collectives.gather_json(None)  # nobody saves there before all have read
     return state.stepper.counters.step

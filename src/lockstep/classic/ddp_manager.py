@@ -17,7 +17,7 @@ from lockstep.classic.distributed_config import world_size_not_set
 from lockstep.data.order import SampleOrder
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
-from lockstep.parallel.ddp import BUFFERS_OPTION
+from lockstep.parallel.ddp.driver import BUFFERS_OPTION
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import choose_device, join
 from lockstep.runtime.world import World

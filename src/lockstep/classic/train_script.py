@@ -101,8 +101,8 @@ def check_rivals(asked: argparse.Namespace, words: Mapping[str, Any]) -> None:
 
 
 def _train(target: str, asked: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
+    from lockstep.api import Processes, train, typed_again
     from lockstep.config import flatten, read_layers
-    from lockstep.doors import Processes, train, typed_again
 
     layers = read_layers(asked.config, settings)
     check_rivals(asked, flatten(layers[-1][1]))

@@ -14,8 +14,7 @@ read     files, command line, Python objects -> layers
 
 from __future__ import annotations
 
-from lockstep.config.dialect import to_yaml
-from lockstep.config.read import from_object, parse_overrides, read_file, read_layers
+from lockstep.config.load import from_object, parse_overrides, read_file, read_layers
 from lockstep.config.resolve import Layer, Resolved, check, describe, diff, resolve, resolve_for
 from lockstep.config.schema import (
     KEYS,
@@ -34,6 +33,7 @@ from lockstep.config.schema import (
     SpikeConfig,
     flatten,
 )
+from lockstep.config.yaml_dialect import to_yaml
 
 __all__ = [
     "KEYS",

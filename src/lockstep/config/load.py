@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import dialect
-from lockstep.config.leaves import typed
+from lockstep.config import yaml_dialect
 from lockstep.config.resolve import Layer, check, leaves_of, nearest, nest, usual
 from lockstep.config.schema import KEYS, RunConfig, nested
+from lockstep.config.values import typed
 from lockstep.errors import ConfigError, UserError
 
 
@@ -26,7 +26,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UserError(asked, "it is neither YAML nor JSON by its name", "name it .yaml, .yml or .json")
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else dialect.load(text)
+        values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml_dialect.load(text)
     except OSError as error:
         fix = f"check the path; it is looked up from {Path.cwd()}"
         raise UserError(asked, f"it cannot be read: {error.strerror}", fix) from None
@@ -99,7 +99,7 @@ def _override(arg: str) -> tuple[str, Any]:
     if text.casefold() == "none":
         return key, None
     try:
-        return key, dialect.load(text) if text[0] in "[{'\"" else dialect.word(text)
+        return key, yaml_dialect.load(text) if text[0] in "[{'\"" else yaml_dialect.word(text)
     except yaml.YAMLError:
         found = "the value is no complete list, mapping or quoted text"
         raise UserError(asked, found, f"close it, or quote a text: {key}=\"'...'\"") from None

@@ -10,11 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.config.clashes import RIVALS, clashes, rivals
-from lockstep.config.dialect import word
-from lockstep.config.leaves import Leaf, typed
-from lockstep.config.rules import idle, impossible
+from lockstep.config.conflicts import RIVALS, clashes, idle, impossible, rivals
 from lockstep.config.schema import KEYS, SECTIONS, RunConfig, flatten, walk
+from lockstep.config.values import Setting, typed
+from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
 
 Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and/or dotted values)
@@ -34,7 +33,7 @@ class Resolved:
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
     """Merge the layers, weakest first, leaf by leaf; raise every problem (`earlier` ones too) at once."""
-    defaults = {key: Leaf(key, field.default, "default") for key, field in KEYS.items()}
+    defaults = {key: Setting(key, field.default, "default") for key, field in KEYS.items()}
     given = _strongest(layers, defaults, earlier)
     config = RunConfig.model_validate(nest(given))
     return Resolved(config, {key: leaf.source for key, leaf in (defaults | given).items()}, layers)
@@ -81,11 +80,11 @@ def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
 # ---- merging --------------------------------------------------------------------------------------------
 
 
-def leaves_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Leaf]:
+def leaves_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
     """Nested and dotted keys, mixed as the user likes -> leaves by dotted key. Problems are appended."""
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, Setting] = {}
     for key, value in walk(items):
-        leaf = Leaf(key, value, source)
+        leaf = Setting(key, value, source)
         if not all(key.split(".")):
             problems.append(UserError(str(leaf), "a part of the key is empty", "type a key such as lr.peak"))
         elif key in leaves:
@@ -99,7 +98,7 @@ def leaves_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[User
     return leaves
 
 
-def nest(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, Setting]) -> dict[str, Any]:
     """{"lr.peak": a leaf} -> {"lr": {"peak": its value}}"""
     values: dict[str, Any] = {}
     for key, leaf in leaves.items():
@@ -115,7 +114,9 @@ def _inside(key: str, section: str) -> bool:
     return key.startswith(f"{section}.")
 
 
-def _strongest(layers: Sequence[Layer], defaults: Mapping[str, Leaf], earlier: Sequence[UserError]) -> dict[str, Leaf]:
+def _strongest(
+    layers: Sequence[Layer], defaults: Mapping[str, Setting], earlier: Sequence[UserError]
+) -> dict[str, Setting]:
     """The strongest leaf of every key that a layer gives; `defaults` count only in the rules between keys."""
     problems = list(earlier)
     given = _merge(layers, problems)
@@ -128,11 +129,11 @@ def _strongest(layers: Sequence[Layer], defaults: Mapping[str, Leaf], earlier: S
     return given
 
 
-def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Leaf]:
+def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Setting]:
     """The strongest leaf of every known key. Problems are appended."""
     parts = [leaves_of(values.items(), source, problems) for source, values in layers]
     known = [*KEYS, *(key for leaves in parts for key in leaves if _inside(key, "task"))]
-    merged: dict[str, Leaf] = {}
+    merged: dict[str, Setting] = {}
     for leaves in parts:
         problems += [_unknown(leaf, known) for key, leaf in leaves.items() if key not in known]
         leaves = {key: leaf for key, leaf in leaves.items() if key in known}
@@ -140,14 +141,14 @@ def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Leaf
         for group in RIVALS:
             setters = [leaves[key] for key in group if key in leaves and leaves[key].value is not None]
             if setters:  # steps on the command line ends the epochs of a file
-                merged |= {key: Leaf(key, None, setters[0].source) for key in group if key in merged}
+                merged |= {key: Setting(key, None, setters[0].source) for key in group if key in merged}
         for key in leaves:  # task.a replaces task.a.b of a weaker layer, and the other way round
             merged = {old: v for old, v in merged.items() if not (_inside(old, key) or _inside(key, old))}
         merged |= leaves
     return merged
 
 
-def _refused(leaves: Mapping[str, Leaf]) -> dict[str, str]:
+def _refused(leaves: Mapping[str, Setting]) -> dict[str, str]:
     """The keys whose value has the wrong type or size -> what it should be."""
     refused: dict[str, str] = {}
     try:
@@ -202,7 +203,7 @@ def nearest(key: str, names: Collection[str]) -> list[str]:
     return [name for name, score in scores.items() if score == best >= 0.6]
 
 
-def _unknown(leaf: Leaf, known: Collection[str]) -> UserError:
+def _unknown(leaf: Setting, known: Collection[str]) -> UserError:
     key, value = leaf.key, typed(leaf.value)
     last = key.rsplit(".", 1)[-1]
     found = f"{key} is a section" if key in SECTIONS else f"there is no key {key}"
@@ -218,13 +219,13 @@ def _unknown(leaf: Leaf, known: Collection[str]) -> UserError:
     return UserError(str(leaf), found, fix)
 
 
-def _bad_value(leaf: Leaf, expected: str) -> UserError:
+def _bad_value(leaf: Setting, expected: str) -> UserError:
     kind = "null" if leaf.value is None else f"{leaf.value!r} ({type(leaf.value).__name__})"
     fix = f"type {leaf.key}={typed(_meant(leaf, expected))}"
     return UserError(str(leaf), f"{kind}, which {expected}", fix)
 
 
-def _meant(leaf: Leaf, expected: str) -> Any:
+def _meant(leaf: Setting, expected: str) -> Any:
     """A value to type: what the user meant where that is clear ("8", 1e5, fp61), else a usual one."""
     value = word(leaf.value) if isinstance(leaf.value, str) else leaf.value
     text = str(leaf.value).casefold()

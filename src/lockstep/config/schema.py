@@ -11,8 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from lockstep.config.clashes import clashes, rivals
-from lockstep.config.leaves import Leaf
+from lockstep.config.values import Setting
 
 
 def _key(default: Any, about: str, *, example: Any = None, **limits: Any) -> Any:
@@ -245,8 +244,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        from lockstep.config.conflicts import clashes, rivals  # that module reads this one's keys
+
         # `resolve` reports the same rules with sources; this guards a RunConfig that is built directly.
-        leaves = {key: Leaf(key, value, "argument") for key, value in flatten(self).items()}
+        leaves = {key: Setting(key, value, "argument") for key, value in flatten(self).items()}
         problems = rivals(leaves) + clashes(leaves)
         if problems:
             raise ValueError("; ".join(f"{problem.asked}: {problem.found}" for problem in problems))

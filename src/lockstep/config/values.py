@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 
-class Leaf(NamedTuple):
+class Setting(NamedTuple):
     """One value, and where it came from."""
 
     key: str  # dotted

@@ -24,7 +24,7 @@ Request = tuple[int, Sequence[int]]  # (epoch, sample ids) of one micro-batch
 
 
 @dataclass
-class Reader:
+class SampleReader:
     """Turns a request into a collated batch."""
 
     dataset: Any
@@ -63,7 +63,7 @@ def _reads_in_batches(dataset: Any) -> bool:
 class _OneRequestPerItem(torch.utils.data.Dataset):
     """Lets torch's DataLoader carry whole requests to its workers."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: SampleReader):
         self.reader = reader
 
     def __getitem__(self, index: Request) -> Any:
@@ -75,7 +75,7 @@ def _only(items: list[Any]) -> Any:
 
 
 def read_ahead(
-    reader: Reader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
+    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
 ) -> Iterator[Any]:
     """Batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
     loader = DataLoader(
@@ -107,7 +107,7 @@ def _leave_later() -> None:
     timer.start()
 
 
-def read_all(reader: Reader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
+def read_all(reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
     """Batches for `requests`, in their order."""
     return read_ahead(reader, requests, workers, prefetch, False) if workers else map(reader, requests)
 

@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Reader, Request, pin, read_ahead, stay_with_the_rank, to_device
+from lockstep.data.loader import Request, SampleReader, pin, read_ahead, stay_with_the_rank, to_device
 from lockstep.data.order import SampleOrder
+from lockstep.data.prefetch import SideStream, one_ahead
 from lockstep.data.shard import Window, deal, micro_slice, next_window
-from lockstep.data.side import SideStream, one_ahead
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, MicroBatch, Share, StepResult
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def open_source(
     _check_readable(data, streams, config)
     if streams:
         return StreamSource(data, collate, shape, config, seed, world, device, pin)
-    return MapSource(Reader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
+    return MapSource(SampleReader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
 
 
 def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
@@ -78,7 +78,7 @@ class MapSource:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: SampleReader,
         shape: BatchShape,
         config: DataConfig,
         seed: int,
@@ -97,11 +97,11 @@ class MapSource:
         self._ahead: Iterator[Any] | None = None  # batches that are read, or sent to the device, before their turn
         self._ahead_at = 0  # the position of the next one
 
-    def take(self) -> Share:
+    def take(self) -> StepBatches:
         window = self._window(self.position)
         pieces = self._pieces(window)
         after = self._after(window)
-        return Share(
+        return StepBatches(
             len(pieces),
             self._deliver(window, pieces),
             window.size,
@@ -109,7 +109,7 @@ class MapSource:
             span=(after - window.size, after),
         )
 
-    def commit(self, share: Share, result: StepResult | None) -> None:
+    def commit(self, share: StepBatches, result: StepResult | None) -> None:
         assert share.span is not None
         self.position = share.span[1]
 
@@ -245,7 +245,7 @@ class StreamSource:
         self._began = self._ended = False  # whether this epoch has given samples, and whether it is over
         self._last: MicroBatch | None = None
 
-    def take(self) -> Share:
+    def take(self) -> StepBatches:
         pieces = [] if self._ended else self._pull()
         if pieces:
             self._last, self._began = pieces[-1], True
@@ -264,9 +264,9 @@ class StreamSource:
             last = self._last
             pieces.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
         samples = sum(piece.samples for piece in pieces if not piece.padding)
-        return Share(len(pieces), pieces, samples * self.world.size, exhausted=self._ended)
+        return StepBatches(len(pieces), pieces, samples * self.world.size, exhausted=self._ended)
 
-    def commit(self, share: Share, result: StepResult | None) -> None:
+    def commit(self, share: StepBatches, result: StepResult | None) -> None:
         if result is not None and result.exhausted and self._ended:
             self.epoch, self._batches = self.epoch + 1, None
             self._ended = self._began = False

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, Loss, Share
+from lockstep.task import BatchSource, Loss, StepBatches
 
 WRAPPERS: dict[type, str] = {  # and what to type instead
     DistributedDataParallel: "strategy=ddp",
@@ -43,7 +42,7 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
             )
 
 
-def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> Share:
+def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
     """The first share of every rank, or the same error on every rank.
 
     Two ranks that read the same samples double their weight, and nothing else would ever show it. Those of one
@@ -100,30 +99,6 @@ def check_different(digests: list[str | None], fix: str) -> None:
             )
         if value is not None:
             seen[value] = rank
-
-
-def digest(data: Any) -> str:
-    """Of all tensors in a batch, whatever holds them."""
-    sha = hashlib.sha256()
-    _feed(sha, data)
-    return sha.hexdigest()
-
-
-def _feed(sha: Any, data: Any) -> None:
-    if isinstance(data, DTensor):  # every rank holds another part of it
-        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-    elif isinstance(data, torch.Tensor):
-        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-        sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(data, dict):
-        for key in sorted(data, key=str):
-            sha.update(str(key).encode())
-            _feed(sha, data[key])
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _feed(sha, value)
-    else:
-        sha.update(repr(data).encode())
 
 
 def check_loss(loss: Loss) -> None:

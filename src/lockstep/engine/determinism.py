@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.checkpoint.reshard import Change
 from lockstep.data.sources import MapSource
-from lockstep.engine.changes import Change
-from lockstep.engine.optimizers import Optimizers
 from lockstep.errors import UserError
+from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.engine.folder import on_main
 from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.observe.run_folder import on_main
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.graphs import has_recordings
+from lockstep.parallel.cudagraph.graphs import has_recordings
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
-from lockstep.pulse import FOLDER
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.heartbeat import FOLDER
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -59,7 +60,7 @@ def explanation(error: RuntimeError, run: Run) -> Exception:
     if not run.opened:
         asked = "to put the model on its device"
         less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1, on_host=on_host)
-    elif run.runtime.pulse.phase == "evaluate":
+    elif run.runtime.heartbeat.phase == "evaluate":
         batch = run.evaluation_batch()
         asked, less = f"an evaluation in batches of {batch}", []
         first += [Option(f"evaluate.batch={batch // 2}", None)] if batch > 1 else []
@@ -159,3 +160,29 @@ def _size(pattern: str, message: str) -> int | None:
         return None
     number, unit = found[1].split()
     return round(float(number) * UNITS[unit.removesuffix("bytes").removesuffix("B").removesuffix("i")])
+
+
+# Errors of torch's in the words of a run: what was asked, what was found, what to type.
+
+
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if is_one(error):
+            raise explanation(error, run) from error
+        if "mixed torch.Tensor and DTensor" in str(error) and hasattr(run, "driver") and not run.driver.replicated:
+            raise _outside_the_model(error, run) from error
+        raise
+
+
+def _outside_the_model(error: RuntimeError, run: Run) -> UserError:
+    """Only in a forward are parameters whole that this rank holds parts of."""
+    asked = f"strategy={run.config.strategy}" + (f" mesh.tp={run.config.mesh.tp}" if run.config.mesh.tp else "")
+    return UserError(
+        f"{asked}, with a task that computes with parameters, or calls a part of the model, by itself",
+        f"parameters of which this rank holds a part: {str(error).splitlines()[0]}",
+        "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
+        "weights; or type strategy=ddp, where parameters are whole",
+    )

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lockstep.data.loader import Reader, read_all, to_device
+from lockstep.data.loader import SampleReader, read_all, to_device
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.observe.metrics import terms
-from lockstep.parallel.drivers import Driver
+from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
@@ -39,7 +39,7 @@ class Evaluator:
     """What is evaluated, and how: the same on every rank."""
 
     loss_of: Callable[[nn.Module, Any], Loss]
-    reader: Reader
+    reader: SampleReader
     batch: int  # samples per forward
     workers: int
     precision: Precision
@@ -88,7 +88,7 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
     requests = ((0, ids) for ids in [*ranges, *repeated])
     results: list[dict[str, tuple[Any, Any]]] = []
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
-        runtime.pulse.beat("evaluate")
+        runtime.heartbeat.beat("evaluate")
         if evaluator.may_leave and runtime.notice.signal is not None and not driver.in_step:
             return [], 0
         loss = _loss(evaluator, driver, to_device(data, runtime.device))

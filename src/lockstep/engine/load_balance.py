@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.data.shard import apportion, deal
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Driver
+from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
@@ -71,14 +71,14 @@ def about_speeds(speeds: Speeds, plan: Plan) -> str:
 
 def open_dealer(
     speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, tell: Callable[..., None]
-) -> Dealer | None:
+) -> LoadBalancer | None:
     """Whoever measures, with `auto`. Given numbers count at once, and stay."""
     if speeds == "none" or plan.world == 1:
         return None
     _check_can_be_uneven(source, driver.model)
     assert isinstance(source, MapSource)
     if isinstance(speeds, str):
-        return Dealer(plan, source, runtime, tell)
+        return LoadBalancer(plan, source, runtime, tell)
     source.deal_by(speeds)
     return None
 
@@ -98,7 +98,7 @@ def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
         )
 
 
-class Dealer:
+class LoadBalancer:
     """Measures what a micro-batch takes of each rank, and deals anew where that makes steps shorter."""
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, tell: Callable[..., None]):

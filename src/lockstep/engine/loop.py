@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.checks import check_best, check_places
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
-from lockstep.engine.selfcheck import check_best, check_places
-from lockstep.parallel.meta import make_model
+from lockstep.parallel.meta_init import make_model
 from lockstep.task import MicroBatch, Task
 
 
@@ -49,9 +49,9 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         result = run.stepper.step(share, task.loss)
         run.finish(share, result)
         if after_step is not None:
-            run.runtime.pulse.beat("yours", run.stepper.counters.step)
+            run.runtime.heartbeat.beat("yours", run.stepper.counters.step)
             after_step(run.driver.model, run.stepper.counters.step)
-            run.runtime.pulse.beat("data")
+            run.runtime.heartbeat.beat("data")
         if every and run.stepper.counters.step % every == 0:
             run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
         run.keep()
@@ -82,7 +82,7 @@ def _show(task: Task, run: Run) -> str | None:
         run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
         return None
     run.driver.model.eval()
-    run.runtime.pulse.beat("yours")  # it may take its time
+    run.runtime.heartbeat.beat("yours")  # it may take its time
     try:
         # Growing inputs would compile again and again.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:

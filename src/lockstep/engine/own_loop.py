@@ -23,7 +23,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
-from lockstep.task import Loss, Metric, Share, StepResult, Weight
+from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
 
 LEAVE_TOGETHER = timedelta(seconds=30)
 
@@ -156,7 +156,7 @@ class OwnRun:
 class OwnStep:
     """One optimizer step: iterate over its batches, `backward` each, then `apply`."""
 
-    def __init__(self, run: Run, share: Share):
+    def __init__(self, run: Run, share: StepBatches):
         self._run, self._share = run, share
         self.index = run.stepper.counters.step
         self.ended = False
@@ -201,7 +201,7 @@ class OwnStep:
         self.ended = True
         self.result = self._run.stepper.apply()
         self._run.finish(self._share, self.result)  # here, so that whatever the user does next finds the step ended
-        self._run.runtime.pulse.beat("yours")
+        self._run.runtime.heartbeat.beat("yours")
         return self.result
 
     def _miscounted(self, count: int) -> UserError:

@@ -1,41 +1,47 @@
 """One run in this process: what `fit` and the user's own loop have in common.
 
-A Run owns the pieces (driver, source, stepper, recorder), which beginning.py makes and ending.py closes. `shares()` is
+A Run owns the pieces (driver, source, stepper, recorder), which setup.py makes and run.py closes. `shares()` is
 the skeleton of the loop, `finish()` the end of every transaction. It decides nothing about gradients: that is the
 Stepper's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
+from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.run_state import Stateful, full_state
 from lockstep.config import Resolved
-from lockstep.data.loader import Reader
-from lockstep.engine import beginning, ending
-from lockstep.engine.announce import tell_launcher
+from lockstep.data.loader import SampleReader
+from lockstep.engine import setup
+from lockstep.engine.banner import summary_of, tell_launcher
+from lockstep.engine.checks import TrainableGuard, check_replicas, check_same_config, first_share
+from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
-from lockstep.engine.exact import Exactness
-from lockstep.engine.folder import on_main, open_run_dir, save_weights
-from lockstep.engine.keeper import Keeper, Resumed
-from lockstep.engine.optimizers import Optimizers
-from lockstep.engine.samples import SampleLog, blame
-from lockstep.engine.selfcheck import TrainableGuard, check_replicas, check_same_config, first_share
-from lockstep.engine.skips import is_spike
-from lockstep.engine.speeds import Dealer
-from lockstep.engine.state import Stateful, whole_state
-from lockstep.engine.step import Stepper
+from lockstep.engine.load_balance import LoadBalancer
+from lockstep.engine.outcome import is_spike
+from lockstep.engine.step import Piece, Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.drivers import Driver
+from lockstep.observe.report import write_report
+from lockstep.observe.run_folder import on_main, open_run_dir, save_weights, write_summary
+from lockstep.observe.sinks import JsonlSink
+from lockstep.optim.optimizers import Optimizers
+from lockstep.parallel.cudagraph.graphs import forget_recordings
+from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.precision import choose
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
-from lockstep.task import BatchSource, Loss, MicroBatch, Share, StepResult
+from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 
 class Run:
@@ -46,8 +52,8 @@ class Run:
     plan: Plan  # from `open` on
     source: BatchSource
     stepper: Stepper
-    dealer: Dealer | None
-    keeper: Keeper
+    load_balancer: LoadBalancer | None
+    checkpoints: CheckpointManager
 
     def __init__(self, resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample"):
         self.resolved, self.config, self.runtime = resolved, resolved.config, runtime
@@ -69,19 +75,19 @@ class Run:
         self._spans: tuple[Any, Any] = (None, None)  # (step, positions of its samples) of the last two
         self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
         self.opened = self._began = self._prepared = False
-        runtime.pulse.beat("build")
+        runtime.heartbeat.beat("build")
         # What draws random numbers before the first step (building the model, say) draws the same on every rank.
         seed_everything(derive(self.config.seed, "init"))
         seed_torch(derive(self.config.seed, "init"), runtime.device)
 
-    adopt = beginning.adopt  # the model, under its driver
+    adopt = setup.adopt  # the model, under its driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""
-        beginning.open_data(self, data, collate)
+        setup.open_data(self, data, collate)
         self.stepper.skips.on_skip, self.stepper.skips.on_many_empty = self._on_skip, self._on_many_empty
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[StepBatches]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
         self.recorder.start_clock()
         while self.stepper.counters.step < self.plan.steps and not self._stopped:
@@ -93,7 +99,7 @@ class Run:
             self._spans = (self._spans[1], (self.stepper.counters.step, share.span))
             yield share
 
-    def finish(self, share: Share, result: StepResult | None) -> None:
+    def finish(self, share: StepBatches, result: StepResult | None) -> None:
         """The transaction ends here: the source moves on, and what is due is written down."""
         self.source.commit(share, result)
         if self._sample_log:
@@ -102,8 +108,8 @@ class Run:
         self._interval_samples += share.samples
         self._interval_steps += 1
         step = self.stepper.counters.step
-        if self.dealer:
-            self.dealer.end_step(step)
+        if self.load_balancer:
+            self.load_balancer.end_step(step)
         if step == self.plan.steps:
             settled = self.stepper.settle()
             self._heed(settled)
@@ -116,13 +122,13 @@ class Run:
             self.exactness.end_step()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
-        self.stepper.save_failed = self.keeper.poll()
-        self.stepper.save_requested = self.keeper.wants(step)
+        self.stepper.save_failed = self.checkpoints.poll()
+        self.stepper.save_requested = self.checkpoints.wants(step)
 
     def keep(self, evaluation_due: bool = False) -> None:
         """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
         step = self.stepper.counters.step
-        due = self.keeper.due(step, self._save_asked or self._leaving)
+        due = self.checkpoints.due(step, self._save_asked or self._leaving)
         if due:
             self._heed(self.stepper.settle())  # it may say that the step was spoiled
         if self.stepper.skips.rewind_wanted:
@@ -136,10 +142,10 @@ class Run:
             self._save_asked = self.stepper.save_requested = False
             self.recorder.exclude(time.perf_counter() - began)
         elif not self._prepared:
-            self.keeper.prepare()
+            self.checkpoints.prepare()
         self._prepared = True
         if self._leaving:
-            ending.leave(self, self.stepper.counters.step)
+            _leave(self, self.stepper.counters.step)
 
     def evaluate(
         self,
@@ -150,14 +156,14 @@ class Run:
     ) -> Evaluation:
         """`may_leave`: nothing of this step is left to do after it, so that it may be broken off to leave."""
         began = time.perf_counter()
-        reader = Reader(data, collate, self.config.seed, self.config.data.seed_samples)
+        reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
         if not self.opened and self.config.evaluate.batch is None:
             raise UserError(
                 "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
             )
         batch = self.evaluation_batch()
         evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision, may_leave)
-        self.runtime.pulse.beat("evaluate", self.stepper.counters.step if self.opened else 0)
+        self.runtime.heartbeat.beat("evaluate", self.stepper.counters.step if self.opened else 0)
         found = evaluate(evaluator, self.driver, self.runtime)
         if found is None:  # somebody was asked to leave, and waits no longer
             self._leave_evaluation()
@@ -190,21 +196,21 @@ class Run:
         self._heed(self.stepper.settle())
         self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._compare_replicas()
-        if self.config.checkpoint.at_end and self.keeper.due(self.stepper.counters.step, asked=True):
+        if self.config.checkpoint.at_end and self.checkpoints.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
-        self.keeper.settle()
+        self.checkpoints.settle()
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
-        weights, aliases = whole_state(self.driver.model, self.runtime.is_main, self.driver.pipeline)
+        weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
         on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""
-        return ending.close(self, text)
+        return _close(self, text)
 
     def fail(self, error: BaseException) -> None:
         """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
-        ending.fail(self, error)
+        _fail(self, error)
 
     def end_loaders(self) -> None:
         if self.opened and hasattr(self.source, "close"):
@@ -215,9 +221,9 @@ class Run:
     def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         iterator = iter(batches)
         for _ in range(count):
-            self.runtime.pulse.beat("data", self.stepper.counters.step)
-            if self.dealer:
-                self.dealer.mark()
+            self.runtime.heartbeat.beat("data", self.stepper.counters.step)
+            if self.load_balancer:
+                self.load_balancer.mark()
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
@@ -262,12 +268,12 @@ class Run:
         self._leaving |= result.leave
         self._save_asked |= result.save
         if result.save_failed:
-            self.keeper.give_up()
+            self.checkpoints.give_up()
 
     def _rewind(self) -> None:
         result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
         assert result is not None
-        resumed = self.keeper.rewind(
+        resumed = self.checkpoints.rewind(
             result, next(span for step, span in filter(None, self._spans) if step == result.step)
         )
         self.recorder.carry_on(self.stepper.sums, resumed.interval)
@@ -288,7 +294,7 @@ class Run:
     def _save(self, evaluation_due: bool) -> None:
         self.driver.sync_buffers()
         interval, seconds = self.recorder.carry(self.stepper.sums), time.time() - self.started
-        self.keeper.save(
+        self.checkpoints.save(
             {"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval, "seconds": seconds}
         )
 
@@ -297,3 +303,114 @@ class Run:
         if self.evaluation is None or not self.evaluated:
             return {}
         return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
+
+
+# How a run ends: done, failed, or asked to leave.
+
+
+LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
+
+
+def _close(run: Run, text: str | None) -> dict[str, Any]:
+    """Write the summary and the report."""
+    run.runtime.heartbeat.beat("end")
+    run.optimizers.release()
+    forget_recordings(run.driver.model)
+    run.checkpoints.close()
+    summary = summary_of(run)
+    if text:
+        run.recorder.event("sample", text=text)
+    for goal in summary.get("goals", ()):
+        run.recorder.event("goal", **goal)
+    run.recorder.event("end", **summary)
+    run.recorder.close()
+    if run.runtime.is_main:
+        report = _write_end(run, summary)
+        if report and run.config.log.progress != "off":
+            print(f"report   {Path(run.folder.shown) / report.name}")
+    run.runtime.collectives.farewell()  # nobody leaves before the folder is complete
+    run.folder.let_go()
+    return summary
+
+
+def _fail(run: Run, error: BaseException) -> None:
+    """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
+    with contextlib.suppress(Exception):
+        run.end_loaders()
+        if hasattr(run, "driver"):
+            forget_recordings(run.driver.model)
+        if hasattr(run, "optimizers"):
+            run.optimizers.release()
+        if hasattr(run, "checkpoints"):
+            run.checkpoints.close(patience=LAST_SAVE)
+        run.recorder.hide()  # whoever started us shows the error, once; a launcher the first, which caused the others
+        if not isinstance(error, Preempted):
+            run.recorder.event("error", type=type(error).__name__, message=str(error))
+        run.recorder.close()
+        if run.runtime.is_main:
+            write_report(run.run_dir)
+    run.folder.let_go()
+
+
+def _leave(run: Run, step: int) -> NoReturn:
+    """All ranks have saved at the same step."""
+    run.end_loaders()
+    safe = run.checkpoints.settle()
+    newest = run.checkpoints.newest_path() if safe else None
+    path = run.folder.as_shown(newest) if newest else None
+    signals = [name for name in run.runtime.collectives.gather_json(run.runtime.notice.signal) if name]
+    signal = signals[0] if signals else "SIGTERM"
+    run.recorder.event("leave", step=step, signal=signal, checkpoint=path)
+    run.runtime.collectives.farewell()
+    raise Preempted(step, signal, path)
+
+
+def _write_end(run: Run, summary: dict[str, Any]) -> Path | None:
+    """The weights are safe: what cannot be written about them is said, and does not spoil the run."""
+    try:
+        write_summary(run.run_dir, summary)
+        return write_report(run.run_dir)
+    except OSError as error:
+        print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+        return None
+
+
+# Which samples a step was made of: written down on request, and named when they have spoiled it.
+
+
+MOST_IDS = 8  # named of one micro-batch
+
+
+class SampleLog:
+    """`samples/rank-N.jsonl`: one line per step. A step that was repeated has several; the last attempt's counts."""
+
+    def __init__(self, run_dir: Path, rank: int, attempt: int):
+        folder = run_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        self._sink, self._attempt = JsonlSink(folder / f"rank-{rank}.jsonl"), attempt
+
+    def write(self, step: int, pieces: list[Piece]) -> None:
+        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> list[str]:
+    """This rank's micro-batches that look guilty: a loss that is not finite; for a spike, the largest loss."""
+    pairs = list(zip(pieces, losses, strict=True))
+    if spike:
+        worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []
+    else:
+        worst = [(piece, loss) for piece, loss in pairs if not math.isfinite(loss)]
+    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_samples(piece)}" for piece, loss in worst]
+
+
+def _samples(piece: Piece) -> str:
+    ids = [str(int(i)) for i in piece.ids[:MOST_IDS]]
+    if not ids:
+        return ""
+    return f", samples {', '.join(ids)}" + (
+        f" and {len(piece.ids) - MOST_IDS} more" if len(piece.ids) > MOST_IDS else ""
+    )

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.run_state import RunState
+from lockstep.config import RunConfig
+from lockstep.data.shard import deal
 from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.announce import facts, resumed_text, start_record
-from lockstep.engine.attach import attach
-from lockstep.engine.exact import Exactness
-from lockstep.engine.exhausted import noted_micro_batch
-from lockstep.engine.folder import on_main, write_head
-from lockstep.engine.keeper import Keeper
-from lockstep.engine.lean import chosen
-from lockstep.engine.masters import Masters
-from lockstep.engine.optim import LearningRate
-from lockstep.engine.optimizers import Optimizers, rebind
-from lockstep.engine.selfcheck import (
+from lockstep.engine.banner import facts, resumed_text, start_record
+from lockstep.engine.checks import (
     TrainableGuard,
     check_enough_work,
     check_even_work,
@@ -29,17 +24,25 @@ from lockstep.engine.selfcheck import (
     check_something_left,
     check_supported,
 )
-from lockstep.engine.speeds import by_speed, open_dealer
-from lockstep.engine.state import RunState
+from lockstep.engine.determinism import Exactness
+from lockstep.engine.diagnose import noted_micro_batch
+from lockstep.engine.load_balance import by_speed, open_dealer
 from lockstep.engine.step import Stepper
-from lockstep.engine.zero import ShardedOptimizers
 from lockstep.errors import UserError
+from lockstep.observe.run_folder import on_main, write_head
 from lockstep.observe.sinks import read_jsonl
+from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.optimizers import Optimizers, rebind
+from lockstep.optim.registry import chosen
+from lockstep.optim.schedule import LearningRate
+from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.apply import apply
-from lockstep.parallel.drivers import Driver
-from lockstep.plan.plan import make_plan
+from lockstep.parallel.driver import Driver
+from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import check_statistics, check_storage
+from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
+from lockstep.task import BatchSource, SourceContext
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -76,7 +79,7 @@ def adopt(
     cut = run.config.strategy == "zero1" and not run.runtime.world.alone
     run.optimizers = ShardedOptimizers(made, model, run.runtime) if cut else Optimizers(made, model)
     if run.precision.way:
-        run.optimizers.stand_in(Masters(run.optimizers.all, model, run.precision.way, run.config.seed))
+        run.optimizers.stand_in(MasterWeights(run.optimizers.all, model, run.precision.way, run.config.seed))
     run.guard = TrainableGuard(model)
     changing = getattr(task, "changing_buffers", ())
     run.exactness = Exactness(model, run.optimizers, run.runtime, changing) if run.config.exact else None
@@ -98,7 +101,7 @@ def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         shared = {name: told[name] for name in ("strategy", "remat") if name in told}
         write_head(run.run_dir, run.resolved, run.plan.as_dict() | shared)
     run.recorder.open(run.config.log.progress, run.plan.steps, run.unit, start_record(run) | {"facts": told})
-    run.keeper.begin()
+    run.checkpoints.begin()
 
 
 def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str | None:
@@ -124,9 +127,9 @@ def _make_step(run: Run) -> LearningRate:
     config, runtime, driver, plan = run.config, run.runtime, run.driver, run.plan
     rate = LearningRate(config.lr, run.optimizers.all, plan.steps, plan.global_batch)
     run.stepper = Stepper(driver, run.optimizers, rate, run.precision, config, runtime, plan.global_batch)
-    run.dealer = open_dealer(config.speed_weights, plan, run.source, driver, runtime, run.recorder.event)
-    if run.dealer:
-        run.stepper.before_exchange = run.dealer.mark
+    run.load_balancer = open_dealer(config.speed_weights, plan, run.source, driver, runtime, run.recorder.event)
+    if run.load_balancer:
+        run.stepper.before_exchange = run.load_balancer.mark
     return rate
 
 
@@ -151,9 +154,9 @@ def _go_on(run: Run) -> dict[str, str]:
         run.runtime.world.rank,
         run.driver.echoes,
     )
-    run.keeper = Keeper(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
-    run.keeper.check_space()
-    run.resumed = run.keeper.resume()
+    run.checkpoints = CheckpointManager(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
+    run.checkpoints.check_space()
+    run.resumed = run.checkpoints.resume()
     if run.resumed:
         check_something_left(run.plan.steps, run.stepper.counters.step)
         told["resumed"] = resumed_text(run.resumed, run.folder)
@@ -165,3 +168,33 @@ def _go_on(run: Run) -> dict[str, str]:
     if run.exactness:
         told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
     return told
+
+
+# A BatchSource that makes its own batches, by calling the model, is told where it is.
+
+
+def attach(
+    source: BatchSource, share: World, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime
+) -> str | None:
+    """A source that makes its own batches (a rollout) learns where it is. What it says about them."""
+    told: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
+    if told is None:
+        return None
+    if driver.pipeline is not None:
+        raise UserError(
+            f"{type(source).__name__}, which calls the model itself, in a pipeline (mesh.pp)",
+            "ranks that hold a part of the model each",
+            "type strategy=ddp or strategy=fsdp",
+        )
+    around = SourceContext(
+        model=driver.model,
+        device=runtime.device,
+        seed=config.seed,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        mine=deal(plan.micro_batches, share.rank, share.size),
+        ranks=share.size,
+        in_step=driver.in_step,
+        add=lambda values: runtime.collectives.sum_(values if driver.speaks else values.zero_()),
+    )
+    return told(around)

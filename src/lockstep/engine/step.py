@@ -13,27 +13,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep import faults
 from lockstep.config import RunConfig
-from lockstep.engine.optim import Clipping, LearningRate
-from lockstep.engine.optimizers import Optimizers
+from lockstep.engine.checks import check_loss
+from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.engine.outcome import STEP_MODULUS, Gradient, Outcomes
-from lockstep.engine.scale import LossScale
-from lockstep.engine.selfcheck import check_loss
-from lockstep.engine.tally import Tally
 from lockstep.observe.metrics import ExactSums, Sums
-from lockstep.parallel.drivers import Driver, Pipelined
-from lockstep.parallel.layout import local
-from lockstep.parallel.word import Word
-from lockstep.precision import DynamicScaler, Precision
+from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.schedule import Clipping, LearningRate
+from lockstep.parallel.driver import Driver, Pipelined
+from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import ControlWord
+from lockstep.runtime.layout import local
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
-from lockstep.task import Loss, MicroBatch, Share, StepResult
+from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 
 @dataclass
@@ -51,7 +50,7 @@ class _Pending:
     arrived: torch.cuda.Event
     norms: Tensor
     used: list[str]
-    tally: Tally
+    tally: StepTotals
     loss_limit: float
 
 
@@ -83,7 +82,7 @@ class Stepper:
         self.before_update: Callable[[], None] = lambda: None  # a snapshot may still be being taken
         self.before_exchange: Callable[[], None] = lambda: None  # somebody may be measuring this rank's own work
         self.stop_requested = self.save_requested = self.save_failed = False
-        self.tally = self.settled = Tally()  # of the step that runs; of the one whose outcome came last
+        self.tally = self.settled = StepTotals()  # of the step that runs; of the one whose outcome came last
         self.metrics_seen: set[str] = set()  # on this rank
         self.metrics_known: set[str] = set()  # on all ranks: what the log may show
         self.new_metrics = False  # some rank has seen one that is not known yet
@@ -94,7 +93,7 @@ class Stepper:
         self._pending: _Pending | None = None
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    def step(self, share: Share, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
+    def step(self, share: StepBatches, loss_of: Callable[[Any, Any], Loss]) -> StepResult | None:
         """The whole transaction; returns the newest settled result (on a GPU the previous step's)."""
         self.begin(share)
         if self.driver.pipeline is not None:
@@ -107,12 +106,12 @@ class Stepper:
             self.backward(loss)
         return self.apply()
 
-    def _run_pipeline(self, pipeline: Pipelined, share: Share, loss_of: Callable[[Any, Any], Loss]) -> None:
+    def _run_pipeline(self, pipeline: Pipelined, share: StepBatches, loss_of: Callable[[Any, Any], Loss]) -> None:
         """All micro-batches at once: what `prepare` and `backward` do for one comes when the pipeline calls."""
 
         def begin(micro: MicroBatch, stage: int) -> None:
             self._micro = micro
-            self.runtime.pulse.beat("compute", self.counters.step)
+            self.runtime.heartbeat.beat("compute", self.counters.step)
             place = (stage,) if stage else ()  # the first stage draws what a single process would
             self._seed("model", micro.index, *place)
 
@@ -127,13 +126,13 @@ class Stepper:
             self._find_unit(0.0 if loss is None else loss.weight)
         pipeline.run(micros, loss_of, begin, finish)
         self.backwards_done = share.count
-        self.runtime.pulse.beat("exchange")
+        self.runtime.heartbeat.beat("exchange")
         pipeline.exchange(self._word())
 
-    def begin(self, share: Share) -> None:
+    def begin(self, share: StepBatches) -> None:
         self.driver.begin()
         self._share, self.backwards_done = share, 0
-        self.tally = Tally(self.config.exact, self.outcomes.spikes.on)
+        self.tally = StepTotals(self.config.exact, self.outcomes.spikes.on)
 
     @property
     def padding(self) -> bool:
@@ -141,7 +140,7 @@ class Stepper:
 
     def prepare(self, micro: MicroBatch) -> None:
         self._micro = micro
-        self.runtime.pulse.beat("compute", self.counters.step)
+        self.runtime.heartbeat.beat("compute", self.counters.step)
         self._seed("model", micro.index)
         self.driver.note(micro, self._share.total)
         self.driver.arm(last=self.backwards_done + 1 == self._share.count)
@@ -151,7 +150,7 @@ class Stepper:
         self.backwards_done += 1
         last = self.backwards_done == self._share.count
         if last:
-            self.runtime.pulse.beat("exchange")
+            self.runtime.heartbeat.beat("exchange")
             self.before_exchange()
         self.driver.backward(loss.total, self._number(start, loss.total.dtype), self._word() if last else None)
 
@@ -171,7 +170,7 @@ class Stepper:
     def apply(self) -> StepResult | None:
         """Divide once, clip, and step: everything that changes the size of a gradient is one factor."""
         assert self.backwards_done == self._share.count, "apply() before the last micro-batch"
-        self.runtime.pulse.beat("update")
+        self.runtime.heartbeat.beat("update")
         driver, packed = self.driver, self.driver.word()
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
@@ -238,8 +237,8 @@ class Stepper:
         self._pending = _Pending(step, row, arrived, norms, used, self.tally, limit)
         return previous
 
-    def _word(self) -> Word:
-        return Word(
+    def _word(self) -> ControlWord:
+        return ControlWord(
             weight=self.tally.weight,
             stop=int(self.stop_requested),
             exhausted=int(self._share.exhausted),
@@ -252,7 +251,7 @@ class Stepper:
             loss=self.tally.loss,
         )
 
-    def _settle(self, step: int, word: Word, gradient: Gradient, applied: bool, tally: Tally) -> StepResult:
+    def _settle(self, step: int, word: ControlWord, gradient: Gradient, applied: bool, tally: StepTotals) -> StepResult:
         self.settled = tally
         if applied:
             self.sums.merge(tally.sums)
@@ -294,3 +293,42 @@ class Stepper:
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.runtime.collectives) if self.config.exact else Sums()
+
+
+# What the micro-batches of one step have cost on this rank: its part of the control word, and of the log.
+
+
+class Piece(NamedTuple):
+    """A micro-batch that this rank has gone through: which samples. What they cost is in the step's sums."""
+
+    index: int
+    epoch: int
+    ids: Any
+
+
+class StepTotals:
+    """`exact`: sums that do not depend on their order. `with_loss`: the word carries the loss too."""
+
+    def __init__(self, exact: bool = False, with_loss: bool = False):
+        self._exact, self._with_loss = exact, with_loss
+        self.weight: float | Tensor = 0.0
+        self.loss: float | Tensor = 0.0
+        self.sums = Sums()
+        self.pieces: list[Piece] = []
+
+    def add(self, loss: Loss, micro: MicroBatch, first_step: bool) -> None:
+        if self._exact and (first_step or not _on_gpu(loss.weight)):
+            check_weight(float(loss.weight))  # on a GPU the host would wait for it: once
+        self.weight = self.weight + self._as_number(loss.weight, WEIGHT_GRID)
+        self.sums.add(loss)
+        self.pieces.append(Piece(micro.index, micro.epoch, micro.ids))
+        if self._with_loss:
+            self.loss = self.loss + self._as_number(loss.total.detach(), LOSS_GRID)
+
+    def _as_number(self, value: Any, grid: float) -> float | Tensor:
+        number = value.detach().double() if _on_gpu(value) else float(value)
+        return on_grid(number, grid) if self._exact else number
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch import failure, flight, hang
+from lockstep.launch import failure, flight_recorder, watchdog
 from lockstep.launch.job import Job
-from lockstep.launch.messages import (
+from lockstep.launch.protocol import (
     AskStacks,
     Beat,
     Broke,
@@ -32,8 +32,8 @@ from lockstep.launch.messages import (
     Stopped,
 )
 from lockstep.launch.zygote import Zygote
-from lockstep.machine import available_cores
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.machine import available_cores
 
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 STOP_S = 5.0  # for killed ranks to be gone
@@ -126,7 +126,7 @@ class Agent:
 
     def _environment(self, start: Start, folder: Path) -> dict[str, str]:
         return (
-            flight.environment(folder)
+            flight_recorder.environment(folder)
             | self._zygote.env
             | {
                 "WORLD_SIZE": str(start.world),
@@ -229,7 +229,7 @@ class Agent:
         if current is None:
             return Beat()
         seen = [
-            hang.view_of(number, self._name, rank.pid, current.folder)
+            watchdog.view_of(number, self._name, rank.pid, current.folder)
             for number, rank in current.ranks.items()
             if rank.pid and not rank.ended
         ]
@@ -271,9 +271,9 @@ def _make(folder: Path) -> None:
 def _look_inside(current: Round) -> Stacks:
     """Where each living rank is; those that do not answer in time are left out."""
     pids = {number: rank.pid for number, rank in current.ranks.items() if rank.pid and not rank.ended}
-    stacks = hang.collect(current.folder, pids, STACKS_S)
+    stacks = watchdog.collect(current.folder, pids, STACKS_S)
     answering = [rank for rank, text in stacks.items() if text]
-    recorded = flight.collect(current.folder, answering, COLLECTIVES_S)
+    recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
     return Stacks(
         current.attempt,
         {str(rank): text for rank, text in stacks.items()},

@@ -9,26 +9,31 @@ from functools import partial
 
 from lockstep.launch import wire
 from lockstep.launch.agent import Agent
-from lockstep.launch.commands import Command, Ending, Form, Log, Send, Tell
 from lockstep.launch.job import Count, Job, append_event
-from lockstep.launch.messages import (
+from lockstep.launch.protocol import (
     Asked,
     Beat,
     Broke,
+    Command,
     End,
+    Ending,
     Exited,
+    Form,
     Hello,
+    Log,
     Message,
     Refused,
     Say,
+    Send,
     Stacks,
     Start,
     Stopped,
+    Tell,
     Welcome,
 )
-from lockstep.launch.place import latest_step
-from lockstep.launch.rounds import Node, Rounds
+from lockstep.launch.run_dir import latest_step
 from lockstep.launch.signals import Signals
+from lockstep.launch.state_machine import Node, Rounds
 from lockstep.launch.terminal import say
 
 POLL_S = 0.05

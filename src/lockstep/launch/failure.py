@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import pulse
 from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import stacks
+from lockstep.runtime import heartbeat
 
 LEFT = Preempted.CODE  # the exit code of a rank that has saved and left because it was asked to
 NODE, ZYGOTE, HANG, EXIT = "node", "zygote", "hang", "exit"  # kinds that are neither an exception nor a signal
@@ -151,7 +151,7 @@ def examine(scene: Scene, code: int, seen: float) -> Exit:
     if code in (0, LEFT):
         return Exit(code, seen)
     failure = _recorded(scene) or _unrecorded(scene, code, seen)
-    view = pulse.read(scene.folder / f"pulse-{scene.rank}")
+    view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
     return Exit(
         code,
         seen,

@@ -11,10 +11,9 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.launch import wire
 from lockstep.launch.agent import Agent
-from lockstep.launch.commands import Ending
 from lockstep.launch.failure import NODE, Failure
 from lockstep.launch.job import FROM_LAUNCHER, Job
-from lockstep.launch.messages import Asked, Beat, End, Hello, Message, Refused, Say, Welcome
+from lockstep.launch.protocol import Asked, Beat, End, Ending, Hello, Message, Refused, Say, Welcome
 from lockstep.launch.signals import Signals
 from lockstep.launch.terminal import say
 

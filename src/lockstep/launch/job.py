@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.machine import available_cores, visible_gpus
+from lockstep.runtime.machine import available_cores, visible_gpus
 
 # What every rank needs sooner or later. Imported once, in the process that all ranks are forked from.
 PRELOAD = (
@@ -22,7 +22,7 @@ PRELOAD = (
     "torch._dynamo",
     "torch.utils.data",
     "safetensors.torch",
-    "lockstep.doors",
+    "lockstep.api",
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
 )

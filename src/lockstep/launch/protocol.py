@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from lockstep.launch.failure import Failure
+
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "float": (int, float),
@@ -170,3 +172,46 @@ def decode(line: bytes) -> Message:
         if not isinstance(value, wanted[name]) or (isinstance(value, bool) and wanted[name] is not bool):
             raise ValueError(f"{kind.__name__}.{name} of type {type(value).__name__}")
     return kind(**values)
+
+
+# What the decisions of a job ask for.
+
+
+@dataclass(frozen=True)
+class Form:
+    """Start a round: so many ranks on each of these nodes, numbered in this order."""
+
+    attempt: int
+    ranks: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Send:
+    node: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Tell:
+    """To the people at all nodes."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """To the run's events.jsonl."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The job is over. Codes: 0 done, 1 failed, 2 the user can mend it, 75 saved and left, 130 the same by Ctrl-C."""
+
+    code: int
+    failure: Failure | None = None
+    restarts: int = 0
+
+
+Command = Form | Send | Tell | Log | Ending

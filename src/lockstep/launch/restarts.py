@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch import hang
+from lockstep.launch import watchdog
 from lockstep.launch.failure import HANG, NODE, SMALLER, Failure
 
 HOUR_S = 3600.0
@@ -18,7 +18,7 @@ TIMES_IN_A_ROW = 3  # a rank that fails so often without progress is left out, i
 class Settings:
     """What the task's own configuration says, once rank 0 has read it."""
 
-    limits: hang.Limits = field(default_factory=hang.Limits)
+    limits: watchdog.Limits = field(default_factory=watchdog.Limits)
     restart_hangs: bool = True
     per_hour: int = 10
     grace: float = 600.0  # seconds to save and leave
@@ -28,7 +28,7 @@ class Settings:
         hangs, restart = values.get("hang", {}), values.get("restart", {})
         limits = {name: float(hangs[name]) for name in ("first", "least", "factor") if name in hangs}
         return Settings(
-            limits=hang.Limits(**limits),
+            limits=watchdog.Limits(**limits),
             restart_hangs=hangs.get("action", "restart") == "restart",
             per_hour=int(restart.get("per_hour", 10)),
             grace=float(restart.get("grace", 600.0)),
@@ -65,7 +65,7 @@ class Restarts:
         if failure.kind == SMALLER:
             return None  # micro_batch=auto asked for it, and it comes to an end: the sizes only go down
         if failure.kind == HANG and not settings.restart_hangs:
-            return "hang.action is stop"
+            return "watchdog.action is stop"
         if failure.from_python and situation.saved == situation.began_at:
             return "no checkpoint was saved since the last start, so the same error would come again"
         if settings.per_hour == 0:

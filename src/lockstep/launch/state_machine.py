@@ -13,12 +13,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from lockstep.launch.commands import Command, Ending, Form, Log, Send, Tell
 from lockstep.launch.failure import LEFT, NODE, ZYGOTE, Exit, Failure, first
 from lockstep.launch.job import Count, Job, divide
-from lockstep.launch.messages import AskStacks, Beat, Broke, Exited, Leave, Message, Prepare, Stacks, Stop
+from lockstep.launch.protocol import (
+    AskStacks,
+    Beat,
+    Broke,
+    Command,
+    Ending,
+    Exited,
+    Form,
+    Leave,
+    Log,
+    Message,
+    Prepare,
+    Send,
+    Stacks,
+    Stop,
+    Tell,
+)
 from lockstep.launch.restarts import Restarts, Settings, Situation
-from lockstep.launch.vigil import Vigil
+from lockstep.launch.watchdog import Vigil
 
 GATHER_S = 300.0  # how long nodes may take to come
 SETTLE_S = 3.0  # after a node came or went, others may follow

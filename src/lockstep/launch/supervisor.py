@@ -6,10 +6,10 @@ import socket
 
 from lockstep.errors import UserError
 from lockstep.launch import wire
-from lockstep.launch.commands import Ending
-from lockstep.launch.coordinate import Coordinator
-from lockstep.launch.follow import follow
+from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.follower import follow
 from lockstep.launch.job import Job
+from lockstep.launch.protocol import Ending
 from lockstep.launch.signals import Signals
 
 __all__ = ["Ending", "supervise"]

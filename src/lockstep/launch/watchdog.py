@@ -1,6 +1,7 @@
 """Nobody advances: notice it within seconds, and say which rank the others wait for, and where it is.
 
-Ranks publish their step and phase (`lockstep.pulse`); a launcher reads them and judges. Each phase has its own limit,
+Ranks publish their step and phase (`lockstep.runtime.heartbeat`); a launcher reads them and judges. Each phase has its
+own limit,
 learnt from how long the phase took before. As long as one rank is within its own limit there is no alarm, since all
 others may rightly be waiting for that one.
 """
@@ -13,14 +14,16 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import pulse
+from lockstep.launch import flight_recorder
 from lockstep.launch.failure import Failure
+from lockstep.launch.protocol import Stacks
 from lockstep.launch.stacks import Frame, collect, group, line_of, main_thread
+from lockstep.runtime import heartbeat
 
 __all__ = ["Limits", "RankView", "Suspicion", "Watch", "collect", "excuse", "explain", "group", "judge", "view_of"]
 
@@ -98,10 +101,10 @@ class Suspicion:
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     """None: the process is gone, and never gave a sign of life."""
     state = _state(pid)
-    seen = pulse.read(folder / f"pulse-{rank}")
+    seen = heartbeat.read(folder / f"heartbeat-{rank}")
     if seen is None and not state:
         return None
-    seen = seen or pulse.View(beats=0, age=_seconds_since_start(pid), step=0, steps=0, phase="start", place="")
+    seen = seen or heartbeat.View(beats=0, age=_seconds_since_start(pid), step=0, steps=0, phase="start", place="")
     return RankView(rank=rank, host=host, pid=pid, state=state, **dataclasses.asdict(seen))
 
 
@@ -195,7 +198,7 @@ def excuse(suspicion: Suspicion, stacks: dict[int, str], limits: Limits) -> str 
 
 
 def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[str] = ()) -> Failure:
-    """The odd rank first, then where the others wait, then what the flight recorder says (`flight.analyse`)."""
+    """The odd rank first, then where the others wait, then what `flight_recorder.analyse` says."""
     groups = group(stacks)
     odd = suspicion.odd or _smallest(groups)
     culprit = suspicion.view(odd[0]) if odd else max(suspicion.views, key=lambda view: view.age)
@@ -278,3 +281,68 @@ def _seconds_since_start(pid: int) -> float:
         return 0.0
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+# Watching over the ranks of a round: their signs of life, and on suspicion a look inside.
+
+
+class Vigil:
+    def __init__(self, limits: Limits):
+        self._watch = Watch(limits)
+        self._views: dict[int, list[RankView]] = {}  # by node
+        self._suspicion: Suspicion | None = None
+        self._told = False
+        self._stacks: dict[int, str] = {}
+        self._collectives: dict[int, list[dict[str, Any]]] = {}
+
+    def set_limits(self, limits: Limits) -> None:
+        self._watch.limits = limits
+
+    def see(self, node: int, views: list[dict[str, Any]]) -> None:
+        self._views[node] = [RankView.from_json(view) for view in views]
+
+    def suspicious(self, living: Collection[int], now: float) -> bool:
+        """Whether to look inside. Asked about once a second; `living` are the ranks of all nodes that still run."""
+        views = [view for node in self._views.values() for view in node if view.rank in living]
+        if len(views) < len(living):
+            return False  # some have not been seen yet
+        self._suspicion = self._watch.look(views, now)
+        self._stacks, self._collectives = {}, {}
+        return self._suspicion is not None
+
+    def news(self, age: float) -> str | None:
+        """Once: who has been where for so long that somebody in front of the screen would wonder."""
+        views = [view for node in self._views.values() for view in node]
+        if self._told or not views or min(view.age for view in views) < age:
+            return None
+        self._told = True
+        view = min(views, key=lambda view: (view.phase in WAITING, view.rank))
+        limit = max(limit_of(view, views, self._watch.limits) for view in views)
+        where = f"rank {view.rank} has been in phase {view.phase} of step {view.step} for {view.age:.0f} s"
+        return f"nothing has moved for a while: {where}; the limit is {limit:.0f} s"
+
+    def learn(self, seen: Stacks) -> None:
+        self._stacks |= {int(rank): str(text) for rank, text in seen.stacks.items()}
+        self._collectives |= {int(rank): entries for rank, entries in seen.collectives.items()}
+
+    def verdict(self) -> Failure | None:
+        """After the look inside; None: they are busy after all."""
+        assert self._suspicion is not None
+        if self._has_moved(self._suspicion) or self._watch.excused(self._suspicion, self._stacks):
+            return None
+        return explain(self._suspicion, self._stacks, self._differences())
+
+    def _has_moved(self, suspicion: Suspicion) -> bool:
+        """Some rank goes on after all: it was slow, or the question itself has woken it."""
+        beats = {view.rank: view.beats for node in self._views.values() for view in node}
+        halted = any(suspicion.view(rank).halted for rank in suspicion.odd)
+        return not halted and any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views)
+
+    def _differences(self) -> list[str]:
+        assert self._suspicion is not None
+        if len(self._collectives) < len(self._suspicion.views):  # a stopped rank does not answer: nobody can compare
+            return []
+        try:
+            return flight_recorder.analyse(self._collectives)
+        except (KeyError, TypeError, ValueError):  # a torch that records otherwise: the stacks must do
+            return []

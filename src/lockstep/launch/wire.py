@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch.job import parse_join
-from lockstep.launch.messages import Hello, Message, decode, encode
+from lockstep.launch.protocol import Hello, Message, decode, encode
 
 SILENCE_S = 5.0  # a node that is silent for so long is gone
 BEAT_S = 1.0

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.launch.failure import LEFT
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
 
 LIFELINE = "LOCKSTEP_LIFELINE"  # a pipe that closes when the launcher dies, whatever killed it
 LISTEN_FD = "LOCKSTEP_LISTEN_FD"  # rank 0's listening socket

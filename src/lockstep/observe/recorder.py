@@ -28,7 +28,7 @@ class Recorder:
         self.runtime, self.run_dir = runtime, run_dir
         self._slow, self._hunger = stragglers.Watch(slow_rank), stragglers.Hunger()
         self.watch_data = False  # whether time for data is time for which the device waits
-        self._spent = dict(runtime.pulse.spent)
+        self._spent = dict(runtime.heartbeat.spent)
         self._carried_weight = 0.0  # of steps before a resume, in the running interval
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
         self._views: list[Progress] = []
@@ -111,7 +111,7 @@ class Recorder:
         """Every rank's seconds, each in its own place, so that one sum shows them all."""
         world, width = self.runtime.world, stragglers.WIDTH
         slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
-        now = dict(self.runtime.pulse.spent)
+        now = dict(self.runtime.heartbeat.spent)
         mine = slice(world.rank * width, (world.rank + 1) * width)
         packed = stragglers.pack(self._spent, now, steps, self.micro_batches)
         slots[mine] = torch.tensor(packed, dtype=torch.float64)

@@ -16,7 +16,6 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.observe.charts import Point, Series, Style, line_chart
-from lockstep.observe.folder import Record, Run, flat, read_run
 from lockstep.observe.formats import (
     SAMPLE,
     compact,
@@ -30,6 +29,7 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
+from lockstep.observe.run_record import Record, Run, flat, read_run
 
 MOST_EVENTS = 400
 MOST_METRICS = 8

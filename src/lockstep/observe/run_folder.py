@@ -15,7 +15,15 @@ from torch import Tensor
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch.place import choose_run_dir, holds_a_run, is_checkpoint, lock, prepare, refuse_another_run, run_of
+from lockstep.launch.run_dir import (
+    choose_run_dir,
+    holds_a_run,
+    is_checkpoint,
+    lock,
+    prepare,
+    refuse_another_run,
+    run_of,
+)
 from lockstep.runtime.context import Runtime
 
 ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")  # set by our launcher, by torchrun

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# What counts as what, of the phases of a pulse.
+# What counts as what, of the phases of a heartbeat.
 COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchange": ("exchange", "agree")}
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its micro-batches
 LEAST_SHARE = 0.1  # of a step: less is not worth a word
@@ -43,7 +43,7 @@ class Slow:
 
 
 def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micro_batches: int) -> list[float]:
-    """One rank's seconds per step between two readings of `Pulse.spent`, in the order of COLUMNS, and its
+    """One rank's seconds per step between two readings of `Heartbeat.spent`, in the order of COLUMNS, and its
     micro-batches per step."""
     spent = [sum(now[phase] - before[phase] for phase in phases) for phases in COLUMNS.values()]
     return [figure / max(1, steps) for figure in (*spent, micro_batches)]

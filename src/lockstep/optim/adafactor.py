@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.parallel.layout import grid_of, laid_out, like, local
+from lockstep.runtime.layout import grid_of, laid_out, like, local
 
 LEAST = 1e-30  # of a squared gradient
 LONGEST = 1.0  # root mean square of an update, before the learning rate

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.parallel.layout import laid_out, like, local
+from lockstep.runtime.layout import laid_out, like, local
 
 BLOCK = 256  # elements of a row that share a scale, at most
 SMALLEST = 4096  # elements of a parameter from which on its moments are bytes

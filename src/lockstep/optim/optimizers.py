@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.masters import Masters
 from lockstep.errors import UserError
-from lockstep.parallel.layout import grid_of
+from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.runtime.layout import grid_of
 
 # torch's own fused optimizers divide gradients by `grad_scale` inside their one pass. Others that claim to take part in
 # loss scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
@@ -37,13 +37,13 @@ class Optimizers:
         self._mixed = len({grid_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
-        self.masters: Masters | None = None  # what the optimizers hold instead of parameters stored in bfloat16
+        self.masters: MasterWeights | None = None  # what the optimizers hold instead of parameters stored in bfloat16
         self.now: Callable[[], int] = lambda: 0  # which step it is
 
     def parameters(self) -> list[nn.Parameter]:
         return _parameters(self.all)
 
-    def stand_in(self, masters: Masters) -> None:
+    def stand_in(self, masters: MasterWeights) -> None:
         """The optimizers have float32 parameters now, and these divide gradients as they make them float32."""
         self.masters, self.folds = masters, True
         self.skips_by_itself = all(map(_divides_and_skips, self.all))

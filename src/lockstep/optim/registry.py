@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig
-from lockstep.engine.adafactor import Adafactor
-from lockstep.engine.adamw8bit import SMALLEST, AdamW8bit
 from lockstep.errors import UserError
+from lockstep.optim.adafactor import Adafactor
+from lockstep.optim.adamw8bit import SMALLEST, AdamW8bit
 
 # The optimizer, and what it takes over from the task's groups.
 KINDS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.config import ClipConfig, LrConfig
 from lockstep.errors import UserError
-from lockstep.parallel.layout import local
+from lockstep.runtime.layout import local
 
 
 def factor(config: LrConfig, step: int, total: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.optimizers import Optimizers
+from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import Runtime
 
 

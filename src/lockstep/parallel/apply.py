@@ -10,17 +10,17 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm import synchronise_batchnorm
-from lockstep.parallel.ddp import DDPDriver
-from lockstep.parallel.drivers import Driver, SingleDriver
-from lockstep.parallel.exact_drivers import drive_exactly
-from lockstep.parallel.flat import FlatDriver
+from lockstep.parallel.cudagraph.graphs import Tell, record_calls
+from lockstep.parallel.ddp.driver import DDPDriver
+from lockstep.parallel.ddp.unused import FlatDriver
+from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.exact.driver import drive_exactly
 from lockstep.parallel.float8 import compute_in_float8
-from lockstep.parallel.fsdp import CUT, FSDPDriver, check_offload, check_scalars
-from lockstep.parallel.graphs import Tell, record_calls
+from lockstep.parallel.fsdp.driver import CUT, FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.mesh import Axes, plan_mesh
-from lockstep.parallel.meta import check_made_as_asked, fill
+from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
-from lockstep.parallel.tensor import TensorDriver, cut_layers
+from lockstep.parallel.tensor.driver import TensorDriver, cut_layers
 from lockstep.parallel.warmup import compile_together
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
@@ -86,9 +86,9 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
 
 
 def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
-    from lockstep.parallel.staged import StagedDriver  # torch's pipelines take a moment to import
+    from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
 
-    return StagedDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
+    return PipelineDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.layout import squared_lengths
-from lockstep.parallel.word import LENGTH, Word, WordCodec
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.runtime.layout import squared_norms, whole
 from lockstep.task import Loss, MicroBatch
 
 
@@ -35,11 +35,8 @@ class Pipelined(Protocol):
     def forward(self, loss_of: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
         """Without gradients; None where the loss is not known."""
 
-    def exchange(self, word: Word) -> None:
+    def exchange(self, word: ControlWord) -> None:
         """After `run`: gradients and word become sums over all ranks."""
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the model from whoever holds it. Every rank must call this."""
 
 
 class Driver(Protocol):
@@ -50,7 +47,7 @@ class Driver(Protocol):
     parameters: list[nn.Parameter]  # trainable, in the model's order
     names: list[str]
     gradient_factor: float  # what turns `.grad` after the exchange into the sum over all ranks
-    codec: WordCodec
+    codec: ControlWordCodec
     interleaved: bool  # ranks take micro-batches in turns, instead of a range each
     in_step: bool  # a forward waits for the other ranks: all must run equally many
     replicated: bool  # every rank holds every parameter whole
@@ -72,7 +69,7 @@ class Driver(Protocol):
     def arm(self, last: bool) -> None:
         """Before a forward: will its backward be this step's last, the one that exchanges?"""
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total` times `start`. On the last micro-batch `word` is given and travels along."""
 
     def word(self) -> Tensor:
@@ -83,6 +80,9 @@ class Driver(Protocol):
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of tensors that are laid out like the parameters."""
+
+    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        """The full tensor of the model, gathered from the ranks that hold it. Collective: every rank must call it."""
 
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
@@ -114,6 +114,9 @@ class Whole:
         low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
 
+    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
@@ -124,7 +127,7 @@ class SingleDriver(Whole):
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = self.call = model
         self.names, self.parameters = trainable(model)
-        self.codec = WordCodec(device, torch.float64)
+        self.codec = ControlWordCodec(device, torch.float64)
 
     def begin(self) -> None:
         for parameter in self.parameters:
@@ -133,7 +136,7 @@ class SingleDriver(Whole):
     def arm(self, last: bool) -> None:
         pass
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
         if word is not None:
             self._word = self.codec.pack(word, times=1.0)
@@ -149,7 +152,7 @@ class _Apart(Exception):
     """Ranks that should go through the same forwards do not."""
 
 
-class CutDriver(SingleDriver):
+class ShardedDriver(SingleDriver):
     """What drivers have in common of whose parameters this rank holds parts: a single process, as far as forward and
     backward go; gradients are summed, and never divided, and lengths are sums over ranks."""
 
@@ -160,7 +163,7 @@ class CutDriver(SingleDriver):
         super().__init__(model, runtime.device)
         self.runtime = runtime
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
         if word is not None:
             self.add_gradients()
@@ -194,17 +197,17 @@ class CutDriver(SingleDriver):
         return self._squared.sqrt()
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = squared_lengths(tensors).to(self.runtime.device)
+        squared = squared_norms(tensors).to(self.runtime.device)
         return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
-    def _exchange(self, word: Word) -> None:
+    def _exchange(self, word: ControlWord) -> None:
         """The word and the gradients' squared lengths, in one sum."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         packed = self.codec.pack(word, times=1.0)
-        everything = torch.cat([packed, squared_lengths(grads).to(packed.device)])
+        everything = torch.cat([packed, squared_norms(grads).to(packed.device)])
         self.runtime.collectives.sum_(everything)
         self._word, self._squared = everything[:LENGTH], everything[LENGTH:]
 

@@ -80,7 +80,7 @@ class Axes:
     def along(self, axis: str) -> Collectives:
         """Agreements between the ranks that differ along `axis` only. `.group` is torch's own."""
         place = World(self.mesh.coordinate(axis), self.mesh.sizes[axis])
-        return Collectives(place, self._runtime.device, self._runtime.pulse, self.devices.get_group(axis))
+        return Collectives(place, self._runtime.device, self._runtime.heartbeat, self.devices.get_group(axis))
 
 
 def plan_mesh(config: RunConfig, world: World) -> Mesh:

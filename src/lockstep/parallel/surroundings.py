@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.parallel.attributes import Attributes
 
 
-class Surroundings:
+class SourceContext:
     """Buffers, attributes and random numbers as they are now. They come back with `restore`, and at the end of a
     `with`."""
 
@@ -25,7 +25,7 @@ class Surroundings:
         self._values = [(buffer, buffer.clone()) for buffer in held.values()]
         self._attributes = Attributes(model)
 
-    def __enter__(self) -> Surroundings:
+    def __enter__(self) -> SourceContext:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.captures import Trip
-from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.cudagraph.captures import Trip
+from lockstep.parallel.surroundings import SourceContext
 from lockstep.parallel.trees import Opaque, take_apart
 from lockstep.runtime.context import Runtime
 
@@ -40,15 +40,15 @@ class FirstCall:
         self._cold = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pulse = self.runtime.pulse
-        if self._cold and torch.is_grad_enabled() and pulse.phase == "compute":
+        heartbeat = self.runtime.heartbeat
+        if self._cold and torch.is_grad_enabled() and heartbeat.phase == "compute":
             self._cold = False
-            pulse.beat("compile")
+            heartbeat.beat("compile")
             self._there_and_back(args, kwargs)
-            pulse.beat("agree")
-            pulse.place("compiled")
+            heartbeat.beat("agree")
+            heartbeat.place("compiled")
             self._meet()
-            pulse.beat("compute")
+            heartbeat.beat("compute")
         return self.call(*args, **kwargs)
 
     def _there_and_back(self, args: Any, kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class FirstCall:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         # What raises is compiled when it is needed: a second set of gradients did not fit, or the call is of a
         # strange kind.
-        with Surroundings(self.model, generator), suppress(Opaque, torch.OutOfMemoryError):
+        with SourceContext(self.model, generator), suppress(Opaque, torch.OutOfMemoryError):
             tensors, rest = take_apart((args, kwargs))
             trip = Trip(self.call, parameters, tensors, rest, device.type)
             trip.forward()

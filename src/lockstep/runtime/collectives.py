@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.pulse import Pulse
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
 SMALL = 2**16  # bytes: a tensor below that takes longer to announce than to send
@@ -22,19 +22,23 @@ class Collectives:
     called by every rank of it, in the same order."""
 
     def __init__(
-        self, world: World, device: torch.device, pulse: Pulse | None = None, group: dist.ProcessGroup | None = None
+        self,
+        world: World,
+        device: torch.device,
+        heartbeat: Heartbeat | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
-        self.world, self.device, self.pulse, self.group = world, device, pulse or Pulse(), group
+        self.world, self.device, self.heartbeat, self.group = world, device, heartbeat or Heartbeat(), group
 
     @contextmanager
     def _agreeing(self, place: str) -> Iterator[None]:
         """Whoever looks at this rank from outside sees where it waits for the others."""
-        before = self.pulse.phase
-        self.pulse.beat("agree")
-        self.pulse.place(place)
+        before = self.heartbeat.phase
+        self.heartbeat.beat("agree")
+        self.heartbeat.place(place)
         yield
-        self.pulse.place("")
-        self.pulse.beat(before)
+        self.heartbeat.place("")
+        self.heartbeat.beat(before)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Everybody's `value`, by rank. Plain JSON: nothing that arrives can run code."""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.machine import available_cores
-from lockstep.pulse import Pulse
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.device_pulse import DevicePulse
-from lockstep.runtime.signals import Notice, heed_signals
+from lockstep.runtime.device_heartbeat import DeviceHeartbeat
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.machine import available_cores
+from lockstep.runtime.preemption import PreemptionNotice, heed_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -35,8 +35,8 @@ class Runtime:
     backend: str  # "none" in a world of one
     collectives: Collectives
     threads: int
-    pulse: Pulse
-    notice: Notice  # to save and leave
+    heartbeat: Heartbeat
+    notice: PreemptionNotice  # to save and leave
 
     @property
     def is_main(self) -> bool:
@@ -61,14 +61,14 @@ class Runtime:
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
     """Choose the device, join the process group, and leave it again. `store` replaces the usual meeting point."""
     device = choose_device(config.device, world)
-    pulse = (DevicePulse if device.type == "cuda" else Pulse).from_env(world.rank)
-    faults.install(pulse)
+    heartbeat = (DeviceHeartbeat if device.type == "cuda" else Heartbeat).from_env(world.rank)
+    faults.install(heartbeat)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA, or every rank opens a context on GPU 0
     _set_numerics(config, device)
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
-    pulse.beat("join")
+    heartbeat.beat("join")
     joined = dist.is_initialized()  # by a script, which will leave it too
     if joined:
         _check_joined(world)
@@ -79,7 +79,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         own = _own_stream(device) if device.type == "cuda" else nullcontext()
         limited, same_way = _limited_memory(config.gpu_memory, device), _same_attention(config.exact)
         with heed_signals() as notice, own, attention(config, device), limited, same_way:
-            yield Runtime(world, device, backend, Collectives(world, device, pulse), threads, pulse, notice)
+            yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)

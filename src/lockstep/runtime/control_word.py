@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Word:
+class ControlWord:
     """What every rank tells every other once per step. All fields are added over ranks.
 
     Only numbers that are equal, or flags of which "anybody" or "everybody" matters, so one sum serves them all.
@@ -34,7 +34,7 @@ LOW = 4096.0
 STAGES = 4  # pinned buffers in turn: the host is never that many steps ahead of the GPU
 
 
-class WordCodec:
+class ControlWordCodec:
     """Words as tensors that can be added over ranks, without making the host wait for a GPU.
 
     An exchange may multiply by a rounded 1/N on the way, so whole numbers are rounded back. A weight travels as a
@@ -46,7 +46,7 @@ class WordCodec:
         on_cuda = device.type == "cuda"
         self._stages = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
 
-    def pack(self, word: Word, times: float) -> Tensor:
+    def pack(self, word: ControlWord, times: float) -> Tensor:
         """`times` the word, as a new tensor on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         whole, fraction = math.floor(weight), weight % 1.0
@@ -63,13 +63,15 @@ class WordCodec:
             packed[:3] = torch.stack([high, low, exact.frac()]) * times
         return packed
 
-    def unpack(self, values: list[float]) -> Word:
+    def unpack(self, values: list[float]) -> ControlWord:
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         if not any(values[7:LOSS]) and not (values[3] or values[4]):  # as in almost every step
-            return Word(weight, step=round(values[5]), scale=values[6], loss=values[LOSS])
+            return ControlWord(weight, step=round(values[5]), scale=values[6], loss=values[LOSS])
         stop, exhausted, step = round(values[3]), round(values[4]), round(values[5])
         new_metrics, save, leave, save_failed = map(round, values[7:LOSS])
-        return Word(weight, stop, exhausted, step, values[6], new_metrics, save, leave, save_failed, values[LOSS])
+        return ControlWord(
+            weight, stop, exhausted, step, values[6], new_metrics, save, leave, save_failed, values[LOSS]
+        )
 
     def weight(self, packed: Tensor) -> Tensor:
         """The weight alone, in float64, still on the device."""

@@ -1,4 +1,4 @@
-"""A pulse that knows how long the device took.
+"""A heartbeat that knows how long the device took.
 
 On a GPU the host only hands out work and runs ahead: its clock says nothing about how long a phase took there. Events
 in the stream do. They are read when they have happened anyway, a few steps later: nothing waits for the device.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.pulse import FOLDER, Pulse
+from lockstep.runtime.heartbeat import FOLDER, Heartbeat
 
 # Phases of every step. `data` is then the time for which the device had nothing to do because its batch was late;
 # what a host that runs ahead waits for does not count.
@@ -30,7 +30,7 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
-class DevicePulse(Pulse):
+class DeviceHeartbeat(Heartbeat):
     """`spent` of the phases in TIMED in seconds of the device. `longest` stays with the host, as does `age`."""
 
     def __init__(self, path: Path | None = None, event: Callable[[], Event] | None = None):
@@ -41,9 +41,9 @@ class DevicePulse(Pulse):
         super().__init__(path)
 
     @staticmethod
-    def from_env(rank: int) -> DevicePulse:
+    def from_env(rank: int) -> DeviceHeartbeat:
         folder = os.environ.get(FOLDER)
-        return DevicePulse(Path(folder) / f"pulse-{rank}" if folder else None)
+        return DeviceHeartbeat(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         self._read()

@@ -53,7 +53,7 @@ class View:
     longest: dict[str, float] = field(default_factory=dict)
 
 
-class Pulse:
+class Heartbeat:
     """The rank's side. `spent` adds up the seconds of every phase, for whoever looks for a slow rank."""
 
     def __init__(self, path: Path | None = None):
@@ -74,9 +74,9 @@ class Pulse:
         self._write(self._since)
 
     @staticmethod
-    def from_env(rank: int) -> Pulse:
+    def from_env(rank: int) -> Heartbeat:
         folder = os.environ.get(FOLDER)
-        return Pulse(Path(folder) / f"pulse-{rank}" if folder else None)
+        return Heartbeat(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """This rank enters `phase`."""

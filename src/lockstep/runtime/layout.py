@@ -149,7 +149,7 @@ def only_rows(tensor: DTensor) -> bool:
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 
-def squared_lengths(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
+def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     """Of this rank's parts, in float64. What several ranks hold counts once in a sum over `ranks` ranks (all)."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
 
 HEEDED = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send some time before they kill
 
 
-class Notice:
+class PreemptionNotice:
     """Whether, and by which signal, this process was asked to leave."""
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class Notice:
 
 
 @contextmanager
-def heed_signals() -> Iterator[Notice]:
+def heed_signals() -> Iterator[PreemptionNotice]:
     """Only Python's main thread may handle signals; elsewhere the notice stays empty.
 
     Under our launcher Ctrl-C is the launcher's: it asks the ranks with SIGTERM.
     """
-    notice = Notice()
+    notice = PreemptionNotice()
     if threading.current_thread() is not threading.main_thread():
         yield notice
         return

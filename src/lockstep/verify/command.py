@@ -15,13 +15,13 @@ from lockstep.errors import UserError
 from lockstep.verify.causes import Cause, in_own_loop, named, refusal
 from lockstep.verify.compare import Comparison, turned_over
 from lockstep.verify.diagnose import Case, explain
-from lockstep.verify.layouts import Layout, Matrix, Wishes, check, choose
+from lockstep.verify.layouts import Layout, Matrix, VerifyOptions, check, choose
 from lockstep.verify.record import Record
 from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import Report, Row, json_of, text_of
 
 
-def main(target: str, layers: list[Layer], wishes: Wishes, json_file: str | None) -> int:
+def main(target: str, layers: list[Layer], wishes: VerifyOptions, json_file: str | None) -> int:
     """Print the table; 0 if all layouts trained the same model, else 1."""
     if json_file:
         _write(Path(json_file), "")  # rather now than after all the work
@@ -39,7 +39,9 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"--json {path}", str(error), "type a file in a folder that you may write to") from error
 
 
-def verify(target: str, layers: Sequence[Layer], wishes: Wishes = Wishes(), runner: Runner | None = None) -> Report:
+def verify(
+    target: str, layers: Sequence[Layer], wishes: VerifyOptions = VerifyOptions(), runner: Runner | None = None
+) -> Report:
     """`runner`: one that has started already, for many verifications in a row."""
     targets.check(target)
     check(wishes)
@@ -51,7 +53,7 @@ def verify(target: str, layers: Sequence[Layer], wishes: Wishes = Wishes(), runn
         return _verify(target, asked, wishes, own)
 
 
-def _verify(target: str, layers: list[Layer], wishes: Wishes, runner: Runner) -> Report:
+def _verify(target: str, layers: list[Layer], wishes: VerifyOptions, runner: Runner) -> Report:
     began = time.monotonic()
     scout = runner.run(Target(target, layers, steps=1), [Layout()])[Layout()]
     if not scout.ranks:
@@ -125,7 +127,7 @@ def _about_rounding(case: Case) -> list[str]:
     ]
 
 
-def _inexact(case: Case, worlds: list[Layout], wishes: Wishes) -> list[Cause]:
+def _inexact(case: Case, worlds: list[Layout], wishes: VerifyOptions) -> list[Cause]:
     """With --exact nothing less than identical bits will do."""
     for layout in (case.matrix.again, *worlds) if wishes.exact else ():
         found = case.compare(layout)
@@ -137,7 +139,7 @@ def _inexact(case: Case, worlds: list[Layout], wishes: Wishes) -> list[Cause]:
     return []
 
 
-def _row(case: Case, layout: Layout, role: str, wishes: Wishes, repeatable: bool) -> Row:
+def _row(case: Case, layout: Layout, role: str, wishes: VerifyOptions, repeatable: bool) -> Row:
     record = case.record(layout)
     if record.failure:
         return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
@@ -155,7 +157,7 @@ def _verdict(found: Comparison) -> str:
     return "ok" if found.first is None else "DIFFERS"
 
 
-def _refused_at_once(target: str, wishes: Wishes, record: Record, began: float) -> Report:
+def _refused_at_once(target: str, wishes: VerifyOptions, record: Record, began: float) -> Report:
     """One process alone does not get through. A known cause is a result; anything else is for the user to mend."""
     failure = record.failure
     assert failure is not None

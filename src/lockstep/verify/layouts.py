@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.exact import STRATEGIES as EXACT
+from lockstep.config.conflicts import STRATEGIES as EXACT
 from lockstep.errors import UserError
 
 WORLDS = (1, 2, 3, 4)
@@ -52,7 +52,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class VerifyOptions:
     """As typed; None: by default."""
 
     worlds: tuple[int, ...] | None = None
@@ -62,12 +62,12 @@ class Wishes:
     exact: bool = False
 
     @staticmethod
-    def typed(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> Wishes:
+    def typed(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
         """From the command line."""
         counts = None if worlds is None else _numbers("--worlds", worlds)
         names = None if strategies is None else tuple(strategies.split(","))
         sizes = None if splits is None else _numbers("--splits", splits)
-        return Wishes(counts, names, sizes, steps, exact)
+        return VerifyOptions(counts, names, sizes, steps, exact)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def check(wishes: Wishes) -> None:
+def check(wishes: VerifyOptions) -> None:
     """What can be known before anything runs."""
     unknown = [name for name in wishes.strategies or () if name not in STRATEGIES]
     if unknown:
@@ -99,7 +99,7 @@ def check(wishes: Wishes) -> None:
             raise UserError(f"{option} {','.join(map(str, counts))}", "a count below 1", f"type {option} 1 or more")
 
 
-def choose(wishes: Wishes, facts: dict[str, Any]) -> Matrix:
+def choose(wishes: VerifyOptions, facts: dict[str, Any]) -> Matrix:
     """`facts` are those of a first run on one process."""
     batch, strategy = facts["global_batch"], facts["strategy"]
     worlds = [world for world in wishes.worlds or WORLDS if world > 1]
@@ -133,7 +133,7 @@ def _fits(world: int, facts: dict[str, Any]) -> bool:
     return batch % world == 0 if facts["stream"] else batch >= world
 
 
-def _cut(facts: dict[str, Any], most: int, wishes: Wishes) -> int:
+def _cut(facts: dict[str, Any], most: int, wishes: VerifyOptions) -> int:
     """The micro-batch of the reference and of all worlds: the user's own, if there are enough of them."""
     batch = facts["global_batch"]
     worlds = [world for world in wishes.worlds or WORLDS if _fits(world, facts)]
@@ -145,7 +145,7 @@ def _cut(facts: dict[str, Any], most: int, wishes: Wishes) -> int:
     return asked if -(-batch // asked) >= most else even
 
 
-def _splits(facts: dict[str, Any], micro: int, wishes: Wishes) -> list[int]:
+def _splits(facts: dict[str, Any], micro: int, wishes: VerifyOptions) -> list[int]:
     """Other cuts of the same batch, not larger than the user allows: the whole, and one that leaves a ragged rest."""
     batch = facts["global_batch"]
     if wishes.splits is not None:

@@ -19,8 +19,8 @@ from lockstep.config import Layer
 from lockstep.launch.failure import HANG, Failure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.zygote import Zygote
-from lockstep.machine import available_cores, visible_gpus
-from lockstep.pulse import FOLDER
+from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.layouts import Layout
 from lockstep.verify.record import Record, read_record
 

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from lockstep import doors, worker
+from lockstep import api, worker
+from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import run as engine
 from lockstep.engine.run import Run
-from lockstep.engine.selfcheck import digest
-from lockstep.engine.tree import pack
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
-from lockstep.parallel.drivers import Driver
-from lockstep.parallel.layout import whole
+from lockstep.parallel.driver import Driver
+from lockstep.runtime.layout import whole
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, Share, StepResult
+from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 SHORT = 16  # characters of a digest that are kept
 
@@ -45,7 +44,7 @@ def work(spec: dict[str, Any]) -> None:
     engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
-    doors.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
+    api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
 class RecordedRun(Run):
@@ -86,7 +85,7 @@ class RecordedRun(Run):
         stepper.prepare, stepper.backward = self._note_micro, self._note_loss
         self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[StepBatches]:
         """As many as asked for; the schedule stays that of the whole run."""
         for number, share in enumerate(super().shares()):
             self._look(number)
@@ -104,7 +103,7 @@ class RecordedRun(Run):
         self.runtime.collectives.farewell()
         raise SystemExit(0)  # all there is to compare: no evaluation, no saving, no sample at the end
 
-    def finish(self, share: Share, result: StepResult | None) -> None:
+    def finish(self, share: StepBatches, result: StepResult | None) -> None:
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]

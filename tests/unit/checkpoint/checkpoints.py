@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import Found, Reader, find
+from lockstep.checkpoint.load import CheckpointReader, Found, find
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Report, Saver, Slice
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.saver import Report, Saver, Slice
+from lockstep.checkpoint.storage import Store
 
 TOKEN = "a1b2c3"
 
@@ -73,7 +73,7 @@ def alone(value: Any) -> list[Any]:
 def load(root: Path) -> tuple[Found, dict[str, torch.Tensor]]:
     found = find(Store(root), 0, 1, alone)
     assert found is not None
-    reader = Reader(found.path, found.manifest)
+    reader = CheckpointReader(found.path, found.manifest)
     return found, {name: reader.read(name) for name in reader.names()}
 
 

@@ -12,8 +12,8 @@ import torch
 from checkpoints import commit, state
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.parts import part_name
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.storage import Store
 from lockstep.cli import main
 
 

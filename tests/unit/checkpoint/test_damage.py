@@ -18,10 +18,10 @@ from checkpoints import alone, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.load import Reader, find
+from lockstep.checkpoint.format import part_name, problems
+from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import Damaged, decode, encode, read_manifest
-from lockstep.checkpoint.parts import part_name, problems
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError
 
 FILES = ["manifest.json", part_name(0), part_name(1)]
@@ -139,7 +139,7 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
-    monkeypatch.setattr("lockstep.checkpoint.parts.verify_file", lambda folder, file: seen.append(file.name))
+    monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
     together(2, lambda rank, share: find(Store(pristine), rank, 2, share))
     assert sorted(seen) == [part_name(0), part_name(1)]
 
@@ -238,7 +238,7 @@ def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
         manifest = read_manifest(folder)
         if found := problems(folder, manifest, manifest.files):
             return found[0]
-        reader = Reader(folder, manifest)
+        reader = CheckpointReader(folder, manifest)
         return {name: reader.read(name) for name in reader.names()}
     except Damaged as damaged:
         return damaged
@@ -368,7 +368,7 @@ def test_many_pieces_are_checked_quickly(tmp_path):
 
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
     path = root / "step-00000020"
-    reader = Reader(path, read_manifest(path))
+    reader = CheckpointReader(path, read_manifest(path))
     os.truncate(path / part_name(0), (path / part_name(0)).stat().st_size - 8)
     with pytest.raises(Damaged, match=part_name(0)):
         [reader.read(name) for name in reader.names()]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from checkpoints import load, same, state
 
-from lockstep.checkpoint.parts import part_name
-from lockstep.checkpoint.store import Store
-from lockstep.launch.place import latest_step
+from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.storage import Store
+from lockstep.launch.run_dir import latest_step
 
 HERE = Path(__file__).parent
 

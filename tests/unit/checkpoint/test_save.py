@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from lockstep import faults
-from lockstep.checkpoint import writing
-from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint import writer
+from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import read_manifest
-from lockstep.checkpoint.parts import part_name
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.save import Slice
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.saver import Slice
+from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError
 
 DTYPES = [
@@ -178,7 +178,7 @@ def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     assert team[0].wait()[0].committed
     manifest = read_manifest(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
-    block = Reader(root / "step-00000001", manifest).read_block(
+    block = CheckpointReader(root / "step-00000001", manifest).read_block(
         "x", [low for low, _ in corners], [high - low for low, high in corners]
     )
     assert torch.equal(block, whole[tuple(slice(low, high) for low, high in corners)])
@@ -187,7 +187,7 @@ def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
 
 def test_a_block_outside_and_an_unknown_name_are_refused(tmp_path):
     path = commit(tmp_path, 1)
-    reader = Reader(path, read_manifest(path))
+    reader = CheckpointReader(path, read_manifest(path))
     with pytest.raises(ValueError, match="no block"):
         reader.read_block("model.weight", (0, 0), (8, 1))
     with pytest.raises(KeyError, match=r"model\.wait"):
@@ -224,7 +224,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkey
     commit(tmp_path, 1)
     [saver] = savers(tmp_path)
     size = saver.prepare(cut(state(2), 0, 1))
-    monkeypatch.setattr("lockstep.checkpoint.save.free_bytes", lambda folder: size - 10)
+    monkeypatch.setattr("lockstep.checkpoint.saver.free_bytes", lambda folder: size - 10)
     saver.save(2, cut(state(2), 0, 1), {}, {})
     assert saver.failed
     [report] = saver.poll()
@@ -275,7 +275,7 @@ def test_rank_0_hears_of_another_ranks_trouble_through_the_folder(tmp_path, monk
 def test_a_rank_in_trouble_leaves_the_folder_that_rank_0_is_about_to_write_into(tmp_path, monkeypatch):
     team = savers(tmp_path, 2)
     fault(monkeypatch, "write", "disk full")
-    monkeypatch.setattr(writing.Writing, "_send", lambda *_: None)  # else its word to rank 0 makes the folder anew
+    monkeypatch.setattr(writer.Writing, "_send", lambda *_: None)  # else its word to rank 0 makes the folder anew
     team[1].save(1, cut(state(1), 1, 2), {}, {})
     team[1].wait()
     assert len(folders(tmp_path)) == 1
@@ -294,7 +294,7 @@ def test_a_real_disk_that_is_full(tmp_path):
         saver.save(2, [Slice.whole("x", torch.ones(300_000))], {}, {})
         [early] = saver.wait()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
-            patch.setattr("lockstep.checkpoint.save.free_bytes", lambda folder: 1 << 40)
+            patch.setattr("lockstep.checkpoint.saver.free_bytes", lambda folder: 1 << 40)
             saver.save(3, [Slice.whole("x", torch.ones(300_000))], {}, {})
             [late] = saver.wait()
         for report in (early, late):
@@ -330,7 +330,7 @@ def test_an_error_after_the_rename_is_told_of_a_committed_checkpoint(tmp_path, m
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, "the disk coughed")
 
-    monkeypatch.setattr(writing.retention, "apply", broken)
+    monkeypatch.setattr(writer.retention, "apply", broken)
     saver.save(1, cut(state(1), 0, 1), {}, {})
     [report] = saver.wait()
     assert report.committed

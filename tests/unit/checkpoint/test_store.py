@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint.export import export
-from lockstep.checkpoint.parts import part_name
+from lockstep.checkpoint.format import part_name
 from lockstep.checkpoint.retention import Retention, to_delete
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError
-from lockstep.launch.place import latest_step
+from lockstep.launch.run_dir import latest_step
 
 
 def test_committed_ones_are_listed_newest_first_and_nothing_else_is(tmp_path):

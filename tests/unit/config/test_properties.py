@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import config
-from lockstep.config import dialect, resolve
+from lockstep.config import resolve, yaml_dialect
 
 # The characters YAML has plans for, and a few it has not.
 texts = st.text("ab1e.:#-+'\" \n\té😀{}[],&*!%@~=<>|?\\", max_size=6)
@@ -20,7 +20,7 @@ trees = st.dictionaries(words, st.recursive(leaves, lambda t: st.dictionaries(wo
 def test_saved_yaml_reads_back_equal(task):
     made = resolve([("argument", {"task": task, "lr.peak": 1e-5, "scaler.initial": 3e4})]).config
     assert made.task == task
-    again = dialect.load(config.to_yaml(made))
+    again = yaml_dialect.load(config.to_yaml(made))
     assert resolve([("file", again)]).config == made
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.launch import failure
 from lockstep.launch.failure import Exit, Failure, Scene, examine, first
-from lockstep.pulse import Pulse
+from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
 
@@ -86,7 +86,7 @@ def test_done_and_left_are_no_failures(scene, code):
 
 
 def test_the_text_names_rank_step_phase_and_cause(scene):
-    Pulse(scene.folder / "pulse-1").beat("exchange", 41)
+    Heartbeat(scene.folder / "heartbeat-1").beat("exchange", 41)
     scene.log.write_text("\n".join(f"line {n}" for n in range(20)))
     text = examine(scene, -signal.SIGKILL, WHEN).failure.text().splitlines()
     assert text[0] == (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import flight
-from lockstep.launch.flight import analyse
+from lockstep.launch import flight_recorder
+from lockstep.launch.flight_recorder import analyse
 
 
 def entry(number, op="all_reduce", sizes=(4,), dtype="Float", done=True, group=("0", "default_pg")):
@@ -87,7 +87,7 @@ def test_process_groups_are_apart():
 
 
 def test_the_environment_keeps_the_dumps_in_the_folder(tmp_path):
-    values = flight.environment(tmp_path)
+    values = flight_recorder.environment(tmp_path)
     assert int(values["TORCH_FR_BUFFER_SIZE"]) >= 2000
     assert values["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert Path(values["TORCH_FR_DUMP_TEMP_FILE"]).parent == tmp_path
@@ -99,7 +99,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from lockstep.launch import flight
 folder, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-flight.serve(folder, rank)
+flight_recorder.serve(folder, rank)
 store = dist.FileStore(str(folder / "store"), 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 numbers = torch.ones(4)
@@ -136,11 +136,11 @@ def pair(tmp_path, request):
     indirect=["pair"],
 )
 def test_real_ranks_that_hang_in_gloo(pair, expected):
-    first = flight.collect(pair, [0, 1], patience=20.0)
+    first = flight_recorder.collect(pair, [0, 1], patience=20.0)
     assert len(first) == 2
-    (line,) = analyse(flight.collect(pair, [0, 1], patience=20.0))  # asked twice, answered twice
+    (line,) = analyse(flight_recorder.collect(pair, [0, 1], patience=20.0))  # asked twice, answered twice
     assert expected in line
 
 
 def test_a_rank_that_does_not_answer_is_missing(tmp_path):
-    assert flight.collect(tmp_path, [0], patience=0.1) == {}
+    assert flight_recorder.collect(tmp_path, [0], patience=0.1) == {}

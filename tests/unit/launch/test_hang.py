@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from lockstep.launch import hang
-from lockstep.launch.hang import Limits, RankView, Watch, explain, judge
+from lockstep.launch import watchdog
 from lockstep.launch.stacks import line_of
-from lockstep.pulse import PHASES, Pulse
+from lockstep.launch.watchdog import Limits, RankView, Watch, explain, judge
+from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "agree": 0.1, "evaluate": 20.0, "snapshot": 0.5}
 
@@ -52,7 +52,7 @@ def test_limits_grow_with_what_was_seen_on_any_rank():
     assert judge([stuck[0], view(1, "compute", 40.0, compute=9.0)], Limits()) is None
     assert judge([view(0, "exchange", 40.0, compute=9.0), stuck[1]], Limits()) is None
     assert judge([view(0, "exchange", 40.0, data=9.0), stuck[1]], Limits()) is None
-    assert hang.limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], Limits()) == 45.0
+    assert watchdog.limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], Limits()) == 45.0
 
 
 def test_limits_come_from_the_configuration():
@@ -162,10 +162,10 @@ def test_compiling_again_is_no_hang_but_not_for_ever():
     running = 'File "/x/site-packages/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper\n'
     views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
     suspicion = judge(views, Limits())
-    assert hang.excuse(suspicion, {0: "", 1: running}, Limits()) is None
-    assert hang.excuse(suspicion, {0: "", 1: compiling}, Limits(first=50.0)) is None
+    assert watchdog.excuse(suspicion, {0: "", 1: running}, Limits()) is None
+    assert watchdog.excuse(suspicion, {0: "", 1: compiling}, Limits(first=50.0)) is None
     for text in (compiling, backward):
-        assert hang.excuse(suspicion, {0: "", 1: text}, Limits()) == "rank 1 is compiling"
+        assert watchdog.excuse(suspicion, {0: "", 1: text}, Limits()) == "rank 1 is compiling"
 
 
 def test_a_rank_that_compiles_is_no_excuse_for_one_that_is_stopped():
@@ -199,14 +199,14 @@ def test_ranks_are_grouped_by_their_main_threads():
     torch = ("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 5, "backward")
     waits = stack(torch, ("/u/train.py", 40, "step"), threads=OTHER)
     stacks = {0: waits, 1: stack(("/u/data.py", 3, "read"), threads=OTHER), 2: waits, 3: ""}
-    groups = hang.group(stacks)
+    groups = watchdog.group(stacks)
     assert [ranks for _, ranks in groups] == [[1], [0, 2]]
     assert [str(frame) for frame in groups[1][0]] == ["/u/train.py:40 step"]
 
 
 def test_the_explanation_begins_with_the_odd_rank_and_its_line():
-    package = os.path.dirname(hang.__file__).removesuffix("launch")
-    waits = stack((package + "parallel/ddp.py", 131, "backward"), (package + "engine/step.py", 9, "run"))
+    package = os.path.dirname(watchdog.__file__).removesuffix("launch")
+    waits = stack((package + "parallel/ddp/driver.py", 131, "backward"), (package + "engine/step.py", 9, "run"))
     reads = stack(
         ("/venv/lib/python3.11/site-packages/urllib3/pool.py", 77, "urlopen"),
         ("/u/data.py", 3, "read"),
@@ -227,7 +227,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
         "  urllib3/pool.py:77 urlopen",
         "  /u/data.py:3 read",
         "  lockstep/data/loader.py:50 batches",
-        "3 ranks wait at: lockstep/parallel/ddp.py:131 backward (ranks 0, 2, 3), phase exchange",
+        "3 ranks wait at: lockstep/parallel/ddp/driver.py:131 backward (ranks 0, 2, 3), phase exchange",
         "rank 1 never entered it",
     ]
 
@@ -255,10 +255,10 @@ RANK = """
 import faulthandler, re, signal, sys, threading, time
 from pathlib import Path
 from lockstep.launch.stacks import line_of
-from lockstep.pulse import Pulse
+from lockstep.runtime.heartbeat import Heartbeat
 folder, kind = Path(sys.argv[1]), sys.argv[2]
-pulse = Pulse(folder / f"pulse-{sys.argv[3]}")
-pulse.beat("data", 7)
+heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")
+heartbeat.beat("data", 7)
 if kind == "deaf":
     print("ready", flush=True)
     time.sleep(60)
@@ -297,9 +297,9 @@ def test_stacks_of_real_processes(ranks, tmp_path):
     (tmp_path / "stacks-0").write_text("an older dump\n")
     pids = {rank: process.pid for rank, process in enumerate(ranks)}
     begin = time.monotonic()
-    stacks = hang.collect(tmp_path, pids, patience=120.0)
+    stacks = watchdog.collect(tmp_path, pids, patience=120.0)
     assert time.monotonic() - begin < 119.0  # nobody waits for those that cannot answer
-    places = {line_of(frames).split()[-1]: members for frames, members in hang.group(stacks)}
+    places = {line_of(frames).split()[-1]: members for frames, members in watchdog.group(stacks)}
     assert places == {"sleeps": [0], "holds_the_gil": [1]}
     assert "older" not in stacks[0]
     assert stacks[2] == stacks[3] == ""
@@ -308,9 +308,9 @@ def test_stacks_of_real_processes(ranks, tmp_path):
 
 def test_views_of_real_processes(ranks, tmp_path):
     for rank, state in ((0, "S"), (1, "R")):
-        while hang.view_of(rank, "here", ranks[rank].pid, tmp_path).state != state:
+        while watchdog.view_of(rank, "here", ranks[rank].pid, tmp_path).state != state:
             time.sleep(0.01)  # it has only just said that it is ready
-    views = [hang.view_of(rank, "here", process.pid, tmp_path) for rank, process in enumerate(ranks)]
+    views = [watchdog.view_of(rank, "here", process.pid, tmp_path) for rank, process in enumerate(ranks)]
     assert [seen.phase for seen in views] == ["data"] * 4
     assert [seen.step for seen in views] == [7] * 4
     assert views[1].state == "R"
@@ -318,7 +318,7 @@ def test_views_of_real_processes(ranks, tmp_path):
     assert RankView.from_json(json.loads(json.dumps(views[0].to_json()))) == views[0]
     ranks[0].kill()
     ranks[0].wait()
-    assert hang.view_of(0, "here", ranks[0].pid, tmp_path).state == ""
+    assert watchdog.view_of(0, "here", ranks[0].pid, tmp_path).state == ""
 
 
 @pytest.mark.parametrize(
@@ -334,24 +334,24 @@ def test_a_view_that_came_damaged_is_refused(wrong):
 def test_a_process_without_a_pulse_is_in_its_start(tmp_path):
     process = subprocess.Popen(["sleep", "60"])
     time.sleep(0.3)
-    seen = hang.view_of(5, "here", process.pid, tmp_path)
+    seen = watchdog.view_of(5, "here", process.pid, tmp_path)
     assert (seen.phase, seen.beats) == ("start", 0)
     assert 0.1 < seen.age < 60.0
     process.kill()
     process.wait()
-    assert hang.view_of(5, "here", process.pid, tmp_path) is None
+    assert watchdog.view_of(5, "here", process.pid, tmp_path) is None
 
 
 def test_a_pulse_of_our_own_is_judged(tmp_path):
-    """The two sides fit: what a pulse learns is what the limits need."""
-    pulse = Pulse(tmp_path / "pulse-0")
+    """The two sides fit: what a heartbeat learns is what the limits need."""
+    heartbeat = Heartbeat(tmp_path / "heartbeat-0")
     for step in range(1, 5):
         for phase in ("data", "compute", "exchange", "update"):
-            pulse.beat(phase, step)
-    pulse.beat("compute")
-    seen = hang.view_of(0, "here", os.getpid(), tmp_path)
-    assert hang.limit_of(seen, [seen], Limits()) == max(5.0, 5.0 * max(seen.longest.values()))
-    while not (suspicion := judge([hang.view_of(0, "here", os.getpid(), tmp_path)], Limits(least=0.005))):
+            heartbeat.beat(phase, step)
+    heartbeat.beat("compute")
+    seen = watchdog.view_of(0, "here", os.getpid(), tmp_path)
+    assert watchdog.limit_of(seen, [seen], Limits()) == max(5.0, 5.0 * max(seen.longest.values()))
+    while not (suspicion := judge([watchdog.view_of(0, "here", os.getpid(), tmp_path)], Limits(least=0.005))):
         time.sleep(0.01)  # at the latest after five times the longest beat, whatever that was
     assert suspicion.odd == [0]
 

@@ -9,8 +9,8 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch import job as module
 from lockstep.launch.job import Count, Job, append_event, parse_join, parse_nnodes, parse_nproc
-from lockstep.launch.place import latest_step
-from lockstep.machine import visible_gpus
+from lockstep.launch.run_dir import latest_step
+from lockstep.runtime.machine import visible_gpus
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "1..", "..2", "4..2", "0..2", "1...2", "", "²"])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doors import typed_again
+from lockstep.api import typed_again
 from lockstep.errors import UserError
-from lockstep.launch.place import choose_run_dir
+from lockstep.launch.run_dir import choose_run_dir
 
 
 def test_going_on_needs_a_folder_by_name(tmp_path, monkeypatch):

@@ -7,13 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import rounds as module
-from lockstep.launch.commands import Ending, Form, Log, Send, Tell
+from lockstep.launch import state_machine as module
 from lockstep.launch.failure import Failure
-from lockstep.launch.hang import RankView
 from lockstep.launch.job import Count, Job, divide
-from lockstep.launch.messages import AskStacks, Beat, Broke, Exited, Leave, Prepare, Stacks, Stop
-from lockstep.launch.rounds import Node, Rounds
+from lockstep.launch.protocol import (
+    AskStacks,
+    Beat,
+    Broke,
+    Ending,
+    Exited,
+    Form,
+    Leave,
+    Log,
+    Prepare,
+    Send,
+    Stacks,
+    Stop,
+    Tell,
+)
+from lockstep.launch.state_machine import Node, Rounds
+from lockstep.launch.watchdog import RankView
 
 ONE, TWO = Count(1, 1), Count(2, 2)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.launch import wire
-from lockstep.launch.follow import _introduce
+from lockstep.launch.follower import _introduce
 from lockstep.launch.job import Count, Job
-from lockstep.launch.messages import Beat, Exited, Hello, Refused, Say, Stacks, Start, Welcome, decode, encode
+from lockstep.launch.protocol import Beat, Exited, Hello, Refused, Say, Stacks, Start, Welcome, decode, encode
 from lockstep.launch.wire import Hub, Line, Lost, claim, connect, difference
 from ports import free_port
 

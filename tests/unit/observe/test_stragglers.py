@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.stragglers import LASTING, Hunger, Watch, pack, slowest, unpack
-from lockstep.pulse import Pulse
+from lockstep.runtime.heartbeat import Heartbeat
 
 
 def row(data, compute, exchange, micro_batches=1):
@@ -87,13 +87,13 @@ def test_whoever_is_slow_is_found(case):
 
 
 def test_figures_travel_as_plain_numbers():
-    pulse = Pulse()
-    before = dict(pulse.spent)
-    pulse.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "agree": 0.5, "evaluate": 99.0}
-    packed = pack(before, pulse.spent, 10, 40)
+    heartbeat = Heartbeat()
+    before = dict(heartbeat.spent)
+    heartbeat.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "agree": 0.5, "evaluate": 99.0}
+    packed = pack(before, heartbeat.spent, 10, 40)
     assert packed == pytest.approx([0.1, 0.25, 0.35, 4.0])
     assert unpack([*packed, 1.0, 2.0, 3.0, 4.0])[1] == row(1.0, 2.0, 3.0, 4.0)
-    assert pack(before, pulse.spent, 0, 0) == pytest.approx([1.0, 2.5, 3.5, 0.0])
+    assert pack(before, heartbeat.spent, 0, 0) == pytest.approx([1.0, 2.5, 3.5, 0.0])
 
 
 WELL = job([(0.01, 0.2)] * 3)

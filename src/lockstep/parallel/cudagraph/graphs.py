@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.attributes import Held, same_objects
-from lockstep.parallel.captures import Capture, CudaDevice, Device, Pattern, Trip
-from lockstep.parallel.rehearsal import compare, first_line, rehearse
-from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.cudagraph.captures import Capture, CudaDevice, Device, Pattern, Trip
+from lockstep.parallel.cudagraph.rehearsal import compare, first_line, rehearse
+from lockstep.parallel.surroundings import SourceContext
 from lockstep.parallel.trees import Opaque, take_apart
 from lockstep.runtime.context import Runtime
 
@@ -38,7 +38,7 @@ Tell = Callable[..., None]
 
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
-    """What `graph` comes to here. Settings that never go with it are refused in config/rules.py."""
+    """What `graph` comes to here. Settings that never go with it are refused in config/conflicts.py."""
     if config.graph is True and runtime.device.type != "cuda":
         raise UserError(
             "graph=true", f"{runtime.device.type} as the device; CUDA graphs are for GPUs", "leave graph out"
@@ -184,7 +184,7 @@ class Graphs:
         reached, why = rehearse(make, patterns, self.model, self.device)
         if why:
             return self._refuse(way, why)
-        with Surroundings(self.model, self.device.generator()):
+        with SourceContext(self.model, self.device.generator()):
             try:
                 way.capture = Capture(make(), reached, patterns, self.device)
             except Exception as error:

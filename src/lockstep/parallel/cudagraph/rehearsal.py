@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.captures import Capture, Device, Pattern, Trip
-from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.cudagraph.captures import Capture, Device, Pattern, Trip
+from lockstep.parallel.surroundings import SourceContext
 from lockstep.parallel.trees import Opaque
 
 # Relative to the length of the tensor. Kernels that add in no fixed order differ by rounding; a wrong replay by more.
@@ -21,7 +21,7 @@ def rehearse(
 ) -> tuple[list[set[int]], str | None]:
     """The call there and back, in each of `patterns`, twice: the second time under supervision. Which sources the
     gradient of each result goes to; and what speaks against recording it."""
-    with Surroundings(model, device.generator()) as around:
+    with SourceContext(model, device.generator()) as around:
         try:
             reached: list[set[int]] = []
             for pattern in patterns:
@@ -43,7 +43,7 @@ def rehearse(
     return reached, None
 
 
-def _left_behind(trip: Trip, around: Surroundings) -> str | None:
+def _left_behind(trip: Trip, around: SourceContext) -> str | None:
     """What a call has done besides returning something, and a replay would not do."""
     if not trip.keeps_arguments:
         return "it puts something else into its arguments (a cache, say), which a replay would not"
@@ -67,7 +67,7 @@ def _there_and_back(trip: Trip, pattern: Pattern) -> list[set[int]]:
 def compare(capture: Capture, trip: Trip, pattern: Pattern, model: nn.Module, device: Device) -> str | None:
     """A replay against the call itself, `trip`: results, gradients and buffers. What differs. The host waits here."""
     inputs = [tensor.detach().clone() for tensor in trip.inputs]
-    with Surroundings(model, device.generator()) as around:
+    with SourceContext(model, device.generator()) as around:
         trip.forward()
         results = [output.detach() for output in trip.outputs]
         starts = [torch.randn_like(o) if g else None for o, g in zip(trip.differentiable, pattern, strict=True)]

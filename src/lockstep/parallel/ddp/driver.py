@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import Whole, trainable
-from lockstep.parallel.hooks import HalfHook, Hook, WideHook
-from lockstep.parallel.powersgd import KEPT_AS, PowerSGDHook
-from lockstep.parallel.word import LENGTH, Word, WordCodec
+from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
+from lockstep.parallel.ddp.powersgd import KEPT_AS, PowerSGDHook
+from lockstep.parallel.driver import Whole, trainable
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 
 # torch 2.13 renamed it.
 BUFFERS_OPTION = next(
@@ -105,7 +105,7 @@ class DDPDriver(Whole):
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
         self._low = self.parameters[-1].dtype == torch.bfloat16
         dtype = self._word_dtype()
-        self.codec = WordCodec(runtime.device, dtype)
+        self.codec = ControlWordCodec(runtime.device, dtype)
         carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._frozen = _frozen_names(model)
         ignored = [f"model.{name}" for name in self._frozen]
@@ -141,7 +141,7 @@ class DDPDriver(Whole):
             self._reached.clear()
         self._replica.armed = False
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
             raise _bypassed(type(self.model).__name__)
         if self.hook:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lockstep.config import DDPConfig
-from lockstep.parallel.word import Word
+from lockstep.runtime.control_word import ControlWord
 
 
 class Bucket(NamedTuple):
@@ -51,7 +51,7 @@ class Hook:
         """Leave the mean over ranks in the bucket's buffer. Pauses (yields) when a collective has been started."""
         raise NotImplementedError
 
-    def prepare(self, start: Tensor, word: Word | None) -> None:
+    def prepare(self, start: Tensor, word: ControlWord | None) -> None:
         """Before every backward; `start` is the loss scale, and the last backward of a step has the `word`."""
 
     def finish(self) -> None:

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.config import DDPConfig
-from lockstep.parallel.hooks import Bucket, Hook
-from lockstep.parallel.word import Word
+from lockstep.parallel.ddp.hooks import Bucket, Hook
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.seeds import derive
 
 KEPT_AS = "ddp.hook"  # the part of a checkpoint
@@ -70,7 +70,7 @@ class PowerSGDHook(Hook):
     def compresses(self) -> bool:
         return self.steps >= self.start and bool(self.matrices)
 
-    def prepare(self, start: Tensor, word: Word | None) -> None:
+    def prepare(self, start: Tensor, word: ControlWord | None) -> None:
         """One unit of the mean gradient, in this step's sums: global weight x loss scale. The weight is needed before
         the word brings it, so it travels ahead."""
         if not (self.feedback and self.compresses):
@@ -154,7 +154,7 @@ class PowerSGDHook(Hook):
             if error is not None and matrix.error is not None:
                 matrix.error.copy_(error)
 
-    def read(self, name: str, reader: Reader) -> Tensor:
+    def read(self, name: str, reader: CheckpointReader) -> Tensor:
         """This rank's part of a saved tensor. Errors of more or fewer ranks are shared out: their sum counts."""
         if not name.startswith(f"part.{KEPT_AS}.errors."):
             return reader.read(name)

@@ -13,15 +13,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.ddp import DDPDriver, check_reached
-from lockstep.parallel.drivers import Driver, SingleDriver
-from lockstep.parallel.exact import Counter, Span
-from lockstep.parallel.exact_hook import Leaf, OrderedHook, add_leaves
-from lockstep.parallel.fsdp import CUT, FSDPDriver
-from lockstep.parallel.layout import local
-from lockstep.parallel.row_norms import length_of, row_lengths
-from lockstep.parallel.word import LENGTH, Word
+from lockstep.parallel.ddp.driver import DDPDriver, check_reached
+from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
+from lockstep.parallel.exact.row_norms import length_of, row_lengths
+from lockstep.parallel.exact.tree import Counter, Span
+from lockstep.parallel.fsdp.driver import CUT, FSDPDriver
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
@@ -58,7 +58,7 @@ class OrderedSingleDriver(_ByRows, SingleDriver):
     def note(self, micro: MicroBatch, total: int | None) -> None:
         self._span = Span(micro.index, 0)
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super().backward(total, start, word)
         self.counter.push(self._span, _take(self.parameters))
         if word is not None:
@@ -93,7 +93,7 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
         assert total is not None
         self._span, self._total = None if micro.padding else Span(micro.index, 0), total
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self.order.expect(self._total, self._span)
         super().backward(total, start, word)
@@ -143,7 +143,7 @@ class OrderedFSDPDriver(FSDPDriver):
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
 
-    def _exchange(self, word: Word) -> None:
+    def _exchange(self, word: ControlWord) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         every, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = every.sum(0)  # of numbers whose sum is exact in any order

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.shard import deal
-from lockstep.parallel.exact import Counter, Span, roots_of
-from lockstep.parallel.hooks import Bucket, Hook, started
+from lockstep.parallel.ddp.hooks import Bucket, Hook, started
+from lockstep.parallel.exact.tree import Counter, Span, roots_of
 
 PIECE = 2**20  # elements that are exchanged at once: some are added while others travel
 Leaf = dict[int, Tensor]  # gradients of one or more micro-batches, by the id of their parameter

@@ -21,22 +21,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
-from lockstep.machine import available_memory
 from lockstep.parallel.blocks import find_blocks, without_shared
-from lockstep.parallel.drivers import CutDriver
+from lockstep.parallel.driver import ShardedDriver
+from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.meta import fill
-from lockstep.parallel.same_parts import END, SameParts
-from lockstep.parallel.tensor import add_copies, agree_on_plain
-from lockstep.parallel.word import Word
+from lockstep.parallel.meta_init import fill
+from lockstep.parallel.tensor.driver import add_copies, agree_on_plain
 from lockstep.precision import WAYS, store
 from lockstep.runtime.context import Runtime, device_name
+from lockstep.runtime.control_word import ControlWord
+from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
 CUT = ("fsdp", "fsdp-grads", "hsdp")  # the strategies of this module
 
 
-class FSDPDriver(CutDriver):
+class FSDPDriver(ShardedDriver):
     """Every micro-batch's gradients are cut at once and added to this rank's part: no full-size copy is kept."""
 
     def __init__(
@@ -88,7 +88,7 @@ class FSDPDriver(CutDriver):
         super().begin()
         self._same.steps += 1
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
         if word is not None:
             self._same.compare(END)

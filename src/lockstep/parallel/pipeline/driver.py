@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.absent import Absent
-from lockstep.parallel.drivers import CutDriver
-from lockstep.parallel.fsdp import tell_of_blocks
-from lockstep.parallel.layout import squared_lengths, whole
+from lockstep.parallel.driver import ShardedDriver
+from lockstep.parallel.fsdp.driver import tell_of_blocks
+from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.pipeline import SCHEDULES, Pipeline, Stage
-from lockstep.parallel.same_parts import END, SameParts
-from lockstep.parallel.stage_shards import shard_stage
-from lockstep.parallel.stages import keep_only, whereabouts
-from lockstep.parallel.staging import blocks_of, make_stages
-from lockstep.parallel.tensor import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
-from lockstep.parallel.tensor_plans import Cut, choose_plan
-from lockstep.parallel.word import LENGTH, Word
+from lockstep.parallel.pipeline.absent import Absent
+from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline, Stage
+from lockstep.parallel.pipeline.stage_shards import shard_stage
+from lockstep.parallel.pipeline.stages import keep_only, whereabouts
+from lockstep.parallel.pipeline.staging import blocks_of, make_stages
+from lockstep.parallel.tensor.driver import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
+from lockstep.parallel.tensor.plans import Cut, choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.runtime.layout import squared_norms, whole
 from lockstep.runtime.world import World
 
 
-class StagedDriver(CutDriver):
+class PipelineDriver(ShardedDriver):
     """Stages along pp, copied or cut along dp, their layers cut along tp. A weight that two stages use (a tied
     embedding) is held by both; its two gradients are added, so that both make the same step."""
 
@@ -90,10 +90,10 @@ class StagedDriver(CutDriver):
         if self._same is not None:
             self._same.steps += 1
 
-    def backward(self, total: Tensor, start: Tensor, word: Word | None) -> None:
+    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         raise AssertionError("a pipeline runs all micro-batches of a step at once")
 
-    def exchange(self, word: Word) -> None:
+    def exchange(self, word: ControlWord) -> None:
         """After the last micro-batch: the word and who has used what; then the gradients, then their lengths."""
         if self._same is not None:
             self._same.compare(END)
@@ -173,7 +173,7 @@ class StagedDriver(CutDriver):
 
     def _squared_here(self, grads: list[Tensor]) -> Tensor:
         """Terms of a sum over the copies and parts of this stage."""
-        return squared_lengths(grads, self._copies.world.size * self._parts.world.size).to(self.runtime.device)
+        return squared_norms(grads, self._copies.world.size * self._parts.world.size).to(self.runtime.device)
 
     def _add_gradients(self, live: list[bool]) -> None:
         """Over the copies first, and only then between the stages that share a weight: like this all of them hold the
@@ -201,7 +201,7 @@ class StagedDriver(CutDriver):
                 group = dist.new_group(list(ranks))
                 if isinstance(group, dist.ProcessGroup) and self.runtime.world.rank in ranks:
                     place = World(ranks.index(self.runtime.world.rank), len(ranks))
-                    found.append((names, Collectives(place, self.runtime.device, self.runtime.pulse, group)))
+                    found.append((names, Collectives(place, self.runtime.device, self.runtime.heartbeat, group)))
         return found
 
     def _ranks_at(self, stages: set[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.stages import WHAT_TO_WRITE, Given
+from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, Given
 from lockstep.parallel.trees import Opaque, put_together, take_apart
 
 Rule = Callable[[int, Callable[[], Any]], Any]  # (number of the block, what it would do) -> what it gives

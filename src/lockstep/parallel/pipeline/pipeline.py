@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
-from lockstep.parallel.absent import Absent
-from lockstep.parallel.gates import Span
-from lockstep.parallel.stages import Chunk, Given
-from lockstep.parallel.wire import receive, send
+from lockstep.parallel.pipeline.absent import Absent
+from lockstep.parallel.pipeline.gates import Span
+from lockstep.parallel.pipeline.stages import Chunk, Given
+from lockstep.parallel.pipeline.wire import receive, send
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lockstep.parallel.blocks import without_shared
-from lockstep.parallel.fsdp import prepare
+from lockstep.parallel.fsdp.driver import prepare
 
 
 def shard_stage(

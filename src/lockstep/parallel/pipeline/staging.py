@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import Reader
+from lockstep.data.loader import SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.gates import Span
-from lockstep.parallel.pipeline import Stage, model_input
-from lockstep.parallel.stages import WHAT_TO_WRITE, Chunk, Given, cut, list_pieces
-from lockstep.parallel.surroundings import Surroundings
-from lockstep.parallel.survey import cut_forward
+from lockstep.parallel.pipeline.gates import Span
+from lockstep.parallel.pipeline.pipeline import Stage, model_input
+from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, Chunk, Given, cut, list_pieces
+from lockstep.parallel.pipeline.survey import cut_forward
+from lockstep.parallel.surroundings import SourceContext
 from lockstep.precision import choose
 
 Data = Callable[[], Any]
@@ -40,7 +40,7 @@ def make_stages(
         raise UserError("a model that can be cut into stages", found, fix)
     precision = replace(choose(config, device), device_type="cpu")
     samples = data()
-    with Surroundings(model):
+    with SourceContext(model):
         given = _example(model, task, config, samples)
     return cut_forward(model, blocks, given, count, precision.autocast)
 
@@ -61,5 +61,5 @@ def _example(model: nn.Module, task: Any, config: RunConfig, data: Any) -> Given
             f"a {type(data).__name__}, of which none can be read without being used up",
             WHAT_TO_WRITE,
         )
-    read = Reader(data, task.collate, config.seed, config.data.seed_samples)
+    read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
     return model_input(task.loss, model, read((0, range(min(2, len(data))))))

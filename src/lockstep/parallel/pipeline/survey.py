@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.backward_graph import leaves_below
-from lockstep.parallel.gates import Form, Gates, Span
-from lockstep.parallel.stages import WHAT_TO_WRITE, Given, balance, placeholder, too_few
-from lockstep.parallel.surroundings import Surroundings
+from lockstep.parallel.pipeline.gates import Form, Gates, Span
+from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, Given, balance, placeholder, too_few
+from lockstep.parallel.surroundings import SourceContext
 from lockstep.parallel.trees import Opaque, take_apart
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -42,7 +42,7 @@ def cut_forward(
 ) -> tuple[list[Span], list[list[Tensor]]]:
     """`count` stages with about equally many parameters, and the tensors that each of them uses."""
     gates = Gates(blocks)
-    with Surroundings(model):
+    with SourceContext(model):
         found = _look(model, gates, given, autocast)
         gates.put_before([blocks[number] for number in found.order])
         open_after = [n for n in range(len(found.order) - 1) if n not in found.closed]

@@ -18,12 +18,12 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lockstep.errors import UserError
-from lockstep.parallel.drivers import CutDriver
-from lockstep.parallel.layout import local
+from lockstep.parallel.driver import ShardedDriver
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor_plans import Cut, choose_plan
+from lockstep.parallel.tensor.plans import Cut, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.layout import local
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def explain_mixtures(model: nn.Module) -> None:
     model.forward = forward
 
 
-class TensorDriver(CutDriver):
+class TensorDriver(ShardedDriver):
     """Cut layers, copied over the dp axis: after the last backward this rank's parts are added over the copies."""
 
     def __init__(self, model: nn.Module, axes: Axes, runtime: Runtime):

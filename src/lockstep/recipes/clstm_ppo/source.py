@@ -20,7 +20,7 @@ from lockstep.recipes.clstm_ppo.game import Game
 from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
 from lockstep.recipes.clstm_ppo.rollout import Block, Days, advantages
-from lockstep.task import MicroBatch, Share, StepResult, Surroundings
+from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
 
 KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
 TAUGHT = ("moved",)  # also kept while the agent is taught to foresee
@@ -51,7 +51,7 @@ class Rollouts:
         self._dealt: int | None = None  # the update for which the environments were dealt
         self.norms: list[list[float]] = []  # mean and deviation of the advantages of each minibatch
 
-    def attach(self, around: Surroundings) -> str:
+    def attach(self, around: SourceContext) -> str:
         """Place this rank's environments. What to say about the data."""
         if around.in_step and around.global_batch % (around.micro_batch * around.ranks):
             raise UserError(
@@ -93,12 +93,12 @@ class Rollouts:
 
     # ---- batches ----
 
-    def take(self) -> Share:
+    def take(self) -> StepBatches:
         if self.days is None:
             self._collect()
         epoch, part = divmod(self.cursor, self.settings.minibatches)
         micros = [self._micro(place, epoch, part) for place in range(len(self.blocks))]
-        return Share(len(micros), micros, self.around.global_batch)
+        return StepBatches(len(micros), micros, self.around.global_batch)
 
     def note_kl(self, block: int, total: Tensor, weight: int) -> None:
         """How far the policy has moved from the one that traded, from the loss of a micro-batch."""
@@ -106,7 +106,7 @@ class Rollouts:
             self.kl[block, 0] += total.detach()
             self.kl[block, 1] += weight
 
-    def commit(self, share: Share, result: StepResult | None) -> None:
+    def commit(self, share: StepBatches, result: StepResult | None) -> None:
         self.cursor += 1
         if self.cursor % self.settings.minibatches:
             return

@@ -1,0 +1,1 @@
+"""CUDA graphs: capture a launch-bound model once and replay it."""

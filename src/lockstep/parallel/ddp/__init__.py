@@ -1,0 +1,1 @@
+"""Replicated parameters: torch's DistributedDataParallel, driven for sums instead of means."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model split into stages, one or more on each rank."""

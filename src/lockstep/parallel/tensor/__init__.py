@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers sharded over the ranks of a tp group."""
