@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep import Task, UserError, fit
+from lockstep import Task, UserError, api, fit
 
 ROOT = Path(__file__).parent.parent
 TASK = '''

@@ -29,9 +29,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "RunConfig": "config",
-    "RunResult": "doors",
-    "fit": "doors",
-    "start": "doors",
+    "RunResult": "api",
+    "fit": "api",
+    "start": "api",
     "ConfigError": "errors",
     "UserError": "errors",
     "linear_cross_entropy": "losses",

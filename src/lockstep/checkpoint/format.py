@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.checkpoint import json_values
 from lockstep.checkpoint.durable import PAGE
 from lockstep.checkpoint.manifest import SIZES, Damaged, File, Manifest, verify_file
-from lockstep.errors import UserError
 
 _LONGEST_HEADER = 100_000_000  # what the safetensors library accepts
 
@@ -141,35 +138,3 @@ def _stored(key: str, item: Any, data: int, size: int) -> Stored:
     if begin + math.prod(shape) * SIZES[dtype] != end or data + end > size:
         raise ValueError(f"{key!r} does not lie in the file")
     return Stored(dtype, tuple(shape), data + begin)
-
-
-# The formats of elements that a checkpoint can hold: torch's name and the name in the file.
-
-
-NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float64: "F64",
-}
-TYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-def name_of(tensor: torch.Tensor, called: str) -> str:
-    """The file's name for the format of `tensor`, or an error that names the tensor."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in NAMES:
-        found = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        fix = "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)"
-        raise UserError(f"save the tensor {called!r} in a checkpoint", found, fix)
-    return NAMES[tensor.dtype]

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from lockstep.checkpoint import format
-from lockstep.checkpoint.format import TYPES
+from lockstep.checkpoint.dtypes import TYPES
 from lockstep.checkpoint.manifest import SIZES, Damaged, Manifest, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.storage import Store
 from lockstep.errors import UserError

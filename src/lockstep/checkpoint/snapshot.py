@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint import format
+from lockstep.checkpoint import dtypes
 from lockstep.checkpoint.durable import PAGE
 from lockstep.checkpoint.format import Block, Layout, arrange
 
@@ -32,7 +32,7 @@ class Slice:
 
     def block(self) -> Block:
         here = tuple(self.tensor.shape)
-        dtype = format.name_of(self.tensor, self.name)
+        dtype = dtypes.name_of(self.tensor, self.name)
         assert len(here) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
         ends = [start + length for start, length in zip(self.offset, here, strict=True)]
         assert all(end <= limit for end, limit in zip(ends, self.shape, strict=True)), f"{self.name} reaches too far"
@@ -82,7 +82,7 @@ class Snapshot:
     def _view(self, number: int) -> torch.Tensor:
         block, start = self.blocks[self.layout.order[number]], self.layout.starts[number]
         place = self._buffer[start : start + block.bytes]
-        return place.view(format.TYPES[block.dtype]).view(block.shape)
+        return place.view(dtypes.TYPES[block.dtype]).view(block.shape)
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (place in the buffer, what is to be copied there)

@@ -65,7 +65,7 @@ class Restarts:
         if failure.kind == SMALLER:
             return None  # micro_batch=auto asked for it, and it comes to an end: the sizes only go down
         if failure.kind == HANG and not settings.restart_hangs:
-            return "watchdog.action is stop"
+            return "hang.action is stop"
         if failure.from_python and situation.saved == situation.began_at:
             return "no checkpoint was saved since the last start, so the same error would come again"
         if settings.per_hour == 0:
