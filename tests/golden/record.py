@@ -107,14 +107,14 @@ def lockstep(folder: Path, *words: str) -> Ended:
 
 
 def run_case(name: str, folder: Path) -> dict[str, Any]:
-    """One run and what came of it. A run that is refused has an exit code and nothing else."""
+    """One run and what came of it. Of a run that is refused only the exit code is recorded: its words may change."""
     recipe, *words = CASES[name]
     if FP16_STEPS not in words:
         words.insert(0, STEPS)
     ended = lockstep(folder, "train", recipe, *ALIKE, *QUIET, *words, f"run_dir={name}")
     typed = " ".join([recipe, *words])
     if ended.code:
-        return {"words": typed, "exit": ended.code}
+        return {"words": typed, "exit": ended.code, "errors": ended.errors}
     run = folder / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run / "summary.json").read_text())
@@ -219,7 +219,8 @@ class Difference:
 def differences(name: str, old: dict[str, Any], new: dict[str, Any], bits: bool = False) -> Iterator[Difference]:
     """How a run differs from the recorded one; what is within its limit is told, and is no failure without `bits`."""
     if old["exit"] != new["exit"]:
-        yield Difference(f"{name}: exit code {old['exit']} was recorded, now {new['exit']}", True)
+        text = f"{name}: exit code {old['exit']} was recorded, now {new['exit']}"
+        yield Difference(f"{text}\n{new.get('errors', '')[-2000:]}".rstrip(), True)
         return
     before, now = ({where: (kind, value) for where, kind, value in numbers(case)} for case in (old, new))
     for where in sorted(before.keys() ^ now.keys()):
@@ -298,7 +299,9 @@ def text_of(cases: dict[str, dict[str, Any]]) -> str:
 
     parts = []
     for name, case in cases.items():
-        inside = ",\n    ".join(f"{json.dumps(key)}: {entry(key, value)}" for key, value in case.items())
+        inside = ",\n    ".join(
+            f"{json.dumps(key)}: {entry(key, value)}" for key, value in case.items() if key != "errors"
+        )
         parts.append(f"  {json.dumps(name)}: {{\n    {inside}\n  }}")
     head = f'"made_with": {json.dumps(made_with())},\n"alike": {json.dumps(" ".join((*ALIKE, *QUIET)))},\n'
     return "{\n" + head + f'"columns": {json.dumps(COLUMNS)},\n"cases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
@@ -332,14 +335,17 @@ def compare(found: Found, bits: bool, words: bool) -> int:
         print(changes)
         failed = True
     losses = [
-        relative(old, new)
+        relative(value, now[where])
         for name, case in found.cases.items()
-        for (_, kind, old), (_, _, new) in zip(numbers(recorded["cases"][name]), numbers(case), strict=False)
-        if kind in ("loss", "eval_loss")
+        for now in [{where: value for where, _, value in numbers(case)}]
+        for where, kind, value in numbers(recorded["cases"][name])
+        if kind in ("loss", "eval_loss") and where in now
     ]
-    same = sum(recorded["cases"][name].get("digest") == case.get("digest") for name, case in found.cases.items())
+    trained = {name: case["digest"] for name, case in found.cases.items() if "digest" in case}
+    same = sum(recorded["cases"][name].get("digest") == digest for name, digest in trained.items())
     print(f"largest relative difference of a loss: {max(losses, default=0.0):.2e}")
-    print(f"{same} of {len(found.cases)} digests equal; {'FAILED' if failed else 'nothing differs that must not'}")
+    print(f"{same} of {len(trained)} digests equal, {len(found.cases) - len(trained)} runs refused")
+    print("FAILED" if failed else "nothing differs that must not")
     return int(failed)
 
 
@@ -352,6 +358,8 @@ def main() -> int:
     options = parser.parse_args()
     if not options.compare and (options.only or options.bits or options.words):
         parser.error("--only, --bits and --words go with --compare: a record is always whole")
+    if not any(options.only in name for name in (*CASES, *WORDS_OF_SCREENS)):
+        parser.error(f"no run and no screen has {options.only} in its name")
     began = time.monotonic()
     found = observe(options.only)
     if options.compare:
