@@ -172,7 +172,7 @@ def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
             run.finish(share, run.stepper.step(share, task.loss))
         return {
             "names": driver.names,
-            "ignored": set(driver.call.parameters_to_ignore),
+            "ignored": set(driver.module.parameters_to_ignore),
             "trunk note": task.net.trunk.note.tolist(),
             "head note": task.net.head.note.tolist(),
             "frozen": torch.equal(task.net.trunk.linear.weight, frozen),

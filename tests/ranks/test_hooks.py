@@ -80,7 +80,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
         for gradients, words, scale in steps:
             driver.begin()
             driver.arm(last=True)
-            total = driver.call(gradients[world.rank])
+            total = driver.module(gradients[world.rank])
             with Sent() as sent:
                 driver.backward(total, torch.tensor(scale), words[world.rank])
             sums = [p.grad * driver.gradient_factor for p in driver.parameters if p.grad is not None]
@@ -408,7 +408,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
         driver.begin()
         driver.arm(last=True)
-        driver.backward(driver.call(torch.ones(2, 30)).sum(), torch.tensor(1.0), ControlWord(weight=1))
+        driver.backward(driver.module(torch.ones(2, 30)).sum(), torch.tensor(1.0), ControlWord(weight=1))
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

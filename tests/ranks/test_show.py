@@ -67,7 +67,7 @@ def written(
             run = Run(resolved, runtime, "test")
             loop.fit(task, run)
             before = len(gathered)
-            if run.driver.in_step:
+            if run.driver.placement.collective_forwards:
                 for _ in range(2):  # as before it
                     run.driver.model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
             events = read_jsonl(Path(run.run_dir) / "events.jsonl")

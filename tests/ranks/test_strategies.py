@@ -285,7 +285,7 @@ def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> d
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
         loop.fit(kind(), run)
-        return dict(run.driver.facts)
+        return dict(run.driver.placement.facts)
 
 
 def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:

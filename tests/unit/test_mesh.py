@@ -21,8 +21,8 @@ def test_the_grid_has_tp_innermost_and_one_voice_per_share_of_the_data() -> None
     assert places[9].ranks("tp") == [8, 9]
     assert places[9].ranks("dp") == [7, 9, 11]
     assert places[9].ranks("pp") == [3, 9]
-    assert [place.rank for place in places if place.speaks] == [6, 8, 10]
-    assert {place.data_rank for place in places if place.speaks} == {0, 1, 2}
+    assert [place.rank for place in places if place.reports_loss] == [6, 8, 10]
+    assert {place.data_rank for place in places if place.reports_loss} == {0, 1, 2}
 
 
 ACCEPTED = [

@@ -78,7 +78,7 @@ class AMPTrainer:
         if hasattr(self, "driver"):
             raise UserError("wrap_model", "a trainer that has its model", "make one trainer for each model you train")
         self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
-        return self.driver.call
+        return self.driver.module
 
     def training_step(self, batch: Any) -> TrainingStep:
         """Forward and backward; with the last of `gradient_accumulation_steps` also exchange, unscale, clip, step."""

@@ -172,7 +172,11 @@ def explained(run: Run) -> Iterator[None]:
     except RuntimeError as error:
         if is_one(error):
             raise explanation(error, run) from error
-        if "mixed torch.Tensor and DTensor" in str(error) and hasattr(run, "driver") and not run.driver.replicated:
+        if (
+            "mixed torch.Tensor and DTensor" in str(error)
+            and hasattr(run, "driver")
+            and not run.driver.placement.replicated
+        ):
             raise _outside_the_model(error, run) from error
         raise
 

@@ -81,20 +81,20 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
     """With the unwrapped model: ranks run different numbers of batches, so no forward may wait for another rank. Where
     one must (a model that is cut), those with fewer batches repeat one, and forget what came out."""
     length, batch = len(evaluator.reader.dataset), evaluator.batch
-    mine = deal(math.ceil(length / batch), driver.data_rank, driver.data_size)
+    mine = deal(math.ceil(length / batch), driver.placement.data_rank, driver.placement.data_size)
     ranges = [range(index * batch, min((index + 1) * batch, length)) for index in mine]
-    most = -(-math.ceil(length / batch) // driver.data_size) if driver.in_step else 0
+    most = -(-math.ceil(length / batch) // driver.placement.data_size) if driver.placement.collective_forwards else 0
     repeated = [range(min(batch, length))] * (most - len(ranges))
     requests = ((0, ids) for ids in [*ranges, *repeated])
     results: list[dict[str, tuple[Any, Any]]] = []
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
         runtime.heartbeat.beat("evaluate")
-        if evaluator.may_leave and runtime.notice.signal is not None and not driver.in_step:
+        if evaluator.may_leave and runtime.notice.signal is not None and not driver.placement.collective_forwards:
             return [], 0
         loss = _loss(evaluator, driver, to_device(data, runtime.device))
         if loss is not None:
             results.append({name: (total, weight) for name, total, weight in terms(loss)})
-    if not driver.speaks:  # another rank has gone through the same batches, and tells
+    if not driver.placement.reports_loss:  # another rank has gone through the same batches, and tells
         return [], 0
     # Read back only now: one host synchronisation instead of one per batch.
     rows = [{name: [float(t), float(w)] for name, (t, w) in row.items()} for row in results[: len(ranges)]]
@@ -102,10 +102,8 @@ def _run_my_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> t
 
 
 def _loss(evaluator: Evaluator, driver: Driver, data: Any) -> Loss | None:
-    if driver.pipeline is not None:
-        return driver.pipeline.forward(evaluator.loss_of, data)
     with evaluator.precision.autocast():
-        return evaluator.loss_of(driver.model, data)
+        return driver.evaluate(evaluator.loss_of, data)
 
 
 def _combine(rows: list[dict[str, list[float]]], samples: int) -> Evaluation:

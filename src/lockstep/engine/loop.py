@@ -29,7 +29,7 @@ def fit(task: Task, run: Run) -> dict[str, Any]:
         run.others["task"] = task
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:
-        check_places(run.config, run.driver.pipeline is not None, run.runtime.world.alone)
+        check_places(run.config, not run.driver.placement.runs_whole_model, run.runtime.world.alone)
     run.open(data(), task.collate)
     held_out = task.eval_data()
     if held_out is not None:
@@ -76,9 +76,9 @@ def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], No
 
 def _show(task: Task, run: Run) -> str | None:
     """The weights are saved: an error in a sample's code is told, and does not spoil the run."""
-    if not _overrides(task, "show") or (not run.runtime.is_main and not run.driver.in_step):
+    if not _overrides(task, "show") or (not run.runtime.is_main and not run.driver.placement.collective_forwards):
         return None
-    if run.driver.pipeline is not None:
+    if not run.driver.placement.runs_whole_model:
         run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
         return None
     run.driver.model.eval()

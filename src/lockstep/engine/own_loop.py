@@ -65,7 +65,7 @@ class OwnRun:
                 )
             return model.to(self.device)
         driver = self._run.adopt(model, lambda _: list(optimizers))
-        if driver.pipeline is not None:
+        if not driver.placement.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) in a loop of your own",
                 "a loop that computes the loss of one micro-batch after another; in a pipeline they are on their way "
@@ -73,7 +73,7 @@ class OwnRun:
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
         self._run.optimizers.refuse_direct_steps()
-        return driver.call, *self._run.optimizers.all
+        return driver.module, *self._run.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint, and give it its state back on resume: anything with `state_dict` and

@@ -94,7 +94,9 @@ class Run:
             self.guard.check()
             first = not self._began and self.config.checks.first_batch and not self.runtime.world.alone
             self._began = True
-            share = first_share(self.source, self.runtime, self.driver.data_rank) if first else self.source.take()
+            share = (
+                first_share(self.source, self.runtime, self.driver.placement.data_rank) if first else self.source.take()
+            )
             share.batches = self._timed(share.batches, share.count)
             self._spans = (self._spans[1], (self.stepper.counters.step, share.span))
             yield share
@@ -288,7 +290,7 @@ class Run:
 
     def _compare_replicas(self) -> None:
         """Not in `finish`: what the task or the user's loop does after a step is part of what is compared."""
-        if self.driver.replicated:
+        if self.driver.placement.replicated:
             check_replicas(self.driver.model, self.runtime)
 
     def _save(self, evaluation_due: bool) -> None:

@@ -72,7 +72,7 @@ def adopt(
     check_replicas(model, run.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
     before = dict(model.named_parameters())
     run.driver = apply(model, run.config, run.runtime, task, run.recorder.event, data)
-    run.others.update(run.driver.kept)
+    run.others.update(run.driver.extra_state)
     made = optimizers(run.driver.model)
     rebind(made, before, dict(model.named_parameters()))
     made = chosen(run.config, made)
@@ -93,7 +93,7 @@ def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
     about_data = _plan_data(run, data, collate)
     rate = _make_step(run)
     told = facts(run.driver.model, run.config, run.plan, rate, run.precision, run.runtime)
-    told |= run.driver.facts
+    told |= run.driver.placement.facts
     told |= {"data": about_data} if about_data else {}
     told |= _go_on(run)
     run.opened = True
@@ -107,15 +107,23 @@ def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
 def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str | None:
     """How the batches are cut, and where they come from. A source's own line about itself."""
     config, runtime, driver = run.config, run.runtime, run.driver
-    share = World(driver.data_rank, driver.data_size)  # ranks that share a layer share the samples too
+    share = World(
+        driver.placement.data_rank, driver.placement.data_size
+    )  # ranks that share a layer share the samples too
     samples = len(data) if hasattr(data, "__len__") else None
     most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
-    depth = driver.pipeline.depth if driver.pipeline is not None else 1
+    depth = driver.placement.pipeline_depth
     run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.speed_weights)
     check_even_work(driver.model, plan, config.tail)
-    if driver.pipeline is not None:
+    if not driver.placement.runs_whole_model:
         check_enough_work(plan)
-    shape = BatchShape(plan.global_batch, plan.micro_batch, config.tail, driver.interleaved, even=driver.in_step)
+    shape = BatchShape(
+        plan.global_batch,
+        plan.micro_batch,
+        config.tail,
+        driver.placement.interleaved,
+        even=driver.placement.collective_forwards,
+    )
     run.source = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
     # A source of the user's own may compute its batches on the GPU: there, a long time for data is no waiting.
     run.recorder.watch_data = runtime.device.type == "cuda" and run.source is not data
@@ -150,9 +158,9 @@ def _go_on(run: Run) -> dict[str, str]:
         run.source,
         run.others,
         run.config.checkpoint.frozen,
-        run.driver.holders,
+        run.driver.placement.holders,
         run.runtime.world.rank,
-        run.driver.echoes,
+        run.driver.placement.duplicates,
     )
     run.checkpoints = CheckpointManager(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
     run.checkpoints.check_space()
@@ -180,7 +188,7 @@ def attach(
     told: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
     if told is None:
         return None
-    if driver.pipeline is not None:
+    if not driver.placement.runs_whole_model:
         raise UserError(
             f"{type(source).__name__}, which calls the model itself, in a pipeline (mesh.pp)",
             "ranks that hold a part of the model each",
@@ -194,7 +202,7 @@ def attach(
         micro_batch=plan.micro_batch,
         mine=deal(plan.micro_batches, share.rank, share.size),
         ranks=share.size,
-        in_step=driver.in_step,
-        add=lambda values: runtime.collectives.sum_(values if driver.speaks else values.zero_()),
+        in_step=driver.placement.collective_forwards,
+        add=lambda values: runtime.collectives.sum_(values if driver.placement.reports_loss else values.zero_()),
     )
     return told(around)

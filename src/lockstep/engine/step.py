@@ -73,7 +73,7 @@ class Stepper:
         self.outcomes = Outcomes(config, self.scale, runtime.world.size)
         self.skips = self.outcomes.skips
         self.clipping = Clipping(config.clip)
-        whole = driver.replicated or optimizers.masters is not None  # those divide parts of gradients, too
+        whole = driver.placement.replicated or optimizers.masters is not None  # those divide parts of gradients, too
         self.folds = optimizers.folds and whole and not self.clipping.changes_elements
         optimizers.now = lambda: self.counters.step
         self.counters = Counters()
@@ -88,7 +88,7 @@ class Stepper:
         self.new_metrics = False  # some rank has seen one that is not known yet
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        on_cuda = runtime.device.type == "cuda" and driver.replicated
+        on_cuda = runtime.device.type == "cuda" and driver.placement.replicated
         self.late = on_cuda and self.scaler is None and self.folds and optimizers.skips_by_itself
         self._pending: _Pending | None = None
         self._numbers: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -102,7 +102,7 @@ class Stepper:
         for micro in share:
             self.prepare(micro)
             with self.precision.autocast():
-                loss = loss_of(self.driver.call, micro.data)
+                loss = loss_of(self.driver.module, micro.data)
             self.backward(loss)
         return self.apply()
 
@@ -122,7 +122,7 @@ class Stepper:
         micros = list(share)
         if self.scale.unknown:  # the first stages must know it before the loss
             self._micro = micros[0]
-            loss = pipeline.forward(loss_of, micros[0].data)
+            loss = self.driver.evaluate(loss_of, micros[0].data)
             self._find_unit(0.0 if loss is None else loss.weight)
         pipeline.run(micros, loss_of, begin, finish)
         self.backwards_done = share.count
@@ -163,7 +163,7 @@ class Stepper:
             self.metrics_seen.update(loss.metrics)
         if kind := faults.fire("loss", self.counters.step):
             loss.total = loss.total * float(kind)
-        if not self._micro.padding and self.driver.speaks:
+        if not self._micro.padding and self.driver.placement.reports_loss:
             self.tally.add(loss, self._micro, first_step=self.counters.step == 0)
         return 0.0 if self._micro.padding else self.scale.value
 
@@ -174,7 +174,9 @@ class Stepper:
         driver, packed = self.driver, self.driver.word()
         parameters = [p for p in driver.parameters if p.grad is not None]
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-        everywhere = len(grads) == len(driver.names) or driver.pipeline is not None  # whose norms are of all stages
+        everywhere = (
+            len(grads) == len(driver.names) or not driver.placement.runs_whole_model
+        )  # whose norms are of all stages
         used = driver.names if everywhere else self._used_names()
         norms = driver.norms(grads)
         norm = torch.linalg.vector_norm(norms)
@@ -212,7 +214,7 @@ class Stepper:
         if self.folds:
             self.optimizers.step(torch.tensor(1.0 / coefficient, device=self.runtime.device), None)
             return
-        here = grads if self.driver.replicated else [local(grad) for grad in grads]
+        here = grads if self.driver.placement.replicated else [local(grad) for grad in grads]
         if here:  # a stage may have nothing to train
             torch._foreach_mul_(here, coefficient)
         if here and self.clipping.changes_elements:
@@ -275,7 +277,7 @@ class Stepper:
 
     def _find_unit(self, weight: Any) -> None:
         micro = self._micro
-        silent = micro.padding or not self.driver.speaks or (self.config.exact and micro.index > 0)
+        silent = micro.padding or not self.driver.placement.reports_loss or (self.config.exact and micro.index > 0)
         self.scale.find_unit(weight, micro.samples, self.global_batch, silent)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:

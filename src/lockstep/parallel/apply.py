@@ -4,6 +4,7 @@ then cut or replicate the whole."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,9 @@ def apply(
         driver = _stage(model, task, config, runtime, axes, data)
     else:
         driver = _drive(model, config, runtime, axes)
-    driver.data_rank, driver.data_size, driver.speaks = mesh.data_rank, mesh.data_size, mesh.speaks
+    driver.placement = replace(
+        driver.placement, data_rank=mesh.data_rank, data_size=mesh.data_size, reports_loss=mesh.reports_loss
+    )
     return driver
 
 

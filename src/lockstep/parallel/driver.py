@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,6 @@ from lockstep.task import Loss, MicroBatch
 class Pipelined(Protocol):
     """What a driver can do whose ranks hold different parts of the model, through which micro-batches flow."""
 
-    depth: int  # micro-batches that can be on their way at once: one on each rank of a pipeline
-
     def run(
         self,
         micros: Sequence[MicroBatch],
@@ -32,33 +31,39 @@ class Pipelined(Protocol):
         stage)` comes before every forward; `finish(micro, loss)`, where the loss is known, gives what to
         backpropagate."""
 
-    def forward(self, loss_of: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
-        """Without gradients; None where the loss is not known."""
-
     def exchange(self, word: ControlWord) -> None:
         """After `run`: gradients and word become sums over all ranks."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a driver keeps the model and whose samples this rank trains on: facts that do not change during a run."""
+
+    replicated: bool = True  # every rank holds every parameter in full
+    collective_forwards: bool = False  # a forward waits for the other ranks: all must run equally many
+    interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
+    runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
+    pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
+    data_rank: int = 0  # ranks with the same number train on the same samples
+    data_size: int = 1  # how many different data_ranks there are
+    reports_loss: bool = True  # of the ranks with one data_rank, the one whose loss and weight count
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks that hold a tensor, where not all do
+    duplicates: frozenset[str] = frozenset()  # tensors of this rank that a lower rank holds too, sharded alike
+    facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
 class Driver(Protocol):
     """Runs forward and backward of this rank's micro-batches, and leaves summed gradients on `parameters`."""
 
     model: nn.Module  # the user's, unwrapped: it owns the names
-    call: nn.Module  # what the task calls
+    module: nn.Module  # what the task calls
     parameters: list[nn.Parameter]  # trainable, in the model's order
     names: list[str]
     gradient_factor: float  # what turns `.grad` after the exchange into the sum over all ranks
     codec: ControlWordCodec
-    interleaved: bool  # ranks take micro-batches in turns, instead of a range each
-    in_step: bool  # a forward waits for the other ranks: all must run equally many
-    replicated: bool  # every rank holds every parameter whole
-    data_rank: int  # whose samples this rank goes through: those of the same number go through the same ones
-    data_size: int
-    speaks: bool  # of those, the one whose loss and weight count
+    placement: Placement
     pipeline: Pipelined | None  # runs all micro-batches of a step at once, stage by stage
-    holders: Mapping[str, tuple[int, ...]]  # the ranks that have a tensor of the model, where not all do
-    echoes: frozenset[str]  # of the tensors that are here, those that are on lower ranks too, cut alike
-    kept: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
-    facts: Mapping[str, str]  # what the first screen says of it
+    extra_state: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
 
     def begin(self) -> None:
         """A step begins: no gradients yet."""
@@ -81,6 +86,9 @@ class Driver(Protocol):
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of tensors that are laid out like the parameters."""
 
+    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+        """The loss of one batch without gradients; None on ranks that do not know it."""
+
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """The full tensor of the model, gathered from the ranks that hold it. Collective: every rank must call it."""
 
@@ -96,13 +104,10 @@ class Whole:
     """What drivers have in common whose ranks each hold the whole model."""
 
     gradient_factor = 1.0
-    in_step, replicated, interleaved = False, True, False
-    data_rank, data_size, speaks = 0, 1, True
+    placement = Placement()
     pipeline: Pipelined | None = None
-    holders: Mapping[str, tuple[int, ...]] = {}
-    echoes: frozenset[str] = frozenset()
-    kept: Mapping[str, Any] = {}
-    facts: Mapping[str, str] = {}
+    extra_state: Mapping[str, Any] = {}
+    model: nn.Module
 
     def note(self, micro: MicroBatch, total: int | None) -> None:
         pass
@@ -113,6 +118,9 @@ class Whole:
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
         low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
+
+    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+        return loss_fn(self.model, data)  # unwrapped: ranks may run unequally many forwards
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         return whole(tensor)
@@ -125,7 +133,7 @@ class SingleDriver(Whole):
     """One process: there is nobody to exchange with."""
 
     def __init__(self, model: nn.Module, device: torch.device):
-        self.model = self.call = model
+        self.model = self.module = model
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(device, torch.float64)
 
@@ -156,7 +164,7 @@ class ShardedDriver(SingleDriver):
     """What drivers have in common of whose parameters this rank holds parts: a single process, as far as forward and
     backward go; gradients are summed, and never divided, and lengths are sums over ranks."""
 
-    in_step, replicated = True, False
+    placement = Placement(replicated=False, collective_forwards=True)
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         """`model` has been cut."""

@@ -58,7 +58,7 @@ class Mesh:
         return self.sizes["dp"]
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Of the ranks that go through the same samples, the one whose loss and weight count: it is in the last stage,
         where the loss is known."""
         return self.coordinate("tp") == 0 and self.coordinate("pp") == self.sizes["pp"] - 1

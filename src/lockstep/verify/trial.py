@@ -73,7 +73,7 @@ class RecordedRun(Run):
             "precision": self.precision.name,
             "device": self.runtime.device.type,
             "backend": self.runtime.backend,
-            "replicated": self.driver.replicated,
+            "replicated": self.driver.placement.replicated,
             "trainable": self.driver.names,
         }
         if isinstance(source, MapSource) and self.orders["part"]:
@@ -91,7 +91,7 @@ class RecordedRun(Run):
             self._look(number)
             if self.orders["quiet"]:
                 self.driver.model.eval()
-                self.driver.call.eval()
+                self.driver.module.eval()
             if self.orders["nudge"]:
                 self._nudge()
             self._micros: list[dict[str, Any]] = []

@@ -118,12 +118,12 @@ class DDPDriver(Whole):
             **{BUFFERS_OPTION: False},  # torch would in evaluations too, where ranks may run unequally many forwards
         )
         self._word_parameter = carrier.last[0]
-        self.call: nn.Module = self._replica
+        self.module: nn.Module = self._replica
         self.hook = self._make_hook(config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
-            self.kept = {KEPT_AS: self.hook}
+            self.extra_state = {KEPT_AS: self.hook}
         self._broadcasts_buffers = config.broadcast_buffers
         self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
         self.sync_buffers()

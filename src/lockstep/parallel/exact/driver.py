@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
-from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.driver import Driver, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
 from lockstep.parallel.exact.row_norms import length_of, row_lengths
 from lockstep.parallel.exact.tree import Counter, Span
@@ -108,7 +109,7 @@ class OrderedFSDPDriver(FSDPDriver):
     round k of a step is micro-batches kN .. kN+N-1, one on each rank, and the owner of a part pushes them in order into
     a counter of parts."""
 
-    interleaved = True
+    placement = replace(ShardedDriver.placement, interleaved=True)
 
     def __init__(self, model: nn.Module, *args: Any):
         super().__init__(model, *args)

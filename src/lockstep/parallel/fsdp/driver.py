@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -80,7 +81,7 @@ class FSDPDriver(ShardedDriver):
         self._copies = axes.along("dp") if axes else runtime.collectives
         self._uncut = [p for p in scalars(model) if p.requires_grad]
         self._same = SameParts(model, runtime)
-        self.facts = tell_of_blocks(len(found), len(parts))
+        self.placement = replace(self.placement, facts=tell_of_blocks(len(found), len(parts)))
         if empty:
             self.sync_buffers()  # each rank has made its own
 

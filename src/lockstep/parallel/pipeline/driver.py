@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import squared_norms, whole
 from lockstep.runtime.world import World
+from lockstep.task import Loss
 
 
 class PipelineDriver(ShardedDriver):
@@ -68,21 +70,30 @@ class PipelineDriver(ShardedDriver):
         if compiled:
             for chunk in mine:
                 chunk.compile()
+        facts: dict[str, str] = {}
         if self._sharded:
-            self.facts = self._shard(model, config, held, mine, axes)
+            facts = self._shard(model, config, held, mine, axes)
         self._same = SameParts(model, runtime, mine, self._copies) if self._sharded else None
         super().__init__(model, runtime)
-        self.holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
-        self.echoes = frozenset(name for name, stages in places.items() if stages and here > min(stages))
+        holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
+        duplicates = frozenset(name for name, stages in places.items() if stages and here > min(stages))
         self._held = [name in held for name in self.names]
         self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
-        partly = {name: stages[name] for name in self.holders}
+        partly = {name: stages[name] for name in holders}
         self._absent = Absent(model, partly, lambda name: name in held | real)
         autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
-        self.pipeline, self.depth = self, ranks
-        self.run, self.forward = self._flow.run, self._flow.forward
+        self.pipeline = self
+        self.placement = replace(
+            self.placement,
+            runs_whole_model=False,
+            pipeline_depth=ranks,
+            holders=holders,
+            duplicates=duplicates,
+            facts=facts,
+        )
+        self.run = self._flow.run
 
     def begin(self) -> None:
         super().begin()
@@ -127,16 +138,19 @@ class PipelineDriver(ShardedDriver):
     @property
     def elsewhere(self) -> frozenset[str]:
         """The parameters and buffers that this rank has only the names of."""
-        return frozenset(name for name, ranks in self.holders.items() if self.runtime.world.rank not in ranks)
+        return frozenset(name for name, ranks in self.placement.holders.items() if self.runtime.world.rank not in ranks)
+
+    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+        return self._flow.forward(loss_fn, data)
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself, from a rank that holds it. All ranks must call this."""
         absent = name in self.elsewhere
-        if name not in self.holders:
+        if name not in self.placement.holders:
             return whole(tensor)
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else whole(tensor)
         full = full.contiguous()
-        self.runtime.collectives.broadcast_([full], source=self.holders[name][0])
+        self.runtime.collectives.broadcast_([full], source=self.placement.holders[name][0])
         return full
 
     def _cut_layers(
