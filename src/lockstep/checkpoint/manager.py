@@ -67,7 +67,7 @@ class CheckpointManager:
             Retention(kept.keep, kept.keep_every, kept.best, kept.best_mode),
             kept.asynchronous,
         )
-        state.stepper.before_update = self.saver.let_change
+        state.stepper.update.before.append(self.saver.let_change)
         self._open = False  # a save has been started, and the ranks have not yet agreed on how it ended
         self._saved_step: int | None = None
         self._last = time.monotonic()

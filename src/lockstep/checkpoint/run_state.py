@@ -17,7 +17,7 @@ from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import CUT_OFF
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.layout import local, whole
+from lockstep.runtime.layout import full_tensor, local
 from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
@@ -33,7 +33,7 @@ class Counted(Stateful, Protocol):
     """The stepper, as far as a checkpoint needs it."""
 
     counters: Any  # .step, .applied
-    before_update: Callable[[], None]  # called before parameters change, while a snapshot may still be taken
+    update: Any  # .before: called before parameters change, while a snapshot may still be taken
 
 
 class RunState:
@@ -85,7 +85,7 @@ class RunState:
         values: Values = {
             "model": {
                 "extra": extra,
-                "left_out": {n: digest(whole(self._named(n))) for n in sorted(self._left_out - self.elsewhere)},
+                "left_out": {n: digest(full_tensor(self._named(n))) for n in sorted(self._left_out - self.elsewhere)},
             },
             "optimizers": [self._optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
@@ -174,7 +174,7 @@ class RunState:
         plain = {name for name in here if not is_extra(name)}
         left_out = values["left_out"]
         for name, expected in left_out.items():
-            if name in plain - self.elsewhere and digest(whole(self._named(name))) != expected:
+            if name in plain - self.elsewhere and digest(full_tensor(self._named(name))) != expected:
                 raise UserError(
                     f"the frozen parameter {name!r} as it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",

@@ -22,6 +22,7 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
+from lockstep.parallel.driver import trainable
 from lockstep.parallel.fsdp.driver import CUT, count_copies
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
@@ -159,7 +160,7 @@ def start_record(run: Run) -> dict[str, Any]:
         "device": str(run.runtime.device),
         "precision": run.precision.name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in run.driver.parameters),
+        "trainable": sum(p.numel() for p in trainable(run.driver.model)[1]),
         "unit": run.unit,
         "steps": run.plan.steps,
         "run_dir": run.folder.shown,
@@ -178,7 +179,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "task": run.name,
         "step": counters.step,
         "applied": counters.applied,
-        "skipped": run.stepper.skips.skipped,
+        "skipped": run.stepper.outcomes.skips.skipped,
         "seconds": time.time() - run.started,
         **losses,
         "eval_metrics": metrics,

@@ -133,7 +133,7 @@ class OwnRun:
         """End the run after the next exchange, on all ranks, even if only this one asks."""
         if not self._run.opened:
             raise UserError("run.stop()", "a run that has not started", "call it inside `for step in run.steps(...)`")
-        self._run.stepper.stop_requested = True
+        self._run.stepper.context.requests.stop = True
 
     def close(self) -> None:
         if self._run.opened:
@@ -172,30 +172,30 @@ class OwnStep:
         for micro in self._share:
             self._taken += 1
             self.first = micro.first
-            stepper.prepare(micro)
+            stepper.before_forward(micro)
             with self._run.precision.autocast():  # on while the loop's body runs
                 yield micro.data
-            if stepper.backwards_done != self._taken:
+            if stepper.control.backwards_done != self._taken:
                 raise self._miscounted(0)
 
     @property
     def padding(self) -> bool:
         """Whether this batch only keeps the rank in step with the others: it weighs nothing, whatever you pass."""
-        return self._run.stepper.padding
+        return self._run.stepper.control.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is how many terms it has."""
-        if self._run.stepper.backwards_done == self._taken:
+        if self._run.stepper.control.backwards_done == self._taken:
             raise self._miscounted(2)
         with full_precision(self._run.precision):
             self._run.stepper.backward(Loss(loss_sum, weight, metrics))
 
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, step. Returns the newest outcome known (on a GPU, the previous one)."""
-        if self._run.stepper.backwards_done != self._share.count:
+        if self._run.stepper.control.backwards_done != self._share.count:
             raise UserError(
                 "step.apply() after the last batch of the step",
-                f"{self._run.stepper.backwards_done} of {self._share.count} batches went backward",
+                f"{self._run.stepper.control.backwards_done} of {self._share.count} batches went backward",
                 "iterate over the whole step first: for batch in step: ... step.backward(loss_sum, weight)",
             )
         self.ended = True

@@ -24,11 +24,12 @@ from lockstep.data.loader import SampleReader
 from lockstep.engine import setup
 from lockstep.engine.banner import summary_of, tell_launcher
 from lockstep.engine.checks import TrainableGuard, check_replicas, check_same_config, first_share
+from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import is_spike
-from lockstep.engine.step import Piece, Stepper
+from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
@@ -85,7 +86,10 @@ class Run:
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
         """With the data known, everything that depends on its size is decided, written down and told."""
         setup.open_data(self, data, collate)
-        self.stepper.skips.on_skip, self.stepper.skips.on_many_empty = self._on_skip, self._on_many_empty
+        self.stepper.outcomes.skips.on_skip, self.stepper.outcomes.skips.on_many_empty = (
+            self._on_skip,
+            self._on_many_empty,
+        )
 
     def shares(self) -> Iterator[StepBatches]:
         """This rank's part of every global step, until the plan ends or some rank stops all of them."""
@@ -105,7 +109,7 @@ class Run:
         """The transaction ends here: the source moves on, and what is due is written down."""
         self.source.commit(share, result)
         if self._sample_log:
-            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.tally.pieces)
+            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.control.trained)
         self._heed(result)
         self._interval_samples += share.samples
         self._interval_steps += 1
@@ -124,8 +128,8 @@ class Run:
             self.exactness.end_step()
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
-        self.stepper.save_failed = self.checkpoints.poll()
-        self.stepper.save_requested = self.checkpoints.wants(step)
+        self.stepper.context.requests.save_failed = self.checkpoints.poll()
+        self.stepper.context.requests.save = self.checkpoints.wants(step)
 
     def keep(self, evaluation_due: bool = False) -> None:
         """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
@@ -133,7 +137,7 @@ class Run:
         due = self.checkpoints.due(step, self._save_asked or self._leaving)
         if due:
             self._heed(self.stepper.settle())  # it may say that the step was spoiled
-        if self.stepper.skips.rewind_wanted:
+        if self.stepper.outcomes.skips.rewind_wanted:
             self._rewind()
             due = False  # the state is that of a checkpoint
         if due or step % self.config.checks.every == 0:
@@ -141,7 +145,7 @@ class Run:
         if due:
             began = time.perf_counter()
             self._save(evaluation_due)
-            self._save_asked = self.stepper.save_requested = False
+            self._save_asked = self.stepper.context.requests.save = False
             self.recorder.exclude(time.perf_counter() - began)
         elif not self._prepared:
             self.checkpoints.prepare()
@@ -196,7 +200,7 @@ class Run:
         """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
         self.end_loaders()
         self._heed(self.stepper.settle())
-        self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
+        self.stepper.outcomes.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._compare_replicas()
         if self.config.checkpoint.at_end and self.checkpoints.due(self.stepper.counters.step, asked=True):
             self._save(evaluation_due=False)
@@ -236,16 +240,16 @@ class Run:
         counters, stepper = self.stepper.counters, self.stepper
         samples, steps, skips = self._interval_samples, self._interval_steps, self._interval_skips
         self._interval_samples = self._interval_steps = self._interval_skips = 0
-        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": stepper.skips.skipped}
+        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": stepper.outcomes.skips.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
             facts["epoch"] = counters.step / self.plan.steps_per_epoch
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
-        if stepper.new_metrics:  # all ranks have heard of it, in the same step
-            self.recorder.agree_on_names(stepper.metrics_seen)
-            stepper.metrics_known, stepper.new_metrics = set(self.recorder.names), False
+        if stepper.context.metrics.new:  # all ranks have heard of it, in the same step
+            self.recorder.agree_on_names(stepper.context.metrics.seen)
+            stepper.context.metrics.known, stepper.context.metrics.new = set(self.recorder.names), False
         self.recorder.interval(stepper.sums, steps, samples, skips, facts)
 
     def _on_skip(self, result: StepResult, reason: str) -> str:
@@ -254,7 +258,7 @@ class Run:
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
         tally = self.stepper.settled
         losses = [float(loss) for loss in tally.sums.losses]
-        worst = blame(tally.pieces, losses, self.runtime.world.rank, spike=is_spike(result))
+        worst = blame(tally.trained, losses, self.runtime.world.rank, spike=is_spike(result))
         everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
         self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
         return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
@@ -273,7 +277,7 @@ class Run:
             self.checkpoints.give_up()
 
     def _rewind(self) -> None:
-        result, self.stepper.skips.rewind_wanted = self.stepper.skips.rewind_wanted, None
+        result, self.stepper.outcomes.skips.rewind_wanted = self.stepper.outcomes.skips.rewind_wanted, None
         assert result is not None
         resumed = self.checkpoints.rewind(
             result, next(span for step, span in filter(None, self._spans) if step == result.step)
@@ -391,7 +395,7 @@ class SampleLog:
         folder.mkdir(exist_ok=True)
         self._sink, self._attempt = JsonlSink(folder / f"rank-{rank}.jsonl"), attempt
 
-    def write(self, step: int, pieces: list[Piece]) -> None:
+    def write(self, step: int, pieces: list[TrainedBatch]) -> None:
         ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
         self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
@@ -399,7 +403,7 @@ class SampleLog:
         self._sink.close()
 
 
-def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> list[str]:
+def blame(pieces: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
     """This rank's micro-batches that look guilty: a loss that is not finite; for a spike, the largest loss."""
     pairs = list(zip(pieces, losses, strict=True))
     if spike:
@@ -409,7 +413,7 @@ def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> l
     return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_samples(piece)}" for piece, loss in worst]
 
 
-def _samples(piece: Piece) -> str:
+def _samples(piece: TrainedBatch) -> str:
     ids = [str(int(i)) for i in piece.ids[:MOST_IDS]]
     if not ids:
         return ""

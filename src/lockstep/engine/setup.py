@@ -137,7 +137,7 @@ def _make_step(run: Run) -> LearningRate:
     run.stepper = Stepper(driver, run.optimizers, rate, run.precision, config, runtime, plan.global_batch)
     run.load_balancer = open_dealer(config.speed_weights, plan, run.source, driver, runtime, run.recorder.event)
     if run.load_balancer:
-        run.stepper.before_exchange = run.load_balancer.mark
+        run.stepper.context.before_reduce = run.load_balancer.mark
     return rate
 
 
@@ -170,7 +170,7 @@ def _go_on(run: Run) -> dict[str, str]:
         told["resumed"] = resumed_text(run.resumed, run.folder)
         run.started -= run.resumed.seconds
         run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
-        run.stepper.metrics_known = set(run.recorder.names)
+        run.stepper.context.metrics.known = set(run.recorder.names)
         if run.stepper.counters.step == run.plan.steps:  # all that is left is to end it
             run.recorder.last = on_main(lambda: _last_line(run), run.runtime)
     if run.exactness:

@@ -14,9 +14,10 @@ from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.ddp.powersgd import KEPT_AS, PowerSGDHook
-from lockstep.parallel.driver import Whole, trainable
+from lockstep.parallel.driver import BaseDriver, Control, trainable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.task import MicroBatch
 
 # torch 2.13 renamed it.
 BUFFERS_OPTION = next(
@@ -96,7 +97,9 @@ class Replica(DistributedDataParallel):
         return carrier.model
 
 
-class DDPDriver(Whole):
+class DDPDriver(BaseDriver):
+    """Replicas of the model, whose gradients torch's DDP reduces in buckets while backward runs."""
+
     leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
@@ -129,19 +132,19 @@ class DDPDriver(Whole):
         self.sync_buffers()
 
     def begin(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        super().begin()
         self._word_parameter.grad = None
         if self._broadcasts_buffers:
             self.sync_buffers()
 
-    def arm(self, last: bool) -> None:
-        self._replica.require_backward_grad_sync = last
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
+        self._replica.require_backward_grad_sync = control.last
         if self._reached is not None:
             self._reached.clear()
         self._replica.armed = False
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
             raise _bypassed(type(self.model).__name__)
         if self.hook:
@@ -153,10 +156,8 @@ class DDPDriver(Whole):
         carried = self.codec.pack(word, times=self.gradient_factor)
         torch.autograd.backward((total, self._word_parameter), (start, carried))
         self._check_complete()
-
-    def word(self) -> Tensor:
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad
+        self._word = self._word_parameter.grad
 
     def sync_buffers(self) -> None:
         live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]

@@ -5,7 +5,7 @@ everywhere."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.parallel.driver import SingleDriver
 from lockstep.runtime.context import Runtime
@@ -26,15 +26,10 @@ class FlatDriver(SingleDriver):
         if self._broadcasts_buffers:
             self.sync_buffers()
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, start)
-        if word is not None:
-            self._exchange(word)
-
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
-    def _exchange(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> None:
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
         packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
         self.runtime.collectives.sum_(packed)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -89,14 +89,11 @@ class FSDPDriver(ShardedDriver):
         super().begin()
         self._same.steps += 1
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, start)
-        if word is not None:
-            self._same.compare(END)
-            self.add_gradients()
-            self._exchange(word)
+    def _reduce(self, word: ControlWord) -> None:
+        self._same.compare(END)
+        super()._reduce(word)
 
-    def add_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         add_copies(self._uncut, self._copies)
         if self._parts:
             agree_on_plain(self.parameters, self._parts)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import ShardedDriver
+from lockstep.parallel.driver import Control, LossFn, Reduced, ShardedDriver
 from lockstep.parallel.fsdp.driver import tell_of_blocks
 from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
@@ -27,9 +27,9 @@ from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
-from lockstep.runtime.layout import squared_norms, whole
+from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.runtime.world import World
-from lockstep.task import Loss
+from lockstep.task import Loss, MicroBatch, StepBatches
 
 
 class PipelineDriver(ShardedDriver):
@@ -84,7 +84,6 @@ class PipelineDriver(ShardedDriver):
         self._absent = Absent(model, partly, lambda name: name in held | real)
         autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
-        self.pipeline = self
         self.placement = replace(
             self.placement,
             runs_whole_model=False,
@@ -93,7 +92,6 @@ class PipelineDriver(ShardedDriver):
             duplicates=duplicates,
             facts=facts,
         )
-        self.run = self._flow.run
 
     def begin(self) -> None:
         super().begin()
@@ -101,10 +99,30 @@ class PipelineDriver(ShardedDriver):
         if self._same is not None:
             self._same.steps += 1
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        raise AssertionError("a pipeline runs all micro-batches of a step at once")
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        """Run all micro-batches of the step at once, stage by stage, in the order of the schedule."""
+        self.begin()
+        micros = list(batches)
 
-    def exchange(self, word: ControlWord) -> None:
+        def finish(micro: MicroBatch, loss: Loss) -> Tensor:
+            start = control.record(loss)  # may put another total in its place: a fault on purpose
+            return loss.total * start
+
+        # The first stages need the loss scale of fp16 before any loss is known.
+        if control.needs_unit:
+            control.micro = micros[0]
+            loss = self.evaluate(loss_fn, micros[0].data)
+            control.find_unit(0.0 if loss is None else loss.weight)
+        self._flow.run(micros, loss_fn, control.before_forward, finish)
+        control.backwards_done = batches.count
+        self._reduce(control.word())
+        return self.reduced()
+
+    def reduced(self) -> Reduced:
+        found = super().reduced()
+        return replace(found, names=self.names)  # norms are those of all stages
+
+    def _reduce(self, word: ControlWord) -> None:
         """After the last micro-batch: the word and who has used what; then the gradients, then their lengths."""
         if self._same is not None:
             self._same.compare(END)
@@ -121,9 +139,9 @@ class PipelineDriver(ShardedDriver):
         if trained:
             stages = torch.tensor([self._users[n] for n in trained], device=squared.device)
             squared[[*trained]] = self._squared_here([*trained.values()]) / stages
-        self._squared = self.runtime.collectives.sum_(squared)
+        self._squared_norms = self.runtime.collectives.sum_(squared)
 
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._parts.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # what a stage has, it has whole
         squared = self._squared_here(tensors)
@@ -140,15 +158,15 @@ class PipelineDriver(ShardedDriver):
         """The parameters and buffers that this rank has only the names of."""
         return frozenset(name for name, ranks in self.placement.holders.items() if self.runtime.world.rank not in ranks)
 
-    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
         return self._flow.forward(loss_fn, data)
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself, from a rank that holds it. All ranks must call this."""
         absent = name in self.elsewhere
         if name not in self.placement.holders:
-            return whole(tensor)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else whole(tensor)
+            return full_tensor(tensor)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else full_tensor(tensor)
         full = full.contiguous()
         self.runtime.collectives.broadcast_([full], source=self.placement.holders[name][0])
         return full

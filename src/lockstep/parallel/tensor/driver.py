@@ -98,7 +98,7 @@ class TensorDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._copies, self._parts = axes.along("dp"), axes.along("tp")
 
-    def add_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         for p in self.parameters:
             settle_gradient(p)
         add_copies(self.parameters, self._copies)
