@@ -23,10 +23,11 @@ from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
 from lockstep.parallel.driver import trainable
-from lockstep.parallel.fsdp.driver import CUT, count_copies
+from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
-from lockstep.parallel.tensor.driver import is_cut_along_tp
+from lockstep.parallel.strategy import strategy_of
+from lockstep.parallel.tensor.driver import is_sharded_along_tp
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
@@ -198,7 +199,7 @@ def about_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World
     if world.alone:
         return f"{config.strategy}: one process, so nothing is cut"
     words = _computation(model, config, mesh)
-    if config.strategy in CUT:
+    if strategy_of(config).shards_parameters:
         words.append(_cut(model, config, mesh, world))
     elif config.strategy == "zero1":
         words.append(f"optimizer state cut over {world.size} ranks")
@@ -225,14 +226,14 @@ def _computation(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
         stages = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         words.append(f"{stages} stages over {ranks} ranks")
     if ways > 1:
-        cut = sum(any(is_cut_along_tp(p) for p in module.parameters(recurse=False)) for module in model.modules())
+        cut = sum(any(is_sharded_along_tp(p) for p in module.parameters(recurse=False)) for module in model.modules())
         words.append(f"{cut} layers{' of the first stage' * (ranks > 1)} cut over {ways} ranks")
     return words
 
 
 def _cut(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str:
     """What fsdp, fsdp-grads and hsdp cut."""
-    copies = count_copies(config.fsdp, world) if config.strategy == "hsdp" else 1
+    copies = count_replicas(config.fsdp, world) if strategy_of(config).replica_groups else 1
     ranks = mesh.data_size // copies
     if ranks == 1:
         if copies > 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.runtime.layout import full_tensor, squared_norms
@@ -307,3 +308,9 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
             "unfreeze what should be trained before Lockstep gets the model",
         )
     return [name for name, _ in pairs], [p for _, p in pairs]
+
+
+def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
+    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must be equal by themselves."""
+    collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
+    collectives.broadcast_(list(model.buffers()))

@@ -19,20 +19,21 @@ from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDrive
 from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
 from lockstep.parallel.exact.row_norms import length_of, row_lengths
 from lockstep.parallel.exact.tree import Counter, Span
-from lockstep.parallel.fsdp.driver import CUT, FSDPDriver
+from lockstep.parallel.fsdp.driver import FSDPDriver
 from lockstep.parallel.fsdp.same_parts import END
+from lockstep.parallel.strategy import strategy_of
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
-def drive_exactly(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """For the strategies that `exact` allows."""
+def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
+    """Return the driver for exact mode. `config` has refused the strategies that it does not support."""
     if runtime.world.alone:
         return OrderedSingleDriver(model, runtime.device)
-    if config.strategy in CUT:
-        return OrderedFSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, None, config.seed)
+    if strategy_of(config).shards_parameters:
+        return OrderedFSDPDriver(model, config, runtime)
     return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 

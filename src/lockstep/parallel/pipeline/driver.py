@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Control, LossFn, Reduced, ShardedDriver
-from lockstep.parallel.fsdp.driver import tell_of_blocks
+from lockstep.parallel.fsdp.driver import describe_blocks
 from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.absent import Absent
@@ -21,7 +21,8 @@ from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline, Stage
 from lockstep.parallel.pipeline.stage_shards import shard_stage
 from lockstep.parallel.pipeline.stages import keep_only, whereabouts
 from lockstep.parallel.pipeline.staging import blocks_of, make_stages
-from lockstep.parallel.tensor.driver import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
+from lockstep.parallel.strategy import strategy_of
+from lockstep.parallel.tensor.driver import agree_on_plain, apply_plan, explain_mixtures, settle_gradient, sum_gradients
 from lockstep.parallel.tensor.plans import Cut, choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
@@ -50,7 +51,7 @@ class PipelineDriver(ShardedDriver):
         self.mesh = axes.mesh
         ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
         per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        self._sharded = config.strategy in ("fsdp", "fsdp-grads") and self.mesh.sizes["dp"] > 1
+        self._sharded = strategy_of(config).shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
         self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
         ways = self.mesh.sizes["tp"]
@@ -185,7 +186,7 @@ class PipelineDriver(ShardedDriver):
         def is_here(layer: str) -> bool:
             return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
 
-        lay_out(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
+        apply_plan(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
         for chunk in mine:
             explain_mixtures(chunk)
 
@@ -193,7 +194,7 @@ class PipelineDriver(ShardedDriver):
         self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
     ) -> dict[str, str]:
         """Over the copies of each stage. What is told of it, of all stages."""
-        keep = config.strategy == "fsdp-grads"
+        keep = strategy_of(config).keeps_gathered
         owned = [p for name, p in model.named_parameters() if name in held]
         blocks = [blocks_of(chunk, model, config.blocks) for chunk in mine]
         alone = [
@@ -201,7 +202,7 @@ class PipelineDriver(ShardedDriver):
             for chunk, inside in zip(mine, blocks, strict=True)
         ]
         counts = self._stages.gather_json([sum(map(len, blocks)), sum(alone)])
-        return tell_of_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
+        return describe_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
 
     def _squared_here(self, grads: list[Tensor]) -> Tensor:
         """Terms of a sum over the copies and parts of this stage."""
