@@ -11,7 +11,8 @@ from typing import Any
 from lockstep.checkpoint.manifest import SIZES, Damaged, File, Manifest, parse_json, verify_file
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
-_LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library accepts
+# Bytes; what the safetensors library accepts.
+_LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,12 @@ class Block:
 
     name: str
     dtype: str
+
+    # Of the full tensor, and where in it this block begins.
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of this block in the full tensor
+    offset: tuple[int, ...]
+
+    # Of the block itself.
     shape: tuple[int, ...]
 
     @property
@@ -31,12 +36,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each block lies in the data section. `order[i]` is the number of the block at position i."""
+    """Where each block lies in a file: a header, and a data section without gaps."""
 
+    # `order[i]` is the number of the block that comes i-th; `keys` and `starts` have the same order.
     order: tuple[int, ...]
+
+    # The names of the blocks in the file, and where they begin in the data section.
     keys: tuple[str, ...]
     starts: tuple[int, ...]
-    size: int  # of the data section
+
+    # Bytes of the data section.
+    size: int
+
     header: bytes
 
     @property
@@ -67,8 +78,10 @@ def arrange(blocks: Sequence[Block]) -> Layout:
 
     for index in order:
         block = blocks[index]
+
         # A rank may hold several blocks of one tensor, and a tensor may be called "__metadata__".
         key = block.name if block.name not in header else f"{block.name}#{index}"
+
         end = position + block.bytes
         header[key] = {"dtype": block.dtype, "shape": block.shape, "data_offsets": [position, end]}
         keys.append(key)
@@ -87,6 +100,8 @@ def read_header(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
         with checkpoint.open(name) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
+
+            # Eight bytes with the length of the header, the header as JSON, the data.
             length = int.from_bytes(stream.read(8), "little")
             if length > min(_LONGEST_HEADER, size - 8):
                 raise ValueError("the header is longer than the file")
@@ -104,11 +119,13 @@ def read_header(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
 
 def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
     """Return what is wrong with `files`: a size, a digest, or a piece that the manifest expects and a file lacks."""
+    # What the manifest expects of each file: key, dtype and shape of its pieces.
     expected: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             expected.setdefault(piece.file, []).append((piece.key, entry.dtype, piece.shape))
 
+    # One problem a file is enough: a wrong digest explains a wrong header.
     found = []
     for file in files:
         try:
@@ -146,6 +163,7 @@ def _stored(key: str, item: Any, data: int, size: int) -> Stored:
     if any(type(number) is not int or number < 0 for number in (*shape, *offsets)):
         raise ValueError(f"{key!r} has a number that is not a count")
 
+    # Python's integers do not overflow: a huge shape is simply not as long as its data.
     begin, end = offsets
     if begin + math.prod(shape) * SIZES[dtype] != end or data + end > size:
         raise ValueError(f"{key!r} does not lie in the file")

@@ -26,8 +26,11 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.errors import UserError
 
-_MANY = 200  # tensors that `show` lists
-_PREFIX = "model."  # of the tensors that `export` writes
+# So many tensors are listed by `show`.
+_MANY = 200
+
+# Of the tensors that `export` writes.
+_PREFIX = "model."
 
 
 def ls(place: Path) -> tuple[str, int]:
@@ -57,6 +60,7 @@ def show(place: Path) -> tuple[str, int]:
         ("values", ", ".join(sorted(manifest.values)) or "none"),
     ]
 
+    # One row a tensor; a model of thousands would scroll everything else away.
     rows = [("tensor", "dtype", "shape", "size", "pieces")]
     for name, entry in sorted(manifest.tensors.items()):
         rows.append((name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces))))
@@ -70,7 +74,12 @@ def show(place: Path) -> tuple[str, int]:
 
 def verify(place: Path) -> tuple[str, int]:
     """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
-    chosen = [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place))
+    if _is_checkpoint(place):
+        chosen = [Checkpoint.at(place)]
+    else:
+        chosen = committed(_store(place))
+
+    # One row a checkpoint, and below it one for each bad file.
     rows = []
     code = 0
     for checkpoint in chosen:
@@ -84,7 +93,10 @@ def verify(place: Path) -> tuple[str, int]:
 
 def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints: a damaged one must not push out a good one."""
+    # First, so that a bad count is refused before anything is read.
     retention = Retention(last=keep)
+
+    # Every byte is read: only valid checkpoints count.
     store = _store(place)
     found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
     damaged = {step for step, checkpoint in found.items() if _problems(checkpoint)}
@@ -104,6 +116,7 @@ def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     default = checkpoint.path.parent.parent / "export" / checkpoint.name
     lines = [str(export_weights(checkpoint, out or default))]
 
+    # The file is not the whole model if the run keeps frozen parameters out of its checkpoints.
     missing = _frozen_left_out(read_manifest(checkpoint))
     if missing:
         lines.append(
@@ -150,6 +163,8 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
         problems = find_problems(checkpoint, manifest, manifest.files)
         if problems:
             raise problems[0]
+
+        # A tensor may be tied to one outside the model; then it is not an alias here.
         reader = CheckpointReader(checkpoint, manifest)
         for full_name in reader.names():
             if not full_name.startswith(_PREFIX):
@@ -168,6 +183,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _frozen_left_out(manifest: Manifest) -> list[str]:
     """Return the frozen parameters that the run keeps out of its checkpoints (checkpoint.frozen=false)."""
+    # Anything may have written the values: `export` also takes checkpoints that are not of a run.
     found: Any = manifest.values
     for key in ("state", "model", "left_out"):
         found = found.get(key) if isinstance(found, dict) else None
@@ -179,6 +195,7 @@ def choose(place: Path, step: int | None = None) -> Checkpoint:
     if _is_checkpoint(place) and step is None:
         return Checkpoint.at(place)
 
+    # A checkpoint's folder and a step: any step of the same run.
     found = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
     if not found:
         raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
@@ -191,6 +208,7 @@ def choose(place: Path, step: int | None = None) -> Checkpoint:
 
 
 def _store(place: Path) -> Store:
+    # The run's folder, or the folder of its checkpoints.
     for root in (place / "checkpoints", place):
         if root.name == "checkpoints" and root.is_dir():
             return FileStore(root)
@@ -199,6 +217,7 @@ def _store(place: Path) -> Store:
 
 
 def _is_checkpoint(place: Path) -> bool:
+    # One that has lost its manifest is still meant to be a checkpoint, and a damaged one.
     return (place / NAME).exists() or place.parent.name == "checkpoints"
 
 
@@ -211,6 +230,7 @@ def _problems(checkpoint: Checkpoint) -> Sequence[Damaged]:
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the row of `ls`, without reading any part."""
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)

@@ -19,7 +19,8 @@ from lockstep.checkpoint.state_tree import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, Store, committed
 from lockstep.errors import UserError
 
-Gather = Callable[[Any], list[Any]]  # an all-gather of JSON values; all ranks call it in the same order
+# An all-gather of JSON values. All ranks call it in the same order.
+Gather = Callable[[Any], list[Any]]
 
 
 @dataclass
@@ -28,7 +29,9 @@ class Found:
 
     checkpoint: Checkpoint
     manifest: Manifest
-    damaged: list[Damaged] = field(default_factory=list)  # newer ones that are not, an entry each
+
+    # Newer checkpoints that are not valid, an entry each.
+    damaged: list[Damaged] = field(default_factory=list)
 
     def reader(self) -> CheckpointReader:
         return CheckpointReader(self.checkpoint, self.manifest)
@@ -42,6 +45,8 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
     # Rank 0 decides what to look at. This also waits until rank 0 has claimed the store.
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
+
+    # Every rank must see what rank 0 has listed, or they do not share a disk.
     visible = sorted(set(names) & set(store.folders()))
     _check_shared(gather([visible, listed != [], store.owner()]), bool(names))
 
@@ -57,6 +62,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         if bad:
             damaged.append(_merge(checkpoint, bad))
             continue
+
         if len({digest for _, digest in answers}) > 1:
             raise _not_shared("the ranks read different manifests there")
         assert manifest is not None
@@ -85,6 +91,7 @@ def _merge(checkpoint: Checkpoint, bad: list[tuple[str, str]]) -> Damaged:
 
 def _check_shared(answers: list[Any], any_listed: bool) -> None:
     """Check that every rank sees what rank 0 sees; each on a disk of its own would train, and save, alone."""
+    # A rank that has checkpoints where rank 0 has none is on another disk, too.
     visible, _, owner = answers[0]
     for rank, (also_visible, has_any, other_owner) in enumerate(answers):
         if also_visible != visible or other_owner != owner or (has_any and not any_listed):
@@ -114,7 +121,9 @@ class CheckpointReader:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest):
         self.checkpoint = checkpoint
         self.manifest = manifest
-        self._headers: dict[str, dict[str, Stored]] = {}  # by file, as they are needed
+
+        # By file. They are read when they are needed.
+        self._headers: dict[str, dict[str, Stored]] = {}
 
     def names(self) -> list[str]:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
@@ -138,6 +147,7 @@ class CheckpointReader:
         bounds = zip(offset, ends, entry.shape, strict=True)
         if not all(0 <= start <= end <= limit for start, end, limit in bounds):
             raise ValueError(f"{name} has the shape {entry.shape}; no block {tuple(shape)} lies at {tuple(offset)}")
+
         dtype = DTYPES[entry.dtype]
 
         # The usual case: this is exactly what some rank has written, and needs no second copy.
@@ -149,6 +159,7 @@ class CheckpointReader:
         for piece in entry.pieces:
             self._locate(piece, entry.dtype)
 
+        # Put the block together from the pieces that it overlaps. `low` and `high` are the corners of an overlap.
         block = torch.empty(tuple(shape), dtype=dtype)
         for piece in entry.pieces:
             low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
@@ -160,6 +171,7 @@ class CheckpointReader:
 
     def _part(self, piece: Piece, dtype: str, low: list[int], high: list[int]) -> torch.Tensor:
         """Read the elements of `piece` between two corners, given in the coordinates of the full tensor."""
+        # Along the first dimension, no other row is read; along the others, more than needed may be.
         first = low[0] - piece.offset[0]
         last = high[0] - piece.offset[0]
         rows = self._rows(piece, dtype, first, last).view(DTYPES[dtype]).view(last - first, *piece.shape[1:])
@@ -168,6 +180,7 @@ class CheckpointReader:
 
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:
         """Read the bytes of some rows of a piece, shape (bytes,): they lie together in the file."""
+        # The file is read into the tensor's own memory.
         stored = self._locate(piece, dtype)
         row = math.prod(piece.shape[1:]) * SIZES[dtype]
         data = torch.empty((last - first) * row, dtype=torch.uint8)

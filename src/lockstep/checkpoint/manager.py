@@ -41,8 +41,12 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-LOOP_STATE = ("evaluation_due", "interval", "seconds")  # what the loop adds to the state, with the metrics
-NOT_COMPARED = ("run_dir", "resume", "log.progress")  # settings that may change between two parts of a run
+# What the loop adds to the state, with the metrics; `Resumed` has fields of these names.
+LOOP_STATE = ("evaluation_due", "interval", "seconds")
+
+# Settings that may change between two parts of a run without being reported.
+NOT_COMPARED = ("run_dir", "resume", "log.progress")
+
 MIB = 2**20
 
 
@@ -52,12 +56,22 @@ class Resumed:
 
     step: int
     path: Path
-    world: int  # the number of ranks that wrote it
-    settings: list[Change]  # those that have changed since
-    changes: list[str]  # these, and what else has changed, as text
-    evaluation_due: bool  # the run was preempted before it could evaluate
-    interval: dict[str, Any]  # sums since the last log line
-    seconds: float  # that the run has taken so far
+
+    # The number of ranks that wrote it.
+    world: int
+
+    # The settings that have changed since; and these with all other changes, as text.
+    settings: list[Change]
+    changes: list[str]
+
+    # The run was preempted before it could evaluate.
+    evaluation_due: bool
+
+    # Sums since the last log line.
+    interval: dict[str, Any]
+
+    # How long the run has taken so far.
+    seconds: float
 
 
 class CheckpointManager:
@@ -82,6 +96,7 @@ class CheckpointManager:
         self.log_event = log_event
         self.store = store or FileStore(folder.path / "checkpoints")
 
+        # All ranks write; the token keeps their files apart from those of an earlier attempt.
         settings = config.checkpoint
         self.saver = Saver(
             self.store,
@@ -91,12 +106,18 @@ class CheckpointManager:
             Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode),
             settings.asynchronous,
         )
+        # A snapshot may still be copying the optimizers' state when the next step wants to change it.
         state.stepper.before_update = self.saver.let_change
 
+        # A save has been started, and the ranks have not yet agreed on how it ended.
         self._in_flight = False
+
+        # The step and the time of the last save, or of the checkpoint that the run has resumed from.
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
-        self._rewinds = 0  # since the last checkpoint
+
+        # Since the last checkpoint.
+        self._rewinds = 0
         self._saves = 0
 
     # ---- resuming ----
@@ -107,6 +128,7 @@ class CheckpointManager:
             self.store.claim(self.folder.token)
             clean(self.store, self.folder.token)
 
+        # The run's own checkpoints come first: a restarted attempt must not begin at the origin again.
         found = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
         if found is None and origin is not None:
@@ -123,16 +145,20 @@ class CheckpointManager:
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Go back to the last checkpoint; the samples that spoiled the step are left out from now on."""
+        # The save in flight may be the one to go back to.
         self.settle()
+
+        # Without a limit, a run that is spoiled for another reason would go round in circles.
         self._rewinds += 1
         most = self.config.nonfinite.max_in_a_row
         if self._rewinds > most:
             raise UserError(
-                f"step {result.step} would be rewound, and {most} rewinds led to no new checkpoint "
-                "(nonfinite.max_in_a_row)",
+                f"step {result.step} was spoiled again, and the run rewinds at most {most} times without a new "
+                "checkpoint (nonfinite.max_in_a_row)",
                 f"step {result.step}: {result.trouble}",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
+
         found = self._find(self.store)
         if found is None:
             raise UserError(
@@ -166,6 +192,7 @@ class CheckpointManager:
         if found is None:
             return None
 
+        # Renamed by rank 0 only; the event is logged from there, too.
         for damage in found.damaged:
             name = aside = damage.checkpoint.name
             if self.runtime.is_main:
@@ -180,8 +207,11 @@ class CheckpointManager:
     def _load(self, found: Found) -> Resumed:
         values = found.manifest.values
         _check_complete(values)
+
+        # Refuse before anything is changed.
         settings = config_changes(values["config"], self.config)
         _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
+
         others = self.state.restore(found.reader(), values["state"], settings)
         step = self.state.stepper.counters.step
 
@@ -216,6 +246,7 @@ class CheckpointManager:
             return
         certain, guess = self.state.bytes_at_start()
 
+        # Rank 0 looks at the disk, and all ranks raise what it raises.
         def check() -> int:
             free = self.store.free_bytes()
             if free < certain:
@@ -245,6 +276,8 @@ class CheckpointManager:
                 "",
                 "choose the policy skip or stop",
             )
+
+        # The state before the first step, in the form in which the loop would save it.
         if self._saved_step is None:
             no_sums = {"names": ["loss"], "totals": [0.0, 0.0]}
             self.save({"metrics": {}, "evaluation_due": False, "interval": no_sums, "seconds": 0.0})
@@ -264,10 +297,12 @@ class CheckpointManager:
 
     def wants(self, step: int) -> bool:
         """Whether rank 0's clock requests a checkpoint; the request is part of the control word."""
+        # Clocks differ between machines, so only one counts.
         minutes = self.config.checkpoint.minutes
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int, asked: bool) -> bool:
+        """Whether to save after `step`: by its number, or because any rank has `asked` for it."""
         every = self.config.checkpoint.every
         by_step = every is not None and step % every == 0
         return (asked or by_step) and step != self._saved_step
@@ -280,13 +315,17 @@ class CheckpointManager:
         step = self.state.stepper.counters.step
         heartbeat.beat("snapshot", step)
 
+        # Where ranks hold different parameters, rank 0 writes the values of all.
         tensors, aliases, state = self.state.capture()
         if not self.state.replicated:
             state = merge_values(self.runtime.collectives.gather_json(state))
+
+        # Once: it costs a digest of the user's state.
         if not self._saves:
             self._warn_of_differences()
         self._saves += 1
 
+        # The names are part of the format on disk.
         values = {
             "state": state,
             "config": _as_saved(self.config),
@@ -324,7 +363,9 @@ class CheckpointManager:
         if well:
             for report in self.saver.wait():
                 self._log(report)
-            well = not self._any_failed()  # rank 0 may have failed to commit
+
+            # Rank 0 may have failed to commit.
+            well = not self._any_failed()
         if not well:
             self.give_up()
 
@@ -335,8 +376,9 @@ class CheckpointManager:
     def give_up(self) -> None:
         """Abandon the save in flight, since some rank could not write its part. Training continues."""
         reasons = self.runtime.collectives.gather_json(self.saver.failure)
+        # The control word comes a step late: it may have been dealt with already.
         if not any(reasons):
-            return  # it has been dealt with already: the control word comes a step late
+            return
 
         # Rank 0 repeats the reasons of others as "rank N: ...": take each from the rank that has it.
         own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
@@ -347,7 +389,8 @@ class CheckpointManager:
         self._in_flight = False
         self._saved_step = None
 
-        self.saver.poll()  # drop its report: it is logged here, once, with the reasons of all ranks
+        # Drop this rank's report: the failure is logged here, once, with the reasons of all ranks.
+        self.saver.poll()
         newest = self.newest_path()
         self.log_event(
             "warning",
@@ -372,7 +415,12 @@ class CheckpointManager:
         """Return what this rank writes of `tensors`."""
         world = self.runtime.world
         mine = plain_sizes(tensors)
-        sizes = [mine] * world.size if self.state.replicated else self.runtime.collectives.gather_json(mine)
+
+        # A rank that knows what all others hold need not ask them.
+        if self.state.replicated:
+            sizes = [mine] * world.size
+        else:
+            sizes = self.runtime.collectives.gather_json(mine)
         return slices_to_write(tensors, world.rank, sizes)
 
     def _warn_of_differences(self) -> None:
@@ -383,8 +431,9 @@ class CheckpointManager:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, report: Report) -> None:
+        # What is not committed is logged by `give_up`, when all ranks know.
         if report.path is None:
-            return  # not committed: `give_up` logs it, when all ranks know
+            return
         if report.error:
             self.log_event("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
         self.log_event(

@@ -20,17 +20,30 @@ from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST as NAME
 
+# Of the manifest. A checkpoint with another number is not read.
 FORMAT = 1
-SIZES = {  # bytes of one element; the names are those of safetensors
+
+# Bytes of one element; the names are those of safetensors.
+SIZES = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I16": 2, "U16": 2, "F16": 2, "BF16": 2},
     **{"I32": 4, "U32": 4, "F32": 4},
     **{"I64": 8, "U64": 8, "F64": 8},
 }
-_LARGEST = 2**60  # bytes of a tensor or a file; a larger number is a lie, and would overflow further down
-_MOST_DIMENSIONS = 64  # as many as torch knows
-_END_OF_TIME = 1e11  # seconds; the year 5138 is far enough
-_READ = 8 << 20  # bytes at a time
+
+# Bytes of a tensor or a file. A larger number is a lie, and would overflow further down.
+_LARGEST = 2**60
+
+# As many as torch knows.
+_MOST_DIMENSIONS = 64
+
+# Seconds since 1970: the year 5138.
+_END_OF_TIME = 1e11
+
+# Bytes that are read, and digested, at a time.
+_READ = 8 << 20
+
+# No separator, and no dot at the beginning.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -63,6 +76,8 @@ class Piece:
 
     file: str
     key: str
+
+    # In the full tensor.
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -85,11 +100,18 @@ class Manifest:
     """Everything a checkpoint says about itself. Its field names are those of the file."""
 
     step: int
+
+    # Seconds since 1970, and the version that wrote it.
     time: float
     lockstep: str
+
     files: tuple[File, ...]
     tensors: dict[str, TensorEntry]
+
+    # Other names of tied tensors: {name: name of the tensor that is stored}.
     aliases: dict[str, str] = field(default_factory=dict)
+
+    # Everything else that was saved.
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,6 +125,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
+    """Return the file `manifest.json`, with a digest of its own contents."""
     content = {**asdict(manifest), "values": to_json(manifest.values)}
     return _canonical({"format": FORMAT, "digest": _digest(content), "content": content})
 
@@ -111,8 +134,11 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Return the manifest in `data`, which was found in `checkpoint`. Raise Damaged if anything about it is wrong."""
     try:
         outer = _record(parse_json(data), "the manifest", "format", "digest", "content")
+
+        # True equals 1, and is not a format.
         if outer["format"] != FORMAT or isinstance(outer["format"], bool):
             raise ValueError(f"format {str(outer['format'])[:40]}; this version of Lockstep reads format {FORMAT}")
+
         if outer["digest"] != _digest(outer["content"]):
             raise ValueError("the contents do not have the digest that was written with them")
         return _manifest(outer["content"])
@@ -121,6 +147,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
+    """Read the manifest of a checkpoint, or raise Damaged."""
     try:
         with checkpoint.open(NAME) as stream:
             data = stream.read()
@@ -142,7 +169,9 @@ def check_size(checkpoint: Checkpoint, file: File) -> None:
 
 def verify_file(checkpoint: Checkpoint, file: File) -> None:
     """Read a file to its end, and raise Damaged if its size or digest is not what was written."""
+    # Cheap to know, and a better message than a wrong digest.
     check_size(checkpoint, file)
+
     digest = xxhash.xxh3_128()
     size = 0
     try:
@@ -168,8 +197,10 @@ def to_json(value: Any, where: str = "values") -> Any:
     """Return a copy that JSON can hold. Raise an error that names the place of what it cannot hold."""
     if value is None or isinstance(value, bool | str):
         return value
+
+    # Of a subclass, such as an enum, the plain number.
     if isinstance(value, int):
-        return int(value)  # of a subclass, the plain number
+        return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
 
@@ -180,6 +211,8 @@ def to_json(value: Any, where: str = "values") -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise _not_json(f"the key {key!r} of {where}", key)
+
+        # One more "$" for a dict that looks like one of ours.
         inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
         if _is_marked(inner):
             return {f"${key}": item for key, item in inner.items()}
@@ -200,6 +233,7 @@ def from_json(value: Any) -> Any:
     [(key, item)] = value.items()
     if key.startswith("$$"):
         return {key[1:]: from_json(item)}
+
     if key != "$float" or not isinstance(item, str) or item not in _FLOATS:
         raise ValueError(f"{key} = {str(item)[:40]!r} stands for no number")
     return _FLOATS[item]
@@ -253,11 +287,13 @@ def _manifest(content: Any) -> Manifest:
     if len(names) < len(files):
         raise ValueError("a file is listed twice")
 
+    # Each tensor of a file belongs to one piece; else a small file could stand for many large tensors.
     tensors = {name: _tensor(name, item, names) for name, item in _dict(fields["tensors"], "tensors").items()}
     used = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
     if len(set(used)) < len(used):
         raise ValueError("two pieces are the same tensor of the same file")
 
+    # An alias leads to a tensor, not to another alias.
     aliases = _dict(fields["aliases"], "aliases")
     for name, target in aliases.items():
         if not isinstance(target, str) or target not in tensors or name in tensors:
@@ -297,6 +333,7 @@ def _tensor(name: str, item: Any, files: set[str]) -> TensorEntry:
     if math.prod(max(length, 1) for length in shape) * SIZES[dtype] > _LARGEST:
         raise ValueError(f"{what} would be too large")
 
+    # Together, the pieces are the tensor.
     pieces = tuple(_piece(piece, what, shape, files) for piece in _list(fields["pieces"], f"the pieces of {what}"))
     _check_cover(what, shape, pieces)
     return TensorEntry(dtype, shape, pieces)
@@ -309,8 +346,10 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
     offset = _counts(fields["offset"], f"an offset of {what}")
     shape = _counts(fields["shape"], f"a piece of {what}")
 
+    # Only listed files have a digest.
     if file not in files:
         raise ValueError(f"{what} is in {file[:60]!r}, which is not listed")
+
     if len(offset) != len(full_shape) or len(shape) != len(full_shape):
         raise ValueError(f"a piece of {what} has another number of dimensions")
     if any(start + length > limit for start, length, limit in zip(offset, shape, full_shape, strict=True)):
@@ -320,6 +359,7 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
 
 def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
     """Check that every element is in exactly one piece: the volumes add up, and no two pieces overlap."""
+    # A rank without rows writes an empty piece, which overlaps nothing.
     solid = [piece for piece in pieces if math.prod(piece.shape)]
     if sum(math.prod(piece.shape) for piece in solid) != math.prod(shape):
         raise ValueError(f"the pieces of {what} do not make up the whole of it")
@@ -330,6 +370,7 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in solid}))
     active: list[Piece] = []
     for piece in sorted(solid, key=lambda piece: piece.offset[dim]):
+        # Forget those that end before this piece begins.
         active = [other for other in active if other.offset[dim] + other.shape[dim] > piece.offset[dim]]
         if any(_overlap(piece, other) for other in active):
             raise ValueError(f"two pieces of {what} overlap")
@@ -363,7 +404,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} is not a text")
+        raise ValueError(f"{what} is not text")
     return value
 
 

@@ -28,6 +28,8 @@ def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -
     """Drop the shards that another rank saves, too: those of the parameters `duplicates`, and of their state."""
     if not duplicates:
         return tensors
+
+    # A replicated tensor is written once anyway (`slices_to_write`).
     kept = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, DTensor) or _parameter_of(key) not in duplicates:
@@ -47,6 +49,7 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
 
     `sizes` has the `plain_sizes` of each rank.
     """
+    # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
     mine = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -62,6 +65,7 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     """Return which rank writes each replicated tensor. Every rank computes the same."""
+    # The ranks that hold each tensor, and its bytes.
     holders: dict[str, list[int]] = {}
     bytes_of: dict[str, int] = {}
     for rank, held in enumerate(sizes):
@@ -73,8 +77,9 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     loads = [0] * len(sizes)
     writers = {}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
+        # The user's own state may differ between ranks: all of it is rank 0's.
         if name.startswith("part."):
-            writer = 0  # the user's own state may differ between ranks: rank 0's is saved, all of it
+            writer = 0
         else:
             writer = min(holders[name], key=lambda holder: (loads[holder], holder))
         loads[writer] += size
@@ -86,13 +91,15 @@ def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the values of all ranks. They differ only in which parameters they hold, and have optimizer state of."""
     merged = dict(everybody[0])
 
+    # In a pipeline, each rank knows the extra state of its own stage. Of several ranks, the lowest counts.
     model: dict[str, dict[str, Any]] = {}
     for key in merged["model"]:
         model[key] = {}
-        for values in reversed(everybody):  # of several ranks with the same name, the lowest counts
+        for values in reversed(everybody):
             model[key].update(values["model"][key])
     merged["model"] = model
 
+    # With ZeRO-1, each rank has the state of its own parameters.
     optimizers = []
     for number, optimizer in enumerate(merged["optimizers"]):
         state = {}
@@ -126,11 +133,15 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
     if not isinstance(parameter, DTensor) or not shape:
         return reader.read(name)
 
+    # Such as a moment.
     block = block_of(parameter)
     if shape == tuple(parameter.shape):
         return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
+
+    # Such as a row's statistics: they are sharded with the rows.
     if shape[0] == parameter.shape[0] and only_rows(parameter):
         offset = (block.offset[0], *[0] * (len(shape) - 1))
         size = (len(block.local), *shape[1:])
         return laid_out(reader.read_block(name, offset, size), parameter, shape)
+
     return laid_out(reader.read(name), parameter, shape, whole=True)

@@ -44,8 +44,11 @@ class Stateful(Protocol):
 class Counted(Stateful, Protocol):
     """The stepper, as far as a checkpoint needs it."""
 
-    counters: Any  # .step, .applied
-    before_update: Callable[[], None]  # called before parameters change: a snapshot may still be being taken
+    # Has `step` and `applied`.
+    counters: Any
+
+    # Called before parameters change: a snapshot may still be being taken.
+    before_update: Callable[[], None]
 
 
 class Change(NamedTuple):
@@ -74,23 +77,33 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """`others`: the task, and what the user's loop has registered. `holders`: the ranks that hold a parameter,
-        where not all do. `duplicates`: parameters of whose shards another rank saves the same."""
+        """Keep references to the parts of a run; nothing is copied.
+
+        `others`: the task, and what the user's loop has registered.
+        `keep_frozen`: whether frozen parameters are saved, or only their digests.
+        `holders`: the ranks that hold a parameter, where not all do.
+        `duplicates`: the parameters of whose shards another rank saves the same.
+        """
         self.model = model
         self.optimizers = optimizers
         self.stepper = stepper
         self.source = source
         self.others = others
-        self.replicated = type(optimizers) is Optimizers and not holders  # every rank has the same values
+
+        # Every rank has the same values, so that they need not be gathered.
+        self.replicated = type(optimizers) is Optimizers and not holders
 
         # In a pipeline, the model of a rank has the names of all parameters, and the tensors of its own stage.
         self._remote = {name for name, ranks in holders.items() if rank not in ranks}
         self._duplicates = duplicates
         self._device = next(model.parameters()).device
 
+        # Frozen parameters that always come from the same file; a checkpoint has their digests.
         self._left_out = set()
         if not keep_frozen:
             self._left_out = {name for name, p in model.named_parameters() if not p.requires_grad}
+
+        # Under all of their names: tied ones have several.
         parameters = model.named_parameters(remove_duplicate=False)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
 
@@ -106,12 +119,15 @@ class RunState:
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
         """Return the same without the stepper, whose last outcome may still be on its way from the device."""
+        # Whatever packs state puts its tensors in here.
         tensors: dict[str, Tensor] = {}
         aliases, extra = self._capture_model(tensors)
+
         left_out = sorted(self._left_out - self._remote)
         parts = {"data": self.source.state_dict()}
         parts |= {name: other.state_dict() for name, other in self.others.items()}
 
+        # The names are part of the format on disk.
         values: Values = {
             "model": {
                 "extra": extra,
@@ -131,14 +147,20 @@ class RunState:
         for name, value in self.model.state_dict().items():
             if name in self._left_out:
                 continue
+
+            # Extra state may be anything, and is packed like the user's own.
             full_name = f"model.{name}"
             if is_extra(name):
                 extra[name] = pack(value, f"extra.{name}", tensors)
                 continue
+
+            # Of tied weights, the first name has the bytes.
             first = seen.setdefault(_identity(value), full_name)
             if first != full_name:
                 aliases[full_name] = first
                 continue
+
+            # The master has all bits of the parameter, and more.
             master = None if name in self._remote else self._master_of(name, value)
             if master is not None:
                 tensors[full_name] = master.detach()
@@ -147,6 +169,8 @@ class RunState:
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
         names = self._names()
+
+        # State is saved by the names of parameters: the order of the groups may change between two runs.
         for key in optimizer.state:
             if id(key) not in names:
                 raise UserError(
@@ -155,6 +179,7 @@ class RunState:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
+        # The settings now, and as the user's code has made them: some optimizers change them as they go.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: kept for p, kept in optimizer.state.items() if kept}
         return {
@@ -179,11 +204,14 @@ class RunState:
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
+        # The model.
         certain = 0
         for name, tensor in self.model.state_dict().items():
             if not is_extra(name) and name not in self._left_out:
                 certain += tensor.nbytes
-        if self.optimizers.masters:  # float32, where the model has bfloat16
+
+        # Masters are saved in place of parameters: float32, where the model has bfloat16.
+        if self.optimizers.masters:
             certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
 
         user_tensors: dict[str, Tensor] = {}
@@ -191,6 +219,7 @@ class RunState:
             pack(other.state_dict(), name, user_tensors)
         certain += sum(tensor.nbytes for tensor in user_tensors.values())
 
+        # An optimizer that is not in the table has one copy with momentum, else none.
         guess = 0
         for optimizer in self.optimizers.all:
             for group in optimizer.param_groups:
@@ -209,6 +238,7 @@ class RunState:
         """Restore everything. `settings`: those that have changed. Return what else the user has changed since."""
         self._restore_model(reader, values["model"])
 
+        # Each optimizer by its number: their order is part of the task.
         saved_optimizers = values["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
             raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
@@ -216,6 +246,7 @@ class RunState:
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
 
+        # The data source knows its position now: is what comes next what would have come next?
         self.stepper.load_state_dict(values["stepper"])
         parts = {name: self._read_part(name, state, reader) for name, state in values["parts"].items()}
         self.source.load_state_dict(parts.pop("data"))
@@ -230,6 +261,8 @@ class RunState:
             here = owner.state_dict()
             if saved:
                 owner.load_state_dict(saved)
+
+            # A task may gain or lose state between two parts of a run; the user should know.
             if saved and not here:
                 changed.append(f"{name}: has state in the checkpoint, and keeps none here")
             elif here and not saved:
@@ -258,16 +291,20 @@ class RunState:
                 continue
             target = here[name]
             fill(target, f"model.{name}", reader)
+
+            # The checkpoint has the master, which rounds to the parameter.
             master = self._master_of(name, target)
             if master is not None and master is not target:
                 fill(master, f"model.{name}", reader)
 
+        # "NAME._extra_state" belongs to the module NAME.
         for name, value in values["extra"].items():
             owner = name.removesuffix("_extra_state").rstrip(".")
             self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
 
     def _check_same_model(self, here: dict[str, Tensor], reader: CheckpointReader, left_out: dict[str, str]) -> None:
         """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
+        # Frozen parameters that are in no checkpoint must be here, with the same bits.
         plain = {name for name in here if not is_extra(name)}
         for name, expected in left_out.items():
             if name in plain - self._remote and digest(whole(self.model.get_parameter(name))) != expected:
@@ -277,6 +314,7 @@ class RunState:
                     getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
                 )
 
+        # The names of both sides.
         saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
         missing = sorted(plain - saved - left_out.keys())
         unexpected = sorted(saved - plain)
@@ -308,6 +346,7 @@ class RunState:
             groups.append({**chosen, "lr": group["lr"], "params": numbers})
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
+        # A rank may hold some of the parameters only: ZeRO-1, or a stage of a pipeline.
         names = self._names()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         mine = {name: kept for name, kept in saved["state"].items() if name in held and name not in self._remote}
@@ -324,6 +363,8 @@ class RunState:
                 "",
                 "use the optimizer that the run began with, or start a new run from the exported weights",
             )
+
+        # All parameters that it has on any rank; this rank may step some of them only.
         names = self._names()
         here = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
         before = {name for group in saved["params"] for name in group}
@@ -338,6 +379,7 @@ class RunState:
         if not (masters and masters.way == "compensated"):
             saved = {name: {key: v for key, v in kept.items() if key != CUT_OFF} for name, kept in saved.items()}
 
+        # A tensor's name has that of its parameter, which tells how it is sharded.
         parameters = dict(self.model.named_parameters())
 
         def read(name: str) -> Tensor:
@@ -355,9 +397,12 @@ class RunState:
         now = _group_settings(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)
         last = unpack(saved["settings"], reader.read, self._device)
+
+        # Groups have no names: with another number of them, none can be told from another.
         if len(initial) != len(now):
             return [f"optimizer {number} has {len(now)} parameter groups, {len(initial)} when it was saved"], now
 
+        # `old` and `new` are what the user's code has set then and now.
         changed = []
         for group, (new, old) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
             for key in now[group]:
@@ -403,6 +448,7 @@ def full_state(
 
     Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
     """
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
     found = {}
     aliases = {}
     seen: dict[Any, str] = {}
@@ -422,7 +468,9 @@ def full_state(
 def _identity(tensor: Tensor) -> Any:
     """Return a key that is equal for two names of one tensor."""
     tensor = local(tensor)
-    if tensor.numel() == 0:  # a shard without rows has no address, but a storage of its own
+
+    # A shard without rows has no address, but a storage of its own.
+    if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
@@ -436,6 +484,7 @@ def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any
     """Move a value of an optimizer's state to the device of its parameter, without a cast."""
     if not isinstance(value, Tensor):
         return value
+
     # As torch does: the step counts stay on the host, unless the optimizer's kernels read them.
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value
@@ -444,6 +493,7 @@ def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any
 
 def _check_same_ties(here: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
+    # Each tensor here has one original in the checkpoint, and each original one tensor here.
     original_of: dict[Any, str] = {}
     identity_of: dict[str, Any] = {}
     for name in saved:
@@ -456,8 +506,10 @@ def _check_same_ties(here: dict[str, Tensor], saved: list[str], reader: Checkpoi
 
 
 def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[Change]) -> None:
+    # A source that cannot tell what comes next is not checked.
     if saved is None or here is None or saved == here:
         return
+
     guilty = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
     undo = f"take back what has changed ({', '.join(guilty)})" if guilty else "restore the dataset as it was"
     raise UserError(

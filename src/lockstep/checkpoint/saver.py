@@ -21,13 +21,21 @@ class Report:
 
     step: int
     committed: bool
-    path: Path | None  # of the committed checkpoint
-    bytes: int  # of this rank's file
-    total_bytes: int  # of all files of a committed checkpoint
-    stall_s: float  # how long training waited
+
+    # Of the committed checkpoint.
+    path: Path | None
+
+    # Of this rank's file, and of all files of a committed checkpoint.
+    bytes: int
+    total_bytes: int
+
+    # How long training waited, and how long it took from there to the commit.
+    stall_s: float
     write_s: float
+
+    # Why it failed, and how much too small the disk is if that was the reason.
     error: str | None
-    missing_bytes: int | None  # how much too small the disk is, where that was the reason
+    missing_bytes: int | None
 
 
 class Saver:
@@ -47,11 +55,19 @@ class Saver:
         self._context = SaveContext(store, rank, size, token, retention, timeout_s)
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
-        self._pending: PendingSave | None = None  # the last one, in flight or not
-        self._thread: threading.Thread | None = None  # of the one in flight
+
+        # The last save, in flight or not, and the thread of the one in flight.
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+
+        # Until `let_change`, if part of the state is copied while training continues.
         self._copying: Copying | None = None
         self._stall_s = 0.0
+
+        # Not yet polled for.
         self._reports: list[Report] = []
+
+        # Numbers the staged folders: the same step may be saved again after a failure.
         self._saves = 0
 
     def prepare(self, slices: Sequence[Slice]) -> int:
@@ -73,7 +89,9 @@ class Saver:
         """
         began = time.perf_counter()
         self._finish()
-        plain = from_json(to_json(dict(values)))  # a copy: training continues to change them
+
+        # A copy, since training continues to change the values; and what JSON cannot hold is refused now.
+        plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
         self._saves += 1
         self._pending = pending = PendingSave(self._context, step, self._saves)
@@ -89,6 +107,7 @@ class Saver:
             data = self._snapshot.data()
             self._start(pending, Contents(blocks, layout, data, self._copying.run, dict(aliases), plain))
 
+        # Without a thread, the save has ended.
         self._stall_s = time.perf_counter() - began
         if self._thread is None:
             self._report(pending)
@@ -121,6 +140,8 @@ class Saver:
         """Give the save up because some rank's part failed: no rank commits it, and its staged files are deleted."""
         if self._pending is not None:
             self._pending.abandon(why)
+
+            # A thread deletes its own files when it notices.
             if self._thread is None:
                 self._pending.discard()
 
@@ -128,6 +149,8 @@ class Saver:
         """Return the reports of the saves that ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
+
+        # Each report is returned once.
         found = self._reports
         self._reports = []
         return found
@@ -157,6 +180,8 @@ class Saver:
         if self._thread is not None and self._pending is not None:
             self._thread.join()
             self._thread = None
+
+            # It may have been abandoned after the thread had looked for the last time.
             if self._pending.abandoned:
                 self._pending.discard()
             self._report(self._pending)

@@ -16,7 +16,8 @@ from lockstep.checkpoint.format import Block, Layout, arrange
 from lockstep.checkpoint.state_tree import DTYPES, dtype_name
 from lockstep.checkpoint.storage import PAGE
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (view of the buffer, tensor to be copied there), shapes equal
+# (view of the buffer, tensor to be copied there); their shapes are equal.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class Slice:
     """This rank's block of the tensor `name`: it lies at `offset` in a full tensor of `shape`."""
 
     name: str
-    tensor: torch.Tensor  # the block itself
+
+    # The block itself; it may be on a GPU, and need not be contiguous.
+    tensor: torch.Tensor
+
+    # Of the full tensor, and where in it the block begins.
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
@@ -34,6 +39,7 @@ class Slice:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def block(self) -> Block:
+        """Describe the block for the manifest."""
         here = tuple(self.tensor.shape)
         dtype = dtype_name(self.tensor, self.name)
         assert len(here) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
@@ -53,20 +59,25 @@ class Snapshot:
         self.blocks: list[Block] = []
         self.layout: Layout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._views: list[torch.Tensor] = []  # of the buffer, one for each block, in the order of the layout
+
+        # Of the buffer, one for each block, in the order of the layout.
+        self._views: list[torch.Tensor] = []
 
     def fit(self, slices: Sequence[Slice]) -> Layout:
         """Make room for `slices`. This costs nothing if they are laid out like the last ones."""
+        # The same blocks mean the same file, up to the bytes.
         blocks = [piece.block() for piece in slices]
         if blocks != self.blocks:
             self.blocks = blocks
             self.layout = arrange(blocks)
             self._views = []
 
+        # Only pinned memory can be copied to while the GPU computes.
         pinned = any(piece.tensor.is_cuda for piece in slices)
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
             self._views = []
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one before asking for more
+            # Free the old buffer before asking for more.
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(self.layout.size, pinned)
 
         if not self._views:
@@ -84,6 +95,7 @@ class Snapshot:
             piece = slices[index]
             pairs = later if piece.name in steady else now
             pairs.append((view, piece.tensor))
+
         _copy(now)
         return Copying(later)
 
@@ -105,11 +117,17 @@ class Copying:
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
+
+        # If the versions differ before `wait`, the tensors were changed while they were copied.
         self._versions = self._versions_now()
+        self._torn = False
+
+        # `wait` was called: the tensors may change.
+        self._released = False
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._released = False  # the tensors may change
-        self._torn = False  # they have changed before that
+
+        # One event for each GPU, recorded after its copies.
         self._on_device: list[torch.cuda.Event] = []
         for device in {source.device for _, source in self._pairs if source.is_cuda}:
             self._on_device.append(self._enqueue(device))
@@ -123,9 +141,11 @@ class Copying:
             for event in self._on_device:
                 event.synchronize()
         finally:
+            # Also after an error: the training thread must not wait for ever.
             with self._lock:
                 torn = self._torn or (not self._released and self._versions_now() != self._versions)
                 self._done.set()
+
         if torn:
             raise RuntimeError(
                 "the optimizer's state was changed between two updates, while it was being copied: let only its own "
@@ -143,6 +163,8 @@ class Copying:
         # The device's own stream waits for its copies, the host does not.
         for event in self._on_device:
             event.wait()
+
+        # The writing thread copies what is on the CPU.
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
 
@@ -152,6 +174,7 @@ class Copying:
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:
         """Start the copies of one GPU in a stream of their own."""
+        # After the work that is already queued there: it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         pairs = [(view, source) for view, source in self._pairs if source.device == device]
@@ -165,7 +188,11 @@ class Copying:
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
     """Return a buffer of `size` bytes that begins at a page."""
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
-    memory.fill_(0)  # touch the pages now, or the first save would pay for it
+
+    # Touch the pages now, or the first save would pay for it.
+    memory.fill_(0)
+
+    # Direct writes need memory that begins at a page.
     start = -memory.data_ptr() % PAGE
     return memory[start : start + size]
 
@@ -176,5 +203,7 @@ def _copy(pairs: Pairs) -> None:
         return
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
+
+    # Host-device synchronisation: from here on, training may change the tensors.
     for device in {source.device for _, source in pairs if source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()  # host-device synchronisation
+        torch.cuda.current_stream(device).synchronize()

@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 
 # One-key mappings that stand for what JSON has no form for.
-TENSOR = "$tensor"  # on the CPU
+TENSOR = "$tensor"
 ON_DEVICE = "$on_device"
 ARRAY = "$array"
 TUPLE = "$tuple"
-ITEMS = "$items"  # of a dict whose keys are not all strings
+ITEMS = "$items"
 _MARKS = {TENSOR, ON_DEVICE, ARRAY, TUPLE, ITEMS}
 
-DTYPES = {  # by their names in a safetensors file
+# The dtypes that a checkpoint can hold, by their names in a safetensors file.
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -58,9 +59,11 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return the JSON form of `value`; its tensors are put into `tensors`, under names that begin with `name`."""
-    while name in tensors:  # {"a": {"b": ...}, "a.b": ...}
+    # {"a": {"b": ...}, "a.b": ...} has two tensors of one name.
+    while name in tensors:
         name += "'"
 
+    # Whether a tensor was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {TENSOR if value.device.type == "cpu" else ON_DEVICE: name}
@@ -69,6 +72,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {ARRAY: name}
     if isinstance(value, np.generic):
         return value.item()
+
     if value is None or isinstance(value, bool | int | float | str):
         return value
 
@@ -97,6 +101,7 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
     if not isinstance(value, dict):
         return value
 
+    # `pack` never leaves a mark of the user's own as it is.
     if len(value) == 1:
         ((mark, inner),) = value.items()
         if mark == TENSOR:
@@ -113,6 +118,7 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
 
 
 def _key(value: Any) -> Any:
+    """Return a dict's key. A list cannot be one: it was a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -131,6 +137,7 @@ def _feed(sha: Any, data: Any) -> None:
         sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
         sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(data, dict):
+        # Two ranks may have filled it in different orders.
         for key in sorted(data, key=str):
             sha.update(str(key).encode())
             _feed(sha, data[key])

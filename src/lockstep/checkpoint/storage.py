@@ -25,18 +25,28 @@ from typing import Any, Literal, Protocol
 
 from lockstep.errors import UserError
 
-CHUNK = 16 << 20  # bytes written at a time
-PAGE = 4096  # direct writes begin and end at multiples of this, in memory and in the file
+# Bytes written at a time.
+CHUNK = 16 << 20
+
+# Direct writes begin and end at multiples of this, in memory and in the file.
+PAGE = 4096
+
+# Two small files at the top: the newest checkpoint's name, and the attempt that may commit.
 LATEST = "latest"
 OWNER = "owner"
 
-_DIRECT_FROM = 1 << 20  # bytes from which on a direct write is faster than one through the page cache
+# Bytes from which on a direct write is faster than one through the page cache.
+_DIRECT_FROM = 1 << 20
+
+# Committed, and being written or deleted by the attempt whose token follows.
 _STEP = re.compile(r"step-(\d{8,18})")
 _STAGED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 
 
 class Store(Protocol):
     """What a checkpoint needs of a place to live in.
+
+    A checkpoint is staged in a folder of its own (`write`), and committed by one `rename`.
 
     A key is "FOLDER/FILE", or "FILE" at the top. A folder exists as long as it has files. Methods raise
     FileNotFoundError for what is missing, and OSError for anything else that goes wrong; errno.ENOSPC means "full".
@@ -85,7 +95,8 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
-        if path.name in ("", ".."):  # "." and ".." have no name to look up in their parent
+        # "." and ".." have no name to look up in their parent.
+        if path.name in ("", ".."):
             path = path.resolve()
         return cls(FileStore(path.parent), path.name)
 
@@ -122,7 +133,7 @@ def step_of(name: str) -> int | None:
     if match is None:
         return None
 
-    # "step-000000007" would be a second name for step 7.
+    # Only one name stands for a step: "step-000000007" is not that of step 7.
     step = int(match.group(1))
     return step if folder_name(step) == name else None
 
@@ -138,7 +149,8 @@ def clean(store: Store, token: str) -> None:
     for name in store.folders():
         match = _STAGED.fullmatch(name)
         if match and match.group(1) != token:
-            with suppress(OSError):  # another attempt may still write into it; the next start cleans up
+            # Another attempt may still write into it. Then the next start cleans up.
+            with suppress(OSError):
                 store.delete(name)
 
 
@@ -153,8 +165,10 @@ def update_latest(store: Store) -> None:
 
 def set_aside(store: Store, name: str, why: str) -> Checkpoint:
     """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: out of the way, and not lost."""
+    # The same step may have been set aside before.
     taken = store.folders()
-    target, number = f"{name}.{why}", 0
+    target = f"{name}.{why}"
+    number = 0
     while target in taken:
         number += 1
         target = f"{name}.{why}{number}"
@@ -182,10 +196,15 @@ def remove(store: Store, name: str, token: str) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the newest `last`, every `every` steps, and the best one by the metric `best`."""
+    """Which checkpoints are kept. Every other one is deleted after the next commit."""
 
+    # The newest so many.
     last: int = 3
+
+    # Those whose step is a multiple of this.
     every: int | None = None
+
+    # The one whose metric of this name is best.
     best: str | None = None
     mode: Literal["min", "max"] = "min"
 
@@ -214,7 +233,8 @@ def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
             if _is_score(score):
                 ranked.append((sign * score, step))
         if ranked:
-            _, best = max(ranked)  # of equal scores, the newest step
+            # Of equal scores, the newest step is kept.
+            _, best = max(ranked)
             keep.add(best)
 
     return [step for step in steps if step not in keep]
@@ -279,18 +299,20 @@ class FileStore:
     def delete(self, key: str) -> None:
         path = self.root / key
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)  # as much as possible, whatever is in the way
+            # Delete as much as possible, and complain about the rest.
+            shutil.rmtree(path, ignore_errors=True)
             if path.exists():
                 raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
             return
 
+        # A folder goes with its last file; with others in it, `rmdir` fails.
         path.unlink(missing_ok=True)
         if path.parent != self.root:
-            with suppress(OSError):  # other files are in it
+            with suppress(OSError):
                 path.parent.rmdir()
 
     def claim(self, token: str) -> None:
-        # Drafts whose writer was killed; only a new owner knows that they are of no use.
+        # Drafts of `replace` whose writer was killed. A new owner knows that no writer needs them any more.
         for name in (LATEST, OWNER):
             for draft in self.root.glob(f".{name}.*"):
                 draft.unlink(missing_ok=True)
@@ -304,6 +326,7 @@ class FileStore:
 
     def free_bytes(self) -> int:
         """What a user may still write to this disk; the folder itself need not exist yet."""
+        # The folder's future parent is on the same disk.
         folders = (self.root, *self.root.absolute().parents)
         existing = next(folder for folder in folders if folder.exists())
         found = os.statvfs(existing)
@@ -312,6 +335,7 @@ class FileStore:
 
 def split(data: memoryview) -> list[memoryview]:
     """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
+    # Two chunks at least: between them, an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
     if half > PAGE:
         size = min(CHUNK, half - half % PAGE)
@@ -368,12 +392,14 @@ def _write_chunks(handle: int, chunks: Iterable[memoryview]) -> None:
         aligned = len(chunk) >= _DIRECT_FROM and not len(chunk) % PAGE and not position % PAGE
         done = direct and aligned and _write_directly(handle, chunk, position)
         if not done:
-            direct = direct and not aligned  # it was tried, and this disk cannot do it
+            # If it was tried, this disk cannot do it, and will not be asked again.
+            direct = direct and not aligned
             _write_all(handle, chunk, position)
         position += len(chunk)
 
 
 def _write_all(handle: int, data: memoryview, position: int) -> None:
+    # The system may write less than it is asked to.
     while data:
         count = os.pwrite(handle, data, position)
         data = data[count:]
@@ -387,6 +413,7 @@ def _write_directly(handle: int, data: memoryview, position: int) -> bool:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
         _write_all(handle, data, position)
     except OSError as error:
+        # These mean "not like this". All others, such as a full disk, are real.
         if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
             raise
         return False
@@ -402,8 +429,11 @@ class MemoryStore:
     """Checkpoints in a dict, for tests and as the shortest example of a store. Ranks must be threads of one process."""
 
     def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
+        """`capacity`: bytes, so that tests can fill it up."""
         self.name = name
-        self.capacity = capacity  # bytes
+        self.capacity = capacity
+
+        # By key. Folders are only the first part of the keys.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()
@@ -423,6 +453,7 @@ class MemoryStore:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from None
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
+        # Joining makes a copy, which it must be: the saver reuses the memory behind the chunks.
         self.replace(key, b"".join(chunks))
 
     def replace(self, key: str, data: bytes) -> None:
@@ -432,6 +463,7 @@ class MemoryStore:
             self._files[key] = bytes(data)
 
     def rename(self, folder: str, to: str) -> None:
+        # Under the lock, a reader sees all files under the old name or all under the new.
         with self._lock:
             moved = [key for key in self._files if key.startswith(f"{folder}/")]
             if not moved:

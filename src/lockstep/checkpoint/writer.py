@@ -47,8 +47,11 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 
+# The disk is full, or the user's part of it.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FIRST_PAUSE_S = 0.01  # between two looks for the other ranks' confirmations
+
+# Between two looks for the other ranks' confirmations: short at first, since ranks save at the same moment.
+_FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 
 
@@ -57,11 +60,18 @@ class SaveContext:
     """Who writes, where to, and by which rules; the same for every save of a run."""
 
     store: Store
+
+    # This rank, and how many write.
     rank: int
     size: int
+
+    # Of this attempt of the run.
     token: str
+
     retention: Retention
-    timeout_s: float  # for the other ranks' parts
+
+    # How long rank 0 waits for the other ranks' parts.
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,11 @@ class Contents:
 
     blocks: tuple[Block, ...]
     layout: Layout
+
+    # The data section of the file. `complete` finishes it, or raises.
     data: memoryview
-    complete: Callable[[], None]  # completes `data`, or raises
+    complete: Callable[[], None]
+
     aliases: dict[str, str]
     values: dict[str, Any]
 
@@ -87,13 +100,21 @@ class PendingSave:
         self.context = context
         self.step = step
         self.folder = staged_name(step, context.token, str(number))
-        self.committed: Checkpoint | None = None  # on rank 0
+
+        # How it ended; only rank 0 commits. After the commit, an error means that tidying up failed.
+        self.committed: Checkpoint | None = None
         self.error: str | None = None
         self.missing_bytes: int | None = None
-        self.bytes = 0  # of this rank's file
-        self.total_bytes = 0  # of all files; on rank 0, once it is committed
+
+        # Of this rank's file, and (on rank 0, once it is committed) of all files.
+        self.bytes = 0
+        self.total_bytes = 0
         self.write_s = 0.0
-        self.part_ended = threading.Event()  # this rank's part is durable, or never will be
+
+        # This rank's part is durable, or never will be.
+        self.part_ended = threading.Event()
+
+        # Set by `abandon`, in the thread that trains.
         self._stop = threading.Event()
         self._why_stopped = ""
         self._began = time.perf_counter()
@@ -104,6 +125,7 @@ class PendingSave:
 
     @property
     def failed(self) -> bool:
+        """Whether this rank has failed, and the other ranks have not yet agreed to abandon the save."""
         return self.error is not None and self.committed is None and not self.abandoned
 
     def run(self, contents: Contents) -> None:
@@ -115,19 +137,24 @@ class PendingSave:
             self._write_part(contents)
             self._measure()
             self.part_ended.set()
+
             if self.context.rank == 0:
                 self._commit(contents)
             self._check_abandoned()
-        except BaseException as error:  # raised in a thread, it would be lost
+        except BaseException as error:
+            # Raised in a thread, it would be lost.
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Record the reason, free the disk, and let rank 0 know."""
+        # Delete first: what is free after that counts.
         if self.committed is None:
             self.discard()
             if isinstance(error, OSError) and error.errno in _FULL:
                 self.missing_bytes = max(1, self.bytes - self.context.store.free_bytes())
         self.error = self._reason(error)
+
+        # Rank 0 waits for this rank's part, and should not wait in vain.
         if self.committed is None and self.context.rank != 0 and not self.abandoned:
             self._confirm({"error": self.error, "missing_bytes": self.missing_bytes})
         self.part_ended.set()
@@ -145,9 +172,14 @@ class PendingSave:
     def discard(self) -> None:
         """Delete what this rank has staged; rank 0 deletes everything. Does nothing once the save is committed."""
         rank = self.context.rank
-        keys = [self.folder] if rank == 0 else [self._key(part_name(rank)), self._key(_confirmation(rank))]
+        if rank == 0:
+            keys = [self.folder]
+        else:
+            keys = [self._key(part_name(rank)), self._key(_confirmation(rank))]
+
+        # What cannot be deleted now, the next start cleans up.
         for key in keys:
-            with suppress(OSError):  # the next start cleans up
+            with suppress(OSError):
                 self.context.store.delete(key)
 
     # ---- every rank ----
@@ -156,6 +188,7 @@ class PendingSave:
         digest = xxhash.xxh3_128()
         self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(contents, digest))
 
+        # Rank 0 makes the manifest from this. It arrives only when the part is durable.
         blocks = [contents.blocks[index] for index in contents.layout.order]
         pieces = [
             [block.name, block.dtype, block.full_shape, key, block.offset, block.shape]
@@ -172,10 +205,12 @@ class PendingSave:
         chunks = split(contents.data)
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
+
+            # For tests: the disk fills up in the middle of the file.
             if number == len(chunks) // 2 and faults.fire("write", self.step) == "disk full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            yield chunk
             digest.update(chunk)
+            yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
         """Report to rank 0 how this rank's part went."""
@@ -183,7 +218,8 @@ class PendingSave:
         try:
             self.context.store.replace(key, json.dumps(confirmation).encode())
         except OSError:
-            if "error" not in confirmation:  # the first error counts
+            # A report of an error may fail for the same reason; the first error counts.
+            if "error" not in confirmation:
                 raise
 
     def _check_abandoned(self) -> None:
@@ -203,6 +239,8 @@ class PendingSave:
         store = self.context.store
         confirmations = self._confirmations()
         manifest = encode(self._manifest(contents, confirmations))
+
+        # The manifest comes last: when it is durable, the folder is complete, and has its final contents.
         for rank in range(self.context.size):
             store.delete(self._key(_confirmation(rank)))
         store.write(self._key(NAME), [memoryview(manifest)])
@@ -217,10 +255,13 @@ class PendingSave:
         name = folder_name(self.step)
         if name in store.folders():
             set_aside(store, name, "undone")
+
+        # The commit.
         store.rename(self.folder, name)
         self.committed = Checkpoint(store, name)
         self.total_bytes = len(manifest) + sum(confirmation["size"] for confirmation in confirmations)
 
+        # Whatever goes wrong from here on, the checkpoint is safe. Deleting old ones is not part of `write_s`.
         faults.fire("latest", self.step)
         update_latest(store)
         self._measure()
@@ -235,18 +276,21 @@ class PendingSave:
         pause = _FIRST_PAUSE_S
 
         while True:
+            # `replace` is atomic: a confirmation that is there is complete.
             for rank in set(ranks) - found.keys():
                 with suppress(FileNotFoundError), self.context.store.open(self._key(_confirmation(rank))) as file:
                     found[rank] = json.loads(file.read())
                 if rank in found:
                     self._check_confirmation(rank, found[rank])
+
             missing = sorted(set(ranks) - found.keys())
             if not missing:
                 return [found[rank] for rank in ranks]
-
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
                 raise GivenUp(f"rank {names} did not write its part within {self.context.timeout_s:.0f} s")
+
+            # Sleep, but wake up as soon as the save is abandoned.
             self._stop.wait(pause)
             self._check_abandoned()
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
@@ -255,15 +299,19 @@ class PendingSave:
         if "error" in confirmation:
             self.missing_bytes = confirmation["missing_bytes"]
             raise GivenUp(f"rank {rank}: {confirmation['error']}")
+
+        # A shared file system may be slow to show what another machine has written, or lose it.
         with self.context.store.open(self._key(part_name(rank))) as file:
             size = file.seek(0, 2)
         if size != confirmation["size"]:
             raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
 
     def _manifest(self, contents: Contents, confirmations: list[dict[str, Any]]) -> Manifest:
-        full: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and shape
+        # By tensor: dtype and shape, and the pieces of all ranks.
+        full: dict[str, tuple[str, tuple[int, ...]]] = {}
         pieces: dict[str, list[Piece]] = {}
         files = []
+
         for rank, confirmation in enumerate(confirmations):
             file = part_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
@@ -282,6 +330,7 @@ class PendingSave:
             aliases=contents.aliases,
             values=contents.values,
         )
+
         # Nothing is committed that could not be loaded.
         decode(encode(manifest), Checkpoint(self.context.store, self.folder))
         return manifest
@@ -293,9 +342,12 @@ class PendingSave:
             return self._why_stopped
         if isinstance(error, GivenUp | Damaged):
             return str(error)
+
+        # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
         gone = self.committed is None and self.folder not in self.context.store.folders()
         if isinstance(error, FileNotFoundError) and gone:
             return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
+
         if isinstance(error, OSError) and error.errno in _FULL:
             return f"{self._no_room()} while writing {size_text(self.bytes)}"
         return f"{type(error).__name__}: {error}"
@@ -306,6 +358,7 @@ class PendingSave:
 
 def apply_retention(store: Store, retention: Retention, token: str) -> list[int]:
     """Delete the checkpoints that need not stay. Return their steps."""
+    # Manifests are read only if a metric decides.
     found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
     known = []
     for step, checkpoint in found.items():
@@ -320,7 +373,8 @@ def apply_retention(store: Store, retention: Retention, token: str) -> list[int]
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
     try:
         return read_manifest(checkpoint).metrics
-    except Damaged:  # it has no score; its age decides whether it is deleted
+    except Damaged:
+        # It has no score; its age decides whether it is deleted.
         return {}
 
 

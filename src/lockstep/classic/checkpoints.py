@@ -14,7 +14,8 @@ from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
-KEEP = 3  # newest checkpoints
+# So many of the newest checkpoints.
+KEEP = 3
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
@@ -23,6 +24,7 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> 
     if runtime.world.rank == writer:
         found = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
 
+    # Every rank learns how it went, so that all raise or none.
     path, error = runtime.collectives.gather_json(found)[writer]
     if path is None:
         raise UserError(
@@ -35,10 +37,12 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> 
 
 def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     """Write a checkpoint. Return its path or None, and the error or None."""
+    # Each save is an attempt of its own: what an earlier one has left half written is removed.
     token = secrets.token_hex(4)
     store.claim(token)
     clean(store, token)
 
+    # One rank writes everything, in this thread: the state is the same on all ranks.
     tensors, aliases, values = state.capture()
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(KEEP), asynchronous=False)
@@ -64,6 +68,7 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
             "give the folder that save_checkpoint was given",
         )
 
+    # No rank may save there before all have read.
     state.restore(found.reader(), found.manifest.values["state"])
-    gather(None)  # no rank may save there before all have read
+    gather(None)
     return state.stepper.counters.step
