@@ -1,4 +1,8 @@
-"""One rank's file in the safetensors format: its layout before it is written, its header when it is read. No torch."""
+"""One rank's file in the safetensors format: its layout before it is written, its header when it is read.
+
+The safetensors library could write the same file, but not from a buffer that is laid out already, nor past the page
+cache. No torch here.
+"""
 
 from __future__ import annotations
 

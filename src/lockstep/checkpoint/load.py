@@ -116,7 +116,10 @@ def _nothing_valid(store: Store, damaged: list[Damaged], only: str | None) -> Us
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint, on the CPU: full ones, or any block, however they were sharded when saved."""
+    """The tensors of a checkpoint, on the CPU: full ones, or any block, however they were sharded when saved.
+
+    Only the bytes that are needed are read. Digests are not checked again: `find` has done that.
+    """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest):
         self.checkpoint = checkpoint

@@ -1,5 +1,12 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
+    check_space, resume, begin      before the first step
+    poll, wants                     after each step, for the control word
+    due, save                       between two steps
+    give_up                         when the control word says that some rank's part has failed
+    rewind                          when a step was spoiled, and its policy is rewind
+    settle, close                   at the end
+
 Collective: all ranks call every method at the same step, except `poll`, `wants` and `close`.
 """
 
@@ -123,7 +130,10 @@ class CheckpointManager:
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Resume from this run's own newest valid checkpoint, or from where the user said."""
+        """Resume from this run's own newest valid checkpoint, or from where the user said (`--resume PATH`).
+
+        Return None if the run starts from scratch.
+        """
         if self.runtime.is_main:
             self.store.claim(self.folder.token)
             clean(self.store, self.folder.token)
@@ -144,7 +154,10 @@ class CheckpointManager:
         return None if found is None else self._load(found)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint; the samples that spoiled the step are left out from now on."""
+        """Go back to the last checkpoint, and leave out the samples that spoiled the step from now on.
+
+        `span`: their positions in the order of the data, as (start, stop).
+        """
         # The save in flight may be the one to go back to.
         self.settle()
 
@@ -308,7 +321,10 @@ class CheckpointManager:
         return (asked or by_step) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
-        """Copy the state, and let it be written while training continues."""
+        """Copy the state, and let it be written while training continues.
+
+        `loop_state`: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
+        """
         self.settle()
         heartbeat = self.runtime.heartbeat
         phase_before = heartbeat.phase
@@ -350,7 +366,10 @@ class CheckpointManager:
         return self.saver.failed
 
     def settle(self) -> bool:
-        """Wait until the save in flight is committed or given up on all ranks. Return whether it is committed."""
+        """Wait until the save in flight is committed or given up on all ranks.
+
+        Return False if it was given up. Without a save in flight, this costs nothing.
+        """
         if not self._in_flight:
             return True
         heartbeat = self.runtime.heartbeat
@@ -374,7 +393,10 @@ class CheckpointManager:
         return well
 
     def give_up(self) -> None:
-        """Abandon the save in flight, since some rank could not write its part. Training continues."""
+        """Abandon the save in flight, since some rank could not write its part.
+
+        Training continues: a full disk costs a checkpoint, and not the run.
+        """
         reasons = self.runtime.collectives.gather_json(self.saver.failure)
         # The control word comes a step late: it may have been dealt with already.
         if not any(reasons):

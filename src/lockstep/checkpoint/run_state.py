@@ -63,7 +63,11 @@ class Change(NamedTuple):
 
 
 class RunState:
-    """Captures the state of a run, and restores it."""
+    """Captures the state of a run, and restores it.
+
+    Values and tensors are named by parameters, not by ranks or positions: `reshard` decides which rank writes which
+    tensor, and reads for each rank what it holds here.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,10 @@ class RunState:
     # ---- saving ----
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return (tensors, aliases of tied ones, values). The tensors are the live ones: nothing is copied here."""
+        """Return (tensors, aliases of tied ones, values).
+
+        The tensors are the live ones, sharded as they are: nothing is copied here.
+        """
         tensors, aliases, values = self.capture_tensors()
         return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
 
@@ -235,7 +242,10 @@ class RunState:
     # ---- restoring ----
 
     def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
-        """Restore everything. `settings`: those that have changed. Return what else the user has changed since."""
+        """Restore everything, each rank its own part. Raise a UserError if this is not the run that was saved.
+
+        `settings`: those that differ from the checkpoint's. Return what else the user has changed since, as text.
+        """
         self._restore_model(reader, values["model"])
 
         # Each optimizer by its number: their order is part of the task.

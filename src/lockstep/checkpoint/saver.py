@@ -1,4 +1,11 @@
-"""Saving while training continues: a snapshot now, the writing in a thread, a report when it is polled for."""
+"""Saving while training continues: a snapshot now, the writing in a thread, a report when it is polled for.
+
+    saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
+    saver.let_change()              before the next update: waits for the copy of the optimizers' state
+    saver.poll()                    after any later step: reports of saves that ended
+
+A failed save never raises: it is reported, and the next one starts afresh.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +46,11 @@ class Report:
 
 
 class Saver:
-    """One rank's side of every save of a run. All ranks call `save` for the same steps; one save is in flight."""
+    """One rank's side of every save of a run.
+
+    All ranks call `save` for the same steps. One save is in flight at a time, since there is one buffer: a second one
+    waits for it.
+    """
 
     def __init__(
         self,
@@ -83,9 +94,10 @@ class Saver:
         values: Mapping[str, Any],
         steady: Collection[str] = (),
     ) -> None:
-        """Copy the state, and start to write it. Wait for the save in flight first, since there is one buffer.
+        """Copy the state, and start to write it.
 
-        The slices named in `steady` are copied while training continues: they must not change before `let_change`.
+        `slices`: what this rank writes. `aliases` and `values` matter on rank 0 only.
+        `steady`: names of slices that are copied while training continues; they must not change before `let_change`.
         """
         began = time.perf_counter()
         self._finish()

@@ -49,7 +49,10 @@ class Slice:
 
 
 class Snapshot:
-    """The buffer, kept from save to save: fresh memory would cost more than the copy."""
+    """The buffer, kept from save to save: fresh memory would cost more than the copy.
+
+    `fit`, then `take`; then `data` is the data section of the file, as soon as `Copying.run` has returned.
+    """
 
     def __init__(self) -> None:
         self.release()

@@ -1,7 +1,16 @@
 """One save from the snapshot to the commit. Each rank writes and confirms its part; rank 0 commits when all have.
 
+    every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its part, durable
+    every rank   step-N.tmp-TOKEN-1/part-RANK.json          its confirmation: size, digest, pieces; or an error
+    rank 0       waits for all confirmations, checks them, and deletes them
+    rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
+    rank 0       checks that it still owns the store
+    rank 0       step-N.tmp-TOKEN-1 -> step-N               the commit
+    rank 0       updates `latest`, and deletes what `Retention` does not keep
+
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. No torch here.
+manifest before the rename, and the rename before `latest` moves and before anything old is deleted. Ranks talk to each
+other through the store only, so a rank that hangs cannot take the writing threads of the others with it. No torch here.
 """
 
 from __future__ import annotations
@@ -94,7 +103,12 @@ class GivenUp(Exception):
 
 
 class PendingSave:
-    """The state of one save. `run` may be called in a thread; the rest belongs to the thread that trains."""
+    """The state of one save on one rank.
+
+    `run` may be called in a thread; the rest belongs to the thread that trains. A save ends in one of three ways:
+    `committed` is set (on rank 0), `failed` is true, or it was abandoned. Files that it has staged are deleted in the
+    last two.
+    """
 
     def __init__(self, context: SaveContext, step: int, number: int):
         self.context = context
@@ -269,7 +283,10 @@ class PendingSave:
         _spoil(self.committed, part_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
-        """Return the confirmations of all ranks, by rank. Wait for them, but not for ever."""
+        """Return the confirmations of all ranks, by rank.
+
+        Wait for them, but not for ever: a rank may have died. Raise GivenUp at the first that reports an error.
+        """
         ranks = range(self.context.size)
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.context.timeout_s
@@ -383,7 +400,10 @@ def _confirmation(rank: int) -> str:
 
 
 def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Do to a committed file what a bad disk would do, if a test has asked for that fault."""
+    """Do to a committed file what a bad disk would do, if a test has asked for that fault.
+
+    `how` is "truncate", "corrupt" or, as good as always, None.
+    """
     if how not in ("truncate", "corrupt"):
         return
     with checkpoint.open(file) as stream:
