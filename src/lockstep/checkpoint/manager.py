@@ -285,8 +285,8 @@ class CheckpointManager:
             return
         if not hasattr(self.state.source, "pass_over"):
             raise UserError(
-                "the policy rewind cannot be used with a stream: it cannot leave out samples",
-                "",
+                "the policy rewind needs data that can leave out samples",
+                "a stream, which cannot",
                 "choose the policy skip or stop",
             )
 
