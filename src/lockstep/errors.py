@@ -53,3 +53,9 @@ class Preempted(SystemExit):
     def __init__(self, step: int, signal: str, checkpoint: str | None):
         super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
         self.step, self.signal, self.checkpoint = step, signal, checkpoint
+
+
+def some_names(names: list[str], most: int) -> str:
+    """Return the first `most` names for a message, and how many more there are."""
+    listed = ", ".join(names[:most])
+    return f"{listed} and {len(names) - most} more" if len(names) > most else listed

@@ -256,7 +256,7 @@ def test_what_a_block_sets_again() -> None:
     ("make", "words"),
     [
         (lambda: nn.ModuleDict({"a": Bare()}), ["Bare (a) has none", "write one that sets scale"]),
-        (Overreaching, ["Overreaching sets blocks that have been cut already"]),
+        (Overreaching, ["Overreaching sets blocks that have been sharded already"]),
         (Applied, ["Linear (1) does not set bias as a constructor does", "reset_parameters() of its block"]),
     ],
 )

@@ -18,7 +18,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.pipeline.pipeline import fits
-from lockstep.parallel.pipeline.stages import cut, list_pieces
+from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.runtime import context
 from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
@@ -368,11 +368,11 @@ def test_a_loop_of_ones_own_is_refused(pool: Pool) -> None:
 
 def test_cuts_are_balanced_by_parameters() -> None:
     model = nn.Sequential(nn.Linear(9, 9), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
-    pieces = list_pieces(model, None)
-    assert len(pieces) == 5
-    assert [len(some) for some in cut(pieces, 2)] == [1, 4]
-    assert [piece for some in cut(pieces, 3) for piece in some] == pieces
-    assert all(len(some) == 1 for some in cut(pieces, 5))
+    layers = list_layers(model, None)
+    assert len(layers) == 5
+    assert [len(some) for some in split_layers(layers, 2)] == [1, 4]
+    assert [layer for some in split_layers(layers, 3) for layer in some] == layers
+    assert all(len(some) == 1 for some in split_layers(layers, 5))
 
 
 @pytest.mark.parametrize(("name", "count", "expected"), [("1f1b", 3, False), ("1f1b", 4, True), ("gpipe", 1, True)])

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.batchnorm import synchronise_batchnorm
-from lockstep.parallel.cudagraph.graphs import Tell, record_calls
+from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
+from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver
+from lockstep.parallel.ddp.sync_batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp.unused import FlatDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.driver import drive_exactly
@@ -22,7 +23,6 @@ from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, cut_layers
-from lockstep.parallel.warmup import compile_together
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
 
@@ -32,7 +32,7 @@ def apply(
     config: RunConfig,
     runtime: Runtime,
     task: Any = None,
-    tell: Tell = lambda *_, **__: None,
+    tell: LogEvent = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
     """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model;
@@ -60,8 +60,8 @@ def apply(
     recompute_blocks(model, config)
     if wants_compile(config, runtime) and not staged:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
-        compile_together(model, config, runtime)
-    record_calls(model, config, runtime, tell)
+        warm_up_compile(model, config, runtime)
+    capture_calls(model, config, runtime, tell)
     if axes and staged:
         driver = _stage(model, task, config, runtime, axes, data)
     else:

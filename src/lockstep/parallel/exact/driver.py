@@ -16,9 +16,9 @@ from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
 from lockstep.parallel.driver import Driver, ShardedDriver, SingleDriver
-from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
-from lockstep.parallel.exact.row_norms import length_of, row_lengths
-from lockstep.parallel.exact.tree import Counter, Span
+from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
+from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
+from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.driver import CUT, FSDPDriver
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
@@ -42,7 +42,7 @@ class _ByRows:
         return torch.stack(self.lengths(grads))
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [length_of(row_lengths(tensor)) for tensor in tensors]
+        return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
 
 
 class OrderedSingleDriver(_ByRows, SingleDriver):
@@ -50,14 +50,14 @@ class OrderedSingleDriver(_ByRows, SingleDriver):
 
     def __init__(self, model: nn.Module, device: torch.device):
         super().__init__(model, device)
-        self.counter: Counter[Leaf] = Counter(add_leaves)
+        self.counter: TreeSum[Gradients] = TreeSum(add_gradients_)
 
     def begin(self) -> None:
         super().begin()
         self.counter.roots.clear()
 
     def note(self, micro: MicroBatch, total: int | None) -> None:
-        self._span = Span(micro.index, 0)
+        self._span = Subtree(micro.index, 0)
 
     def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super().backward(total, start, word)
@@ -88,11 +88,11 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
 
     def begin(self) -> None:
         super().begin()
-        self.order.counter.roots.clear()
+        self.order.tree.roots.clear()
 
     def note(self, micro: MicroBatch, total: int | None) -> None:
         assert total is not None
-        self._span, self._total = None if micro.padding else Span(micro.index, 0), total
+        self._span, self._total = None if micro.padding else Subtree(micro.index, 0), total
 
     def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
@@ -101,7 +101,7 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._span is not None, "a rank without work has one micro-batch, which is its last"
-            self.order.counter.push(self._span, _take(self.parameters))
+            self.order.tree.push(self._span, _take(self.parameters))
 
 
 class OrderedFSDPDriver(FSDPDriver):
@@ -148,14 +148,14 @@ class OrderedFSDPDriver(FSDPDriver):
         grads = [p.grad for p in self.parameters if p.grad is not None]
         every, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = every.sum(0)  # of numbers whose sum is exact in any order
-        self._lengths = [length_of(each) for each in rows]
+        self._lengths = [norm_of_rows(each) for each in rows]
 
     def norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self._lengths)
 
     def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
         nothing = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
-        return [length_of(rows) for rows in self._gather_rows(tensors, nothing)[1]]
+        return [norm_of_rows(rows) for rows in self._gather_rows(tensors, nothing)[1]]
 
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(every rank's `packed`, the lengths of all rows of each tensor), in one collective. The first ranks hold
@@ -165,7 +165,7 @@ class OrderedFSDPDriver(FSDPDriver):
         mine = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=device)
         mine[:LENGTH] = packed
         for place, tensor in zip(mine[LENGTH:].split(most), tensors, strict=True):
-            rows = row_lengths(local(tensor))
+            rows = row_norms(local(tensor))
             place[: len(rows)] = rows
         every = self.runtime.collectives.gather(mine)
         parts = every[:, LENGTH:].split(most, dim=1)
@@ -177,7 +177,7 @@ class _OrderedReduceScatter(ReduceScatter):
 
     def __init__(self) -> None:
         self._round, self._total, self._last = 0, 0, False
-        self.counter: Counter[Tensor] = Counter(Tensor.add_)
+        self.counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ready = False
 
     def expect(self, number: int, total: int, last: bool) -> None:
@@ -202,7 +202,7 @@ class _OrderedReduceScatter(ReduceScatter):
         first = self._round * group.size()
         for index, part in enumerate(received.chunk(group.size()), first):
             if index < self._total:  # what comes after it is padding, and adds nothing
-                self.counter.push(Span(index, 0), part)
+                self.counter.push(Subtree(index, 0), part)
         if self._last:
             output_tensor.copy_(self.counter.finish())
             return
@@ -213,7 +213,7 @@ class _OrderedReduceScatter(ReduceScatter):
         ]
 
 
-def _take(parameters: list[nn.Parameter]) -> Leaf:
+def _take(parameters: list[nn.Parameter]) -> Gradients:
     """Their gradients, which are theirs no longer."""
     leaf = {id(p): p.grad for p in parameters if p.grad is not None}
     for parameter in parameters:

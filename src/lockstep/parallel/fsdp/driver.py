@@ -24,7 +24,7 @@ from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.driver import ShardedDriver
-from lockstep.parallel.fsdp.same_parts import END, SameParts
+from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import add_copies, agree_on_plain
@@ -80,7 +80,7 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._copies = axes.along("dp") if axes else runtime.collectives
         self._uncut = [p for p in scalars(model) if p.requires_grad]
-        self._same = SameParts(model, runtime)
+        self._same = UniformUse(model, runtime)
         self.placement = replace(self.placement, facts=tell_of_blocks(len(found), len(parts)))
         if empty:
             self.sync_buffers()  # each rank has made its own

@@ -14,15 +14,15 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver
 from lockstep.parallel.fsdp.driver import tell_of_blocks
-from lockstep.parallel.fsdp.same_parts import END, SameParts
+from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.pipeline.absent import Absent
-from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline, Stage
+from lockstep.parallel.pipeline.build import make_stages
+from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
+from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stage_shards import shard_stage
-from lockstep.parallel.pipeline.stages import keep_only, whereabouts
-from lockstep.parallel.pipeline.staging import blocks_of, make_stages
+from lockstep.parallel.pipeline.stages import Stage, keep_only, stages_by_tensor
 from lockstep.parallel.tensor.driver import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
-from lockstep.parallel.tensor.plans import Cut, choose_plan
+from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
@@ -57,11 +57,11 @@ class PipelineDriver(ShardedDriver):
         # Made while the model is whole; empty: nothing is cut along tp.
         plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
         chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
-        stages = whereabouts(model, used)
+        stages = stages_by_tensor(model, used)
         places = {name: {n % ranks for n in numbers} for name, numbers in stages.items()}
         _agree_on_start(model, runtime)
         mine = chunks[here::ranks]
-        changing = {id(buffer) for chunk in mine for buffer in chunk.changing()}
+        changing = {id(buffer) for chunk in mine for buffer in chunk.mutable_buffers()}
         held = {name for name, stages in places.items() if not stages or here in stages}
         real = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in changing}
         keep_only(model, held | real, runtime.device)
@@ -73,7 +73,7 @@ class PipelineDriver(ShardedDriver):
         facts: dict[str, str] = {}
         if self._sharded:
             facts = self._shard(model, config, held, mine, axes)
-        self._same = SameParts(model, runtime, mine, self._copies) if self._sharded else None
+        self._same = UniformUse(model, runtime, mine, self._copies) if self._sharded else None
         super().__init__(model, runtime)
         holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
         duplicates = frozenset(name for name, stages in places.items() if stages and here > min(stages))
@@ -81,7 +81,7 @@ class PipelineDriver(ShardedDriver):
         self._users = [len(places[name]) or ranks for name in self.names]
         self._shared = self._share(places)
         partly = {name: stages[name] for name in holders}
-        self._absent = Absent(model, partly, lambda name: name in held | real)
+        self._absent = ForeignTensors(model, partly, lambda name: name in held | real)
         autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
         self.pipeline = self
@@ -156,7 +156,7 @@ class PipelineDriver(ShardedDriver):
     def _cut_layers(
         self,
         model: nn.Module,
-        plan: Mapping[str, Cut],
+        plan: Mapping[str, LayerStyle],
         held: Collection[str],
         mine: Sequence[Stage],
         axes: Axes,
@@ -177,7 +177,7 @@ class PipelineDriver(ShardedDriver):
         """Over the copies of each stage. What is told of it, of all stages."""
         keep = config.strategy == "fsdp-grads"
         owned = [p for name, p in model.named_parameters() if name in held]
-        blocks = [blocks_of(chunk, model, config.blocks) for chunk in mine]
+        blocks = [chunk.own_blocks(model, config.blocks) for chunk in mine]
         alone = [
             shard_stage(chunk, model, inside, owned, axes.devices["dp"], keep)
             for chunk, inside in zip(mine, blocks, strict=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor.plans import Cut, choose_plan
+from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -38,7 +38,7 @@ def cut_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> Non
     explain_mixtures(model)
 
 
-def lay_out(model: nn.Module, plan: Mapping[str, Cut], axes: Axes, runtime: Runtime) -> None:
+def lay_out(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Every rank of a tp group has the whole of these layers already."""
     styles = {name: _style(cut) for name, cut in plan.items()}
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
@@ -46,7 +46,7 @@ def lay_out(model: nn.Module, plan: Mapping[str, Cut], axes: Axes, runtime: Runt
         _teach_cpu_attention()
 
 
-def _style(cut: Cut) -> ParallelStyle:
+def _style(cut: LayerStyle) -> ParallelStyle:
     if isinstance(cut, ParallelStyle):
         return cut
     if cut == "rowwise":  # what comes in plain is whole, and a cut input stays where it is

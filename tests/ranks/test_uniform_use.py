@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.fsdp.same_parts import SameParts
+from lockstep.parallel.fsdp.uniform_use import UniformUse
 from pool import Pool
 from ranks.support import Regression, assert_user_errors, fit
 
@@ -115,8 +115,8 @@ def test_what_is_typed_then_trains(pool: Pool) -> None:
 def test_over_nccl_the_first_steps_are_compared() -> None:
     for backend, compared in {"gloo": [True] * 5, "nccl": [True] * 3 + [False] * 2}.items():
         runtime: Any = SimpleNamespace(backend=backend, collectives=None)
-        parts = SameParts(nn.Linear(1, 1), runtime)
+        uniform = UniformUse(nn.Linear(1, 1), runtime)
         found = []
-        for parts.steps in range(1, 6):
-            found.append(parts.compares)
+        for uniform.steps in range(1, 6):
+            found.append(uniform.compares)
         assert found == compared
