@@ -67,7 +67,7 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if every > len(blocks):
         noun = "block" if len(blocks) == 1 else "blocks"
         fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
-        raise UserError(f"remat={remat} needs at least {every} blocks", f"a model with {len(blocks)} {noun}", fix)
+        raise UserError(f"remat={remat} needs at least {every} blocks", f"the model has {len(blocks)} {noun}", fix)
     return blocks[::every]
 
 

@@ -1,7 +1,7 @@
 """Check that all ranks use the same parameters, because FSDP2 does not.
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
-same order. torch (2.6 to 2.11, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each rank
+same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each rank
 for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only, gloo
 aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to do
 before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
