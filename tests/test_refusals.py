@@ -352,7 +352,9 @@ MODEL = {
     "compiled": Row({}, "a plain model", "OptimizedModule", "type compile=true", Asked(lambda: torch.compile(Net()))),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
     "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
-    "remat without blocks": Row({"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)),
+    "remat without blocks": Row(
+        {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
+    ),
     "blocks that are not there": Row(
         {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no such module", "type blocks=[Block]"
     ),
@@ -368,7 +370,9 @@ MODEL = {
     "a block of a model without parts": Row(
         {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
-    "remat of every block by number": Row({"remat": "every-1"}, "every-1 means all blocks", "remat=full", "type remat=full"),
+    "remat of every block by number": Row(
+        {"remat": "every-1"}, "every-1 means all blocks", "remat=full", "type remat=full"
+    ),
     "remat of fewer blocks than there are": Row(
         {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
     ),
@@ -393,7 +397,9 @@ MODEL = {
         "type strategy=ddp",
         Asked(Scaled),
     ),
-    "tp without a plan": Row({"strategy": "tp"}, "no layers to shard", "no tensor_plan", "tensor_plan(", Asked(Strange)),
+    "tp without a plan": Row(
+        {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "tensor_plan(", Asked(Strange)
+    ),
     "tp of 6 features": Row(
         {"strategy": "tp"}, "over 4 ranks", "6 output features", "type mesh.tp=2", Asked(lambda: Net(6))
     ),
@@ -562,7 +568,9 @@ OWN_LOOPS = {
     "a pipeline": Row(
         {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
     ),
-    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False),
+    "meta under ddp": Row(
+        {"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False
+    ),
     "meta, made with weights": Row(
         {"init": "meta", "strategy": "fsdp"}, "init=meta needs a model without weights", "", "torch.device('meta')"
     ),

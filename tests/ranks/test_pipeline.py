@@ -285,7 +285,14 @@ def test_another_stages_parameter_in_the_loss_ends_all_ranks_alike(pool: Pool, u
     task = Penalty(use)
     task.optimizer = lambda model: Unmoved(model.parameters(), lr=0.1)  # type: ignore[method-assign]
     errors = pool.errors(final, task, {"pp.schedule": schedule}, world=2)
-    assert_user_errors(errors, "'0.weight' is used in another stage", "only stage 0 holds it", "3 more", "weight_decay", "strategy=zero1")
+    assert_user_errors(
+        errors,
+        "'0.weight' is used in another stage",
+        "only stage 0 holds it",
+        "3 more",
+        "weight_decay",
+        "strategy=zero1",
+    )
 
 
 def test_a_penalty_on_the_last_stages_own_parameters(pool: Pool) -> None:

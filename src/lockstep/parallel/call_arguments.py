@@ -54,6 +54,7 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     if value is None or isinstance(value, CONSTANTS):
         return "constant", kind, value
 
+    # Exact types: a subclass may keep tensors in attributes of its own.
     if kind in (dict, OrderedDict):
         return "mapping", kind, tuple(value), _flatten_all(value.values(), tensors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -84,6 +85,7 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if what == "constant":
         return inside[0]
 
+    # Tensors were taken depth first, and are handed out in the same order.
     children = [_unflatten(child, tensors) for child in inside[-1]]
     if what == "mapping":
         return kind(zip(inside[0], children, strict=True))

@@ -36,6 +36,7 @@ class CallChain:
 
     def __init__(self, module: nn.Module):
         self._module = module
+        # A user may have compiled the module before it came to us.
         self._compiled: Call | None = module._compiled_call_impl
         self._links: dict[str, Link] = {}
         self._outermost: Call = module._call_impl
@@ -43,6 +44,7 @@ class CallChain:
     @classmethod
     def of(cls, module: nn.Module) -> CallChain:
         """Return the chain that is installed on `module`, or a new one without links."""
+        # The attribute itself says whether there is a chain: no second place that could disagree with it.
         current = module._compiled_call_impl
         return current if isinstance(current, CallChain) else cls(module)
 
@@ -76,6 +78,8 @@ class CallChain:
         self._connect()
 
     def _connect(self) -> None:
+        """Tell every link what it wraps, and write the module's attribute."""
+        # From the inside out, each link gets what it wraps.
         self._outermost = self._compiled or self._module._call_impl
         for name in ORDER:
             link = self._links.get(name)
@@ -83,4 +87,5 @@ class CallChain:
                 link.inner = self._outermost
                 self._outermost = link
 
+        # Without links the module is as torch left it, and nothing refers to the chain any more.
         self._module._compiled_call_impl = self if self._links else self._compiled

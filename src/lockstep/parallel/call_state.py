@@ -63,6 +63,7 @@ class StateSnapshot:
         random.setstate(self._python_random)
         np.random.set_state(self._numpy_random)
 
+        # The same dicts, since other code may hold them.
         for module, buffers, non_persistent in self._owned:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -80,6 +81,7 @@ class StateSnapshot:
 
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
+        # On a CPU both are the same generator, and drawing from it is fine: the snapshot puts it back.
         host, device = self._generators
         torch_drawn = host is not device and not torch.equal(host.get_state(), self._generator_states[0])
         numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
@@ -119,10 +121,13 @@ class AttributeSnapshot:
         ]
 
     def restore(self) -> None:
+        """Put all attributes back."""
         for module, before in self._before:
+            # What the call has added goes.
             for name in own_attributes(module).keys() - before.keys():
                 del vars(module)[name]
 
+            # What it has replaced or changed comes back, as the same object.
             for name, (value, contents) in before.items():
                 vars(module)[name] = value
                 if isinstance(value, list):
@@ -138,6 +143,7 @@ def _copy_container(value: Any) -> Any:
 
 
 def _unchanged(now: Any, before: Any, contents: Any) -> bool:
+    # Another object is fine only if it is an equal plain value, such as a float computed again.
     if now is not before:
         return type(now) is type(before) and type(now) in PLAIN_TYPES and now == before
     return contents is None or _member_ids(now) == _member_ids(contents)
@@ -167,18 +173,21 @@ class TrialCall:
         self.spec = spec
         self.device_type = device_type
         self.grad = torch.is_grad_enabled()
+        # Copies, since a call may change its inputs in place.
         self.inputs = [t.detach().clone().requires_grad_(self.grad and t.requires_grad) for t in tensors]
         self.parameters = parameters if self.grad else []
 
         # What gradients are computed for: inputs that require one, then all parameters.
         self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
 
+        # Results, filled by forward() and backward().
         self.outputs: list[Tensor] = []
         self.output_spec: Hashable = None
         self.keeps_arguments = True  # False: the call has put something else into its arguments
         self.gradients: list[Tensor | None] = []  # one for each of `sources`
 
     def forward(self) -> None:
+        """Run the call, and keep its flattened outputs."""
         args, kwargs = unflatten(self.inputs, self.spec)
         # Autocast caches converted weights; a trial must not read copies made outside, nor leave its own there.
         torch.clear_autocast_cache()
@@ -197,6 +206,7 @@ class TrialCall:
 
     @property
     def differentiable(self) -> list[Tensor]:
+        """The outputs that a backward can start from."""
         return [output for output in self.outputs if output.requires_grad]
 
     def backward(self, grad_outputs: Sequence[Tensor | None], retain_graph: bool = False) -> None:
@@ -236,6 +246,7 @@ class TrialCall:
 
 def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
     """Return all nodes that a backward from the nodes `starts` visits, these included."""
+    # An explicit stack: graphs of deep or recurrent models exceed Python's recursion limit.
     pending = list(starts)
     seen = set(pending)
     while pending:

@@ -24,8 +24,11 @@ class AttributeWatch:
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = list(modules)
+        # Live dicts of the modules. Their sizes show cheaply whether names have come or gone.
         self._dicts = [held for m in self._modules for held in (vars(m), m._modules)]
         self._sizes: list[int] = []
+
+        # The last key and what it was made of.
         self._last_values: list[Any] = []
         self._last_key: tuple[Hashable, ...] = ()
         self.refresh()
@@ -49,6 +52,7 @@ class AttributeWatch:
                     self._tensors.append(slot)
                 elif callable(value):
                     self._callables.append(slot)
+            # Submodules are called, too.
             self._callables += [(module._modules, name) for name in module._modules]
 
     def settings(self) -> Hashable:

@@ -38,6 +38,7 @@ class Capture:
         self._trial = trial
         self._reached = reached
         self._all: Pattern = (True,) * len(reached)
+        # The pattern of all outputs comes last; it is always captured.
         self.patterns = [*(pattern for pattern in patterns if pattern != self._all), self._all]
         self.unknown_pattern: Pattern | None = None  # one that arrived and has no backward of its own
 
@@ -54,6 +55,7 @@ class Capture:
         self._backwards = dict(zip(self._gradients, backwards, strict=True))
 
     def _works(self) -> Iterator[Work]:
+        """Yield the forward, then the backwards. The device runs each one before it asks for the next."""
         yield self._trial.forward
         if not self._trial.grad:
             return
@@ -79,6 +81,7 @@ class Capture:
         return self._trial.output_spec
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Replay the call on its flattened arguments, and return what the model would return."""
         if self._trial.grad:
             outputs = list(_Replay.apply(self, *tensors, *self._trial.parameters))
         else:
@@ -120,6 +123,7 @@ class Capture:
     # ---- for _Replay ----
 
     def non_differentiable(self) -> list[bool]:
+        """Return for each output whether it has no gradient."""
         return [not output.requires_grad for output in self._trial.outputs]
 
     def gradients_of_arguments(self, of_sources: list[Tensor | None]) -> list[Tensor | None]:
@@ -129,11 +133,13 @@ class Capture:
         return of_inputs + list(gradients)
 
     def issue_ticket(self) -> _Ticket:
+        """Return a ticket that autograd's context holds; when the outputs are gone, so is the ticket."""
         ticket = _Ticket()
         self._open_ticket = weakref.ref(ticket)
         return ticket
 
     def redeem(self, ticket: _Ticket) -> None:
+        """Allow one backward per forward."""
         if ticket.used:
             raise UserError(
                 "backward() was called twice through one forward of a model that runs as a CUDA graph",
@@ -171,6 +177,7 @@ class _Replay(torch.autograd.Function):
         """`tensors` are the inputs, then the parameters (autograd must know them; the replay reads them in place)."""
         ctx.capture = capture
         ctx.ticket = capture.issue_ticket()
+        # None stays None, instead of zeros: see Capture.
         ctx.set_materialize_grads(False)
         outputs = capture.forward(tensors[: len(capture._wants_gradient)])
 

@@ -34,6 +34,7 @@ def dry_run(
 
                 trial = make_trial()
                 versions = [tensor._version for tensor in trial.inputs]
+                # The second time nothing is new any more, so a synchronisation is the model's own.
                 with device.forbid_sync():
                     _run(trial, pattern)
                 if [tensor._version for tensor in trial.inputs] != versions:
@@ -50,6 +51,7 @@ def dry_run(
 
 def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
     trial.forward()
+    # Read from the graph, which the backward frees.
     reached = trial.sources_reached()
     if trial.grad:
         pairs = zip(trial.differentiable, pattern, strict=True)
@@ -59,6 +61,7 @@ def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
 
 def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
     """Return what the call did besides returning something; a replay would not do it."""
+    # A replay launches kernels and returns tensors. All that Python does besides is lost.
     if not trial.keeps_arguments:
         return "it puts something else into its arguments (a cache, say), which a replay would not"
     if before.used_host_random():
@@ -72,10 +75,13 @@ def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
 
 def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: Device) -> str | None:
     """Return how a replay differs from a plain call in outputs, gradients or buffers. The host waits here."""
+    # The trial may change its own inputs.
     inputs = [tensor.detach().clone() for tensor in trial.inputs]
     with StateSnapshot(model, device.generator()) as before:
         trial.forward()
         plain_outputs = [output.detach() for output in trial.outputs]
+
+        # Random gradients: with ones, errors could cancel.
         pairs = zip(trial.differentiable, pattern, strict=True)
         grad_outputs = [torch.randn_like(output) if arrives else None for output, arrives in pairs]
         if trial.grad:
@@ -123,6 +129,7 @@ def _tensor_difference(one: Tensor, other: Tensor, low: bool, largest: float) ->
     if not one.is_floating_point():
         return "differs"
 
+    # Equal infinities, and NaN on both sides, are no difference.
     both_nan = one.isnan() & other.isnan()
     gap = torch.where((one == other) | both_nan, 0.0, one.double() - other.double())
     off = float(torch.linalg.vector_norm(gap))

@@ -54,6 +54,8 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     if config.graph != "auto":
         return config.graph
 
+    # auto: only where every rank runs the model by itself. A capture that contained a collective would have to be
+    # replayed by all ranks in the same order, and recomputation changes what a forward launches.
     replicated = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1 and (config.mesh.pp or 1) == 1
     waits = config.ddp.sync_batchnorm or config.ddp.find_unused_parameters
     return on_cuda and replicated and not waits and not config.exact and config.remat == "none"
@@ -62,6 +64,7 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
+        # The chain puts it outside of torch.compile and of the warm-up, so that compiled kernels are captured.
         link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
         CallChain.of(model).install("graph", link)
 
@@ -77,6 +80,7 @@ def release_captures(model: nn.Module) -> None:
     chain = CallChain.of(model)
     link = chain.find("graph")
     if isinstance(link, GraphedCall):
+        # The model and its link refer to each other; the captures, which hold GPU memory, go first.
         chain.remove("graph")
         link.variants.clear()
 
@@ -89,6 +93,8 @@ class Timing:
     events: list[tuple[Any, Any]] = field(default_factory=list)  # where the device's work began and ended
 
     def add(self, host_s: float, begin: Any, end: Any) -> None:
+        # The least counts, since the host may have been busy with something else. The events are read later: to read
+        # them now, the host would have to wait for the device.
         self.host_s = min(self.host_s, host_s)
         self.events.append((begin, end))
 
@@ -131,6 +137,7 @@ class GraphedCall:
 
     def _inspect_model(self) -> None:
         """Find the model's parts as they are now: one may have been replaced since."""
+        # Looked up once: walking the module tree in every call would cost more than a replay saves.
         self._modules = list(self.model.modules())
         self._attributes = AttributeWatch(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
@@ -147,12 +154,15 @@ class GraphedCall:
             call = "calls with other arguments than tensors and plain values"
             self._log_refusal(call, f"among them {error}", training=torch.is_grad_enabled())
             return self.inner(*args, **kwargs)
+
         variant = self._find_variant(tensors, spec)
         if variant is None:
             return self.inner(*args, **kwargs)
 
         if not variant.ready and variant.refused is None:
             self._advance(variant, tensors, spec)
+
+        # A capture may be ready and still not usable in this call.
         if variant.ready and self._can_replay(variant):
             assert variant.capture is not None
             return variant.capture(tensors)
@@ -175,15 +185,20 @@ class GraphedCall:
 
     def _key(self, tensors: list[Tensor], spec: Hashable) -> Hashable:
         """Return all that decides which kernels a call launches."""
+        # Names of attributes may have come or gone since the last call.
         self._attributes.refresh()
+
         grad = torch.is_grad_enabled()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # Whether an input requires a gradient matters only if gradients are computed at all.
         shapes = tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors)
+        # Of every module: a part may be in evaluation mode while the rest trains.
         training = tuple(module.training for module in self._modules)
         return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
+        """Return a variant for a call with these input tensors; some are refused at once."""
         training = torch.is_grad_enabled()
         mode = "training" if training else "without gradients"
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
@@ -205,9 +220,11 @@ class GraphedCall:
             self._compare(variant, tensors, spec)
 
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+        """Capture the call, or refuse the variant. The call itself still runs plainly after this."""
         self._inspect_model()
         make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
 
+        # The cheap reasons first: a dry run costs two forwards and backwards.
         if variant.training and not variant.patterns:
             return self._refuse(variant, "no gradient came back to its results")
         if not self.required and (why := self._not_launch_bound(variant)):
@@ -219,17 +236,22 @@ class GraphedCall:
         reached, why = dry_run(make_trial, patterns, self.model, self.device)
         if why:
             return self._refuse(variant, why)
+
+        # Capturing runs the call once, which must not show in buffers or random numbers.
         with StateSnapshot(self.model, self.device.generator()):
             try:
                 variant.capture = Capture(make_trial(), reached, patterns, self.device)
             except Exception as error:
                 return self._refuse(variant, first_line(error))
+
+        # What the capture reads in place; _can_replay compares with it.
         variant.addresses = self._addresses()
         variant.callables = self._attributes.callables()
 
     def _compare(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Compare a replay with a plain call, on other arguments than those of the capture."""
         assert variant.capture is not None
+        # Every captured backward is compared, each with a forward of its own.
         for pattern in variant.capture.patterns:
             trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
             try:
@@ -252,6 +274,8 @@ class GraphedCall:
         """Whether this call may be a replay. A capture that no longer fits is dropped."""
         capture = variant.capture
         assert capture is not None
+
+        # A second forward would overwrite the activations that the pending backward needs.
         if capture.awaits_backward:
             if not variant.logged_waiting:
                 variant.logged_waiting = True
@@ -269,12 +293,14 @@ class GraphedCall:
         return variant.ready
 
     def _addresses(self) -> list[int]:
+        """Return where all tensors of the model lie in memory."""
         held = [*self._attributes.tensors()]
         for module in self._modules:
             held += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         return [tensor.data_ptr() for tensor in held]
 
     def _moved(self, variant: Variant, what: str) -> None:
+        """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
         self._inspect_model()  # which also lets go of what was replaced
         if variant.moves > MAX_MOVES:
@@ -295,6 +321,7 @@ class GraphedCall:
         self._log_refusal(variant.name, why, variant.training)
 
     def _drop(self, variant: Variant) -> None:
+        """Free the capture."""
         variant.ready = False
         variant.capture = None
         variant.callables = []
@@ -308,6 +335,7 @@ class GraphedCall:
         self._log_once(call, f"not captured: {why}")
 
     def _log_once(self, call: str, reason: str) -> None:
+        """Log a decision; the same one again, in every step, would bury the rest of the log."""
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
             self.log("graph", call=call, reason=reason)
@@ -334,6 +362,7 @@ class GraphedCall:
             self._refuse(variant, "it returns one of its arguments or parameters")
             return result
 
+        # A hook on every output sees which of them get a gradient, and when the first one arrives.
         watch = _BackwardWatch(self.device, variant, len(live))
         for index, tensor in enumerate(live):
             tensor.register_hook(partial(watch.gradient_arrived, index))
@@ -366,6 +395,7 @@ class _BackwardWatch:
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
+        """The hook of output `index`, called in the middle of a backward."""
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
@@ -377,6 +407,7 @@ class _BackwardWatch:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        """Called by autograd when the backward has finished."""
         variant = self._variant
         if self._timed:
             variant.backward.add(time.perf_counter() - self._begin_s, self._begin, self._device.record_event())

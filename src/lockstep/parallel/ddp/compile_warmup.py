@@ -49,6 +49,7 @@ class CompileWarmup:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         heartbeat = self.runtime.heartbeat
         if self._pending and torch.is_grad_enabled() and heartbeat.phase == "compute":
+            # Once only, also if the trial fails.
             self._pending = False
             heartbeat.beat("compile")
             self._trial(args, kwargs)
@@ -72,9 +73,11 @@ class CompileWarmup:
             tensors, spec = flatten((args, kwargs))
             trial = TrialCall(self.inner, parameters, tensors, spec, device.type)
             trial.forward()
+            # Any gradient will do: it is the code that counts.
             trial.backward([torch.ones_like(output) for output in trial.differentiable])
 
     def _wait_for_all(self) -> None:
+        # Over the store, not with a collective, whose time limit is shorter.
         if not self.runtime.meet("compiled", self.timeout):
             seconds = f"{self.timeout.total_seconds():.0f}"
             raise UserError(

@@ -72,6 +72,7 @@ class Hook:
         begun = _advance([_Exchange(self.exchange(bucket), bucket.buffer, done)])
         self._pending = _advance(self._pending) + begun
 
+        # No further bucket comes that would advance them.
         if given.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)

@@ -58,6 +58,7 @@ class PowerSGDHook(Hook):
         self.steps = 0
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
+        # Vectors and small matrices have none, and travel as they are.
         self.matrices: dict[str, Matrix] = {}
         for number, (name, p) in enumerate(named.items()):
             if is_worthwhile(p, config.powersgd_rank):
@@ -174,6 +175,7 @@ class PowerSGDHook(Hook):
         for name, matrix in self.matrices.items():
             query = state["queries"].get(name)
             error = state["errors"].get(name)
+            # The shapes differ if ddp.powersgd_rank was changed.
             if query is not None and query.shape == matrix.query.shape:
                 matrix.query.copy_(query)
             if error is not None and matrix.error is not None:
