@@ -13,22 +13,28 @@ from lockstep.errors import UserError
 
 
 def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn.Module]:
-    """Return the modules of the classes `named` (or of their subclasses: sharding makes some).
+    """Return the blocks of `model`, which may be none at all.
 
-    Without `named`, return the members of every list of modules of one class. There may be none at all."""
+    With `named` they are the modules of these classes, or of subclasses (sharding makes some). Without it they are the
+    members of every list of modules of one class.
+    """
     if named:
         classes = {module: _class_names(module) for module in _candidates(model)}
+        # A misspelt class must not silently leave its modules out.
         for word in named:
             if not any(word in names for names in classes.values()):
                 raise _no_such_blocks(word, model)
+
         return _outermost([module for module, names in classes.items() if names.intersection(named)])
 
+    # A list of one module is no repetition, and one of several classes is a sequence of different steps.
     members: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = list(module)
             if len(children) > 1 and len({_user_class(child) for child in children}) == 1:
                 members += children
+
     return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
 
 
@@ -40,8 +46,10 @@ def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Mod
     named = list(whole.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
     block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
+    # Whatever has a name outside all blocks, also a module that lies inside one under another name.
     outside = [module for name, module in named if not f"{name}.".startswith(block_prefixes)]
 
+    # Count the holders of each parameter: blocks count once each, all the rest together once.
     of_blocks = [{id(p) for p in block.parameters()} for block in blocks]
     holders = Counter(parameter for parameters in of_blocks for parameter in parameters)
     holders.update({id(p) for module in outside for p in module._parameters.values() if p is not None})
@@ -50,6 +58,7 @@ def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Mod
     for block, parameters in zip(blocks, of_blocks, strict=True):
         if all(holders[parameter] == 1 for parameter in parameters):
             alone.append(block)
+
     return alone
 
 
@@ -63,10 +72,12 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
 
     That is a class with a name close to what was `typed`, or the class of the blocks that we would find, or that of the
     largest part."""
+    # Small layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
     parts = [module for module in _candidates(model) if _has_parameters(module)]
     containers = [module for module in parts if any(True for _ in module.children())]
     found = find_blocks(model)
     likely = [*containers, *found] or parts
+
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):
         return close[0]
 
@@ -83,6 +94,7 @@ def _no_such_blocks(word: str, model: nn.Module) -> UserError:
         why = f"a {word} holds modules, and has no forward that could be computed as one"
     else:
         why = "there is no such module in the model"
+
     proposed = class_to_name(model, word)
     fix = f"type blocks=[{proposed}]" if proposed else "leave blocks out"
     return UserError(f"blocks=[{word}] names no blocks of {type(model).__name__}", why, fix)
@@ -113,6 +125,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules without those that lie inside another one."""
+    # A block inside a block would be gathered, or recomputed, twice.
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     unique = {id(module): module for module in modules if id(module) not in inside}
     return list(unique.values())

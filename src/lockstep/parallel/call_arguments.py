@@ -29,6 +29,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
     """Return the tensors of `value` in a fixed order, and the spec of everything else."""
     tensors: list[Tensor] = []
     spec = _flatten(value, tensors)
+    # Not every constant can be hashed, nor every context of a registered node.
     try:
         hash(spec)
     except TypeError as error:
@@ -44,9 +45,11 @@ def unflatten(tensors: list[Tensor], spec: Any) -> Any:
 def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
 
+    # A subclass (DTensor, a quantised tensor) has a layout of its own, which copying its elements would lose.
     if isinstance(value, Tensor):
         if kind not in (Tensor, nn.Parameter):
             raise OpaqueValue(f"a {kind.__name__}")
+
         tensors.append(value)
         return TENSOR
 
@@ -67,6 +70,7 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
         names = tuple(field.name for field in dataclasses.fields(value))
         fields = [getattr(value, name) for name in names]
         return "dataclass", kind, names, _flatten_all(fields, tensors)
+
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
         return "node", kind, context, _flatten_all(children, tensors)
@@ -81,6 +85,7 @@ def _flatten_all(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Hashable
 def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if spec == TENSOR:
         return next(tensors)
+
     what, kind, *inside = spec
     if what == "constant":
         return inside[0]
@@ -100,4 +105,5 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     made = object.__new__(kind)
     for name, child in zip(inside[0], children, strict=True):
         object.__setattr__(made, name, child)
+
     return made

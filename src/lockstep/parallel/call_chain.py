@@ -32,7 +32,10 @@ class Link(Protocol):
 
 
 class CallChain:
-    """The links around one module's call. It exists as long as it has links."""
+    """The links around one module's call.
+
+    It is what the module's attribute holds, as long as it has links.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module

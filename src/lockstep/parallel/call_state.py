@@ -38,7 +38,10 @@ class StateSnapshot:
     """
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
-        """`generator` is the one of the model's device; those of the host are always included."""
+        """Take the snapshot.
+
+        `generator` is the one of the model's device; those of the host (torch, numpy, random) are always included.
+        """
         self._generators = [torch.default_generator, generator]
         self._generator_states = [each.get_state() for each in self._generators]
         self._python_random = random.getstate()
@@ -60,6 +63,7 @@ class StateSnapshot:
         """Put everything back, as often as needed."""
         for generator, state in zip(self._generators, self._generator_states, strict=True):
             generator.set_state(state)
+
         random.setstate(self._python_random)
         np.random.set_state(self._numpy_random)
 
@@ -69,6 +73,7 @@ class StateSnapshot:
             module._buffers.update(buffers)
             module._non_persistent_buffers_set.clear()
             module._non_persistent_buffers_set.update(non_persistent)
+
         with torch.no_grad():
             for buffer, value in self._values:
                 buffer.copy_(value)
@@ -168,7 +173,13 @@ class TrialCall:
         spec: Hashable,
         device_type: str,
     ):
-        """`tensors` and `spec` are the flattened (args, kwargs). `parameters` are the trainable ones."""
+        """Prepare a call.
+
+        call: what is called, usually the inner call of a link
+        parameters: the trainable ones of the model
+        tensors, spec: the flattened (args, kwargs)
+        device_type: of the model, for autocast
+        """
         self.call = call
         self.spec = spec
         self.device_type = device_type
@@ -221,6 +232,7 @@ class TrialCall:
         starts = [gradient for _, gradient in given]
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
             found = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
+
         self.gradients = list(found)
 
     def sources_reached(self) -> list[set[int]]:
@@ -232,6 +244,7 @@ class TrialCall:
         for output in self.differentiable:
             leaves = leaves_reached([output.grad_fn])
             reached.append({index[id(leaf)] for leaf in leaves if id(leaf) in index})
+
         return reached
 
     @property
@@ -253,6 +266,7 @@ def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
         following = {node for node, _ in pending.pop().next_functions if node is not None} - seen
         seen |= following
         pending.extend(following)
+
     return seen
 
 

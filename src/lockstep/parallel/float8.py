@@ -26,6 +26,7 @@ def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
             f"no block has an nn.Linear whose features are multiples of {MULTIPLE}",
             "type precision=bf16, or name the classes of the blocks: blocks=[Block]",
         )
+
     convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in chosen)
 
 

@@ -65,10 +65,12 @@ def _check_strategy(config: RunConfig) -> None:
     in_mesh = bool(config.mesh.tp or config.mesh.pp)
     if config.strategy in SHARDING and not in_mesh:
         return
+
     mesh = " and a mesh" if in_mesh else ""
     fix = "leave the mesh out, or type init=host"
     if config.strategy not in SHARDING:
         fix = "type strategy=fsdp, or init=host"
+
     raise UserError(
         f"init=meta with strategy={config.strategy}{mesh} is not possible",
         "the ranks hold full layers, or shard them in another way, and would need the weights first",
@@ -114,7 +116,10 @@ class _Made(NamedTuple):
 
 
 class _Filling:
-    """Walks through the modules, children before parents."""
+    """Walks through the modules, children before parents.
+
+    At any time the full tensors of one block, and of what lies outside the blocks, are in host memory.
+    """
 
     def __init__(self, blocks: set[int], shard: Callable[[nn.Module], Any]):
         """`blocks` holds ids of modules."""
@@ -128,12 +133,16 @@ class _Filling:
     def fill(self, module: nn.Module, name: str) -> None:
         if id(module) in self._done:
             return
+
         self._done.add(id(module))
 
+        # Children first, as constructors do: a parent's reset may change what they have drawn.
         for child_name, child in module.named_children():
             self.fill(child, f"{name}.{child_name}" if name else child_name)
+
         self._fill_own(module, name)
 
+        # From here on the block's full tensors are not needed.
         if id(module) in self.blocks:
             self.finish(module)
             self.shard(module)
@@ -145,26 +154,32 @@ class _Filling:
         for key, made in list(self._made.items()):
             if id(made.full) not in inside:
                 continue
+
             # The constructor of a module made on meta still counts its changes.
             if made.full._version - made.version < made.empty._version:
                 name, owner, own_name = made.place
                 found = f"does not set {own_name} as a constructor does, which changes it once more"
                 raise _not_filled(name, owner, found, "do that in it, or in a reset_parameters() of its block")
+
             del self._made[key]
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
         if reset is None:
             return
+
         tied, blank = self._allocate(module, name)
+        # Blocks that were sharded must not be set any more: their full tensors are gone.
         versions = [p._version for p in self._sharded]
         reset()
 
         # A tied parameter was drawn once more, as its constructor did; the earlier values count.
         for tensor, value in tied:
             tensor.detach().copy_(value)
+
         if versions != [p._version for p in self._sharded]:
             raise _not_filled(name, module, "sets blocks that have been sharded already", "set them in the blocks' own")
+
         unset = [key for key in blank if _is_blank(getattr(module, key))]
         if unset:
             raise _not_filled(name, module, f"leaves {', '.join(unset)} unset", f"set {unset[0]} in it")
@@ -181,14 +196,17 @@ class _Filling:
                 new = made.full
                 tied.append((new, new.detach().clone()))
             else:
+                # In host memory: the device need not hold even one full block.
                 new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
                 self._made[id(old)] = _Made((name, module, key), old, new, new._version)
                 self._replaced.append(old)
+
             setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
 
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, key, _blank(torch.empty_like(buffer, device="cpu")))
+
         return tied, blank
 
 
@@ -198,6 +216,7 @@ def _check_can_be_filled(model: nn.Module) -> None:
         lost = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         # A bool has no value that could mark it as blank.
         lost += [key for key, value in own.items() if value.dtype == torch.bool]
+
         if lost:
             raise _not_filled(name, module, f"keeps {lost[0]}, which is made in its constructor", "make it in forward")
         if own and _reset_of(module) is None:

@@ -41,6 +41,7 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
     """Replace the forward of the chosen blocks, in place: classes and parameter names stay as they are."""
     if config.remat == "none":
         return
+
     blocks = find_blocks(model, config.blocks)
     if not blocks:
         part = class_to_name(model)
@@ -61,24 +62,29 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     """Return those of the model's blocks that are recomputed."""
     if not remat.startswith("every-"):
         return blocks
+
     every = int(remat.removeprefix("every-"))
     if every == 1:
         raise UserError("remat=every-1 means all blocks", "remat=full is the word for that", "type remat=full")
+
     if every > len(blocks):
         noun = "block" if len(blocks) == 1 else "blocks"
         fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
         raise UserError(f"remat={remat} needs at least {every} blocks", f"the model has {len(blocks)} {noun}", fix)
+
     return blocks[::every]
 
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: bool, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
+    # Without a backward nothing is kept anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
     options: dict[str, Any] = {}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+
     # The generators are put back for the second time, so that dropout drops the same elements again. torch looks for
     # the devices of these generators among the positional arguments only: so all arguments are passed as such.
     call = partial(_call, run, len(args), tuple(kwargs))
@@ -100,6 +106,7 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    # Operations get their arguments by position or by name.
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return given.get("dropout_p", 0.0)
@@ -107,6 +114,7 @@ def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 def _check_no_running_statistics(block: nn.Module, remat: str) -> None:
     for name, module in block.named_modules():
+        # The second forward would update the running statistics again.
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             where = f"{type(block).__name__}.{name}" if name else type(block).__name__
             raise UserError(

@@ -38,11 +38,13 @@ class AttributeWatch:
         sizes = [len(held) for held in self._dicts]
         if sizes == self._sizes:
             return
+
         self._sizes = sizes
 
         self._plain: list[Slot] = []
         self._tensors: list[Slot] = []
         self._callables: list[Slot] = []
+
         for module in self._modules:
             for name, value in own_attributes(module).items():
                 slot = (vars(module), name)
@@ -52,6 +54,7 @@ class AttributeWatch:
                     self._tensors.append(slot)
                 elif callable(value):
                     self._callables.append(slot)
+
             # Submodules are called, too.
             self._callables += [(module._modules, name) for name in module._modules]
 

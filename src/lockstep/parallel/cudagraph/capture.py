@@ -32,9 +32,11 @@ class Capture:
     """
 
     def __init__(self, trial: TrialCall, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: Device):
-        """`reached` holds for each differentiable output the indices of the sources that its gradient reaches.
+        """Capture the forward of `trial`, and a backward for each of `patterns`.
 
-        A source that no given gradient reaches gets none, rather than one of zeros."""
+        `reached` holds for each differentiable output the indices of the sources that its gradient reaches. A source
+        that no given gradient reaches gets none, rather than one of zeros: an optimizer would step on zeros.
+        """
         self._trial = trial
         self._reached = reached
         self._all: Pattern = (True,) * len(reached)
@@ -51,6 +53,7 @@ class Capture:
         self._open_ticket: Callable[[], object] = lambda: None
         self._wants_gradient = [t.requires_grad for t in trial.inputs]
 
+        # The keys of _gradients are the patterns in the order of their captures.
         self._forward, *backwards = device.capture(self._works())
         self._backwards = dict(zip(self._gradients, backwards, strict=True))
 
@@ -64,6 +67,7 @@ class Capture:
         self._grad_outputs = [torch.zeros_like(output) for output in self._trial.differentiable]
         self._single_backward = self._trial.has_compiled_backward
         patterns = self.patterns[-1:] if self._single_backward else self.patterns
+
         for pattern in patterns:
             given = [start if arrives else None for start, arrives in zip(self._grad_outputs, pattern, strict=True)]
             # The backward of all outputs is the last one, and may free the graph.
@@ -83,6 +87,7 @@ class Capture:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Replay the call on its flattened arguments, and return what the model would return."""
         if self._trial.grad:
+            # Parameters are arguments, so that autograd connects their gradients.
             outputs = list(_Replay.apply(self, *tensors, *self._trial.parameters))
         else:
             outputs = self.forward(tensors)
@@ -100,6 +105,7 @@ class Capture:
         """Replay a backward: one gradient (or None) per differentiable output in, one per source out."""
         pattern = tuple(gradient is not None for gradient in grad_outputs)
         if pattern not in self._backwards:
+            # GraphedCall captures again with this pattern.
             self.unknown_pattern = None if self._single_backward else pattern
             pattern = self._all
 
@@ -109,6 +115,7 @@ class Capture:
                     own.zero_()
                 else:
                     own.copy_(gradient)
+
             self._backwards[pattern]()
 
             # The backward of all outputs computes zeros for sources that no given gradient reaches: leave these out.
@@ -116,8 +123,10 @@ class Capture:
             for sources, gradient in zip(self._reached, grad_outputs, strict=True):
                 if gradient is not None:
                     reached |= sources
+
             live = {n: g for n, g in enumerate(self._gradients[pattern]) if g is not None and n in reached}
             fresh = dict(zip(live, _copies(list(live.values())), strict=True))
+
         return [fresh.get(number) for number in range(len(self._trial.sources))]
 
     # ---- for _Replay ----
@@ -146,6 +155,7 @@ class Capture:
                 "a replay keeps nothing after the first backward",
                 "add up the losses and call backward() once, or type graph=false",
             )
+
         ticket.used = True
         self._open_ticket = lambda: None
 

@@ -37,15 +37,18 @@ def dry_run(
                 # The second time nothing is new any more, so a synchronisation is the model's own.
                 with device.forbid_sync():
                     _run(trial, pattern)
+
                 if [tensor._version for tensor in trial.inputs] != versions:
                     return [], "it changes its inputs in place"
                 if why := _side_effect(trial, before):
                     return [], why
+
                 before.restore()
         except OpaqueValue as error:
             return [], f"it returns {error}"
         except Exception as error:
             return [], first_line(error)
+
     return reached, None
 
 
@@ -86,6 +89,7 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         grad_outputs = [torch.randn_like(output) if arrives else None for output, arrives in pairs]
         if trial.grad:
             trial.backward(grad_outputs)
+
         plain_buffers = before.buffers()
 
         # The replay starts from the same buffers and random numbers.
@@ -101,6 +105,7 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         ):
             if amount := difference(expected, found, low):
                 return f"{what} of a replay {amount}"
+
         return None if capture.output_spec == trial.output_spec else "a replay returns other values"
 
 
@@ -117,6 +122,7 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
                 return "is there only sometimes"
         elif why := _tensor_difference(one, other, low, largest):
             return why
+
     return None
 
 
@@ -135,6 +141,7 @@ def _tensor_difference(one: Tensor, other: Tensor, low: bool, largest: float) ->
     off = float(torch.linalg.vector_norm(gap))
     norm = _finite_norm(one)
     tolerance = LOW_TOLERANCE if low else TOLERANCE.get(one.dtype, LOW_TOLERANCE)
+
     # A gradient that is zero but for rounding is measured by the others. `not <=`: NaN is a difference.
     if not off <= tolerance * (norm + 1e-3 * largest):
         return f"differs by {off:.2g}, its norm is {norm:.2g}"

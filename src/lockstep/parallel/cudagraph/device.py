@@ -57,11 +57,14 @@ class CudaDevice:
         was_collecting = gc.isenabled()
         gc.collect()
         gc.disable()
+
         try:
             for work in works:
+                # thread_local: other threads (prefetch, checkpoints) may use CUDA meanwhile.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
+
                 graphs.append(graph)
         except BaseException:
             self._recover(pool, before, stream)
@@ -69,6 +72,7 @@ class CudaDevice:
         finally:
             if was_collecting:
                 gc.enable()
+
         return [graph.replay for graph in graphs]
 
     @contextmanager
@@ -104,6 +108,7 @@ class CudaDevice:
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
         except RuntimeError:
             pass  # torch got as far as this by itself
+
         torch.cuda.synchronize(self.device)
 
         numbers = torch.zeros(1, device=self.device)

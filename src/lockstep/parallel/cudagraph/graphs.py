@@ -51,6 +51,7 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
             "CUDA graphs are for GPUs",
             "leave graph out",
         )
+
     if config.graph != "auto":
         return config.graph
 
@@ -101,7 +102,10 @@ class Timing:
 
 @dataclass
 class Variant:
-    """One way of calling the model, with what is known about it."""
+    """One way of calling the model, with what is known about it.
+
+    Its life: `calls` counts up to WARMUP_CALLS, then `capture` is set, then `ready`; or it is `refused`, for good.
+    """
 
     name: str  # for people
     training: bool  # with gradients; graph=true requires that such a variant is captured
@@ -121,12 +125,20 @@ class Variant:
 
 
 class GraphedCall:
-    """The link of a model's call chain that captures and replays."""
+    """The link of a model's call chain that captures and replays.
+
+    A call that is not replayed goes on to `inner` unchanged.
+    """
 
     inner: Call
 
     def __init__(self, model: nn.Module, device: Device, required: bool, log: LogEvent):
-        """`required`: training calls must be captured (graph=true)."""
+        """Watch the calls of `model`.
+
+        device: captures and times; the tests have one without a GPU
+        required: training calls must be captured (graph=true), or it is an error
+        log: called as log("graph", call=..., reason=...) with each decision
+        """
         self.model = model
         self.device = device
         self.required = required
@@ -166,6 +178,7 @@ class GraphedCall:
         if variant.ready and self._can_replay(variant):
             assert variant.capture is not None
             return variant.capture(tensors)
+
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
         return self.inner(*args, **kwargs)
@@ -181,6 +194,7 @@ class GraphedCall:
             self._log_refusal("further calls", why, training=torch.is_grad_enabled())
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
+
         return variant
 
     def _key(self, tensors: list[Tensor], spec: Hashable) -> Hashable:
@@ -195,6 +209,7 @@ class GraphedCall:
         shapes = tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors)
         # Of every module: a part may be in evaluation mode while the rest trains.
         training = tuple(module.training for module in self._modules)
+
         return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
@@ -209,6 +224,7 @@ class GraphedCall:
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
         elif any(self._hooks):
             self._refuse(variant, "a module has hooks, which a replay would not call")
+
         return variant
 
     def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
@@ -249,7 +265,10 @@ class GraphedCall:
         variant.callables = self._attributes.callables()
 
     def _compare(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
-        """Compare a replay with a plain call, on other arguments than those of the capture."""
+        """Compare a replay with a plain call, on other arguments than those of the capture.
+
+        With the same arguments, values that were computed on the host and baked into the capture would agree.
+        """
         assert variant.capture is not None
         # Every captured backward is compared, each with a forward of its own.
         for pattern in variant.capture.patterns:
@@ -258,6 +277,7 @@ class GraphedCall:
                 why = compare(variant.capture, trial, pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
+
             if why:
                 return self._refuse(variant, why)
 
@@ -266,6 +286,7 @@ class GraphedCall:
         if variant.forward.events:
             host_s, device_s = self._seconds(variant)
             times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
+
         self.log("graph", call=variant.name, reason=f"captured, and equal to a plain call{times}")
 
     # ---- is a capture still valid? ----
@@ -280,6 +301,7 @@ class GraphedCall:
             if not variant.logged_waiting:
                 variant.logged_waiting = True
                 self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
+
             return False
 
         if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
@@ -290,6 +312,7 @@ class GraphedCall:
             self._moved(variant, "a parameter, buffer or other tensor has moved in memory")
         elif not same_objects(variant.callables, self._attributes.callables()):
             self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
+
         return variant.ready
 
     def _addresses(self) -> list[int]:
@@ -343,10 +366,14 @@ class GraphedCall:
     # ---- timing of plain calls ----
 
     def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
-        """Call plainly, and time the forward and the backward that follows."""
+        """Call plainly, and time the forward and the backward that follows.
+
+        The device is timed by events on its stream, so the host does not wait here.
+        """
         begin_s = time.perf_counter()
         begin = self.device.record_event()
         result = self.inner(*args, **kwargs)
+
         if variant.calls > 1:  # the first call compiles and allocates
             variant.forward.add(time.perf_counter() - begin_s, begin, self.device.record_event())
         if not variant.training or variant.refused is not None:
@@ -357,6 +384,7 @@ class GraphedCall:
         except OpaqueValue as error:
             self._refuse(variant, f"it returns {error}")
             return result
+
         live = [tensor for tensor in tensors if tensor.requires_grad]
         if any(tensor.grad_fn is None for tensor in live):
             self._refuse(variant, "it returns one of its arguments or parameters")
@@ -366,6 +394,7 @@ class GraphedCall:
         watch = _BackwardWatch(self.device, variant, len(live))
         for index, tensor in enumerate(live):
             tensor.register_hook(partial(watch.gradient_arrived, index))
+
         return result
 
     def _not_launch_bound(self, variant: Variant) -> str | None:
@@ -399,6 +428,7 @@ class _BackwardWatch:
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
+
         self._arrived[index] = True
         if not self._running:
             self._running = True
@@ -413,6 +443,7 @@ class _BackwardWatch:
             variant.backward.add(time.perf_counter() - self._begin_s, self._begin, self._device.record_event())
         if variant.patterns and len(variant.patterns[0]) != len(self._arrived):
             variant.patterns = []  # the call returns other outputs than before
+
         pattern = tuple(self._arrived)
         if pattern not in variant.patterns:
             variant.patterns.append(pattern)

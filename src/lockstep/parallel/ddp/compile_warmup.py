@@ -58,6 +58,7 @@ class CompileWarmup:
             heartbeat.place("compiled")
             self._wait_for_all()
             heartbeat.beat("compute")
+
         return self.inner(*args, **kwargs)
 
     def _trial(self, args: Any, kwargs: Any) -> None:

@@ -44,7 +44,11 @@ class _Exchange(NamedTuple):
 
 
 class Hook:
-    """One way to exchange a bucket. It keeps the exchanges that have started, the oldest first."""
+    """One way to exchange a bucket.
+
+    DDP calls it with each bucket and waits for the future that it returns. The exchanges that have started are kept
+    here, the oldest first.
+    """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
         """`word` is the parameter whose gradient is the control word."""
@@ -54,7 +58,10 @@ class Hook:
         self._pending: list[_Exchange] = []
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        """Leave the mean over ranks in the bucket's buffer. Yields whenever a collective has been started."""
+        """Leave the mean over ranks in the bucket's buffer.
+
+        Yields whenever a collective has been started, and is advanced when the next bucket comes.
+        """
         raise NotImplementedError
 
     def prepare(self, start: Tensor, word: ControlWord | None) -> None:
@@ -76,7 +83,9 @@ class Hook:
         if given.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
+
             self.finish()
+
         return done
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
@@ -110,11 +119,13 @@ class HalfHook(Hook):
         words = self.words_in(bucket)
         summed_words = [word / self.ranks for word in words]
         works = [self.start_sum(word) for word in summed_words]
+
         for word in words:
             word.zero_()
 
         scale = None
         if self.dtype == torch.float16:
+            # inf on any rank must show in the maximum; NaN would be lost in it.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
             agreed = started(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
             yield
@@ -125,6 +136,7 @@ class HalfHook(Hook):
         small = scaled.to(self.dtype)
         works.append(self.start_sum(small))
         yield
+
         for work in works:
             work.wait()
 
@@ -174,6 +186,7 @@ def about(config: DDPConfig) -> str:
             f"powersgd: from step {config.powersgd_start} on, matrices as products of rank {config.powersgd_rank}; "
             f"what that leaves out {feedback}"
         )
+
     bits = {"fp16": 11, "bf16": 8}[config.hook]
     return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"
 

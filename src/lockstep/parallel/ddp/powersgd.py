@@ -41,14 +41,20 @@ STATE_NAME = "ddp.hook"  # under which a checkpoint holds the state
 
 @dataclass
 class Matrix:
-    """A parameter whose gradient is compressed."""
+    """What is kept for a parameter whose gradient is compressed.
+
+    The gradient is a matrix M (n, m) and r is `ddp.powersgd_rank`.
+    """
 
     query: Tensor  # (m, r) orthonormal: the last Q, the same on all ranks
     error: Tensor | None  # (n, m), this rank's own
 
 
 class PowerSGDHook(Hook):
-    """Exchange matrices as products of two thin ones, from step `powersgd_start` on."""
+    """Exchange matrices as products of two thin ones, from step `powersgd_start` on.
+
+    The first steps are exact: gradients change most then, and the power iteration has nothing to start from.
+    """
 
     def __init__(
         self, word: nn.Parameter, group: dist.ProcessGroup, named: dict[str, nn.Parameter], config: DDPConfig, seed: int
@@ -60,8 +66,10 @@ class PowerSGDHook(Hook):
         self.names = {id(p): name for name, p in named.items()}
         # Vectors and small matrices have none, and travel as they are.
         self.matrices: dict[str, Matrix] = {}
+
         for number, (name, p) in enumerate(named.items()):
             if is_worthwhile(p, config.powersgd_rank):
+                # All ranks must begin with the same Q.
                 own_seed = derive(seed, "powersgd", number)
                 self.matrices[name] = _fresh(p, config.powersgd_rank, own_seed, self.feedback)
 
@@ -85,6 +93,7 @@ class PowerSGDHook(Hook):
         The weight is needed before the control word brings it, so it travels ahead."""
         if not (self.feedback and self.compresses):
             return
+
         # The loss scale is 0 for padding, which says nothing.
         self._scale = torch.maximum(self._scale, start.double())
         if word is not None:
@@ -115,6 +124,7 @@ class PowerSGDHook(Hook):
         # P = M Q, in one collective with the gradients that travel in full, the control word among them.
         for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
+
         firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in compressed]
         parts = [*firsts, *full]
         flat = torch.cat([part.flatten().to(firsts[0].dtype) for part in parts]).div_(self.ranks)
@@ -122,6 +132,7 @@ class PowerSGDHook(Hook):
         yield
         work.wait()
         summed = _split(flat, parts)
+
         for gradient, mean in zip(full, summed[len(firsts) :], strict=True):
             gradient.copy_(mean)
 
@@ -133,6 +144,7 @@ class PowerSGDHook(Hook):
         yield
         work.wait()
         means = _split(flat, seconds)
+
         for (matrix, gradient), basis, mine, mean in zip(compressed, bases, seconds, means, strict=True):
             self._settle(matrix, gradient, basis, mine, mean)
 
@@ -155,10 +167,14 @@ class PowerSGDHook(Hook):
         from that mean in all steps so far, which only grows."""
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
+        # A step with inf or NaN is skipped; its Q would spoil the steps that follow.
         matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
+
         if matrix.error is not None:
             left_out = (_as_matrix(gradient) - basis @ mine.T) / self._unit.to(mine.dtype)
             matrix.error.copy_(torch.where(finite & (self._unit > 0), left_out, matrix.error))
+
+        # What the optimizer sees.
         gradient.copy_(approximation.view_as(gradient))
 
     # ---- checkpoint state ----
@@ -192,6 +208,7 @@ class PowerSGDHook(Hook):
         saved, *rest = reader.shape(name)
         if saved == self.ranks:
             return read_row(self.group.rank())
+
         # Saved by more or fewer ranks: only the sum of all errors counts, so every rank takes an equal share.
         first, *others = (read_row(row) for row in range(saved))
         return sum(others, first) / self.ranks
@@ -215,6 +232,7 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
 def _fresh(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
     """Return a matrix with a random Q, the same on all ranks, and no error yet."""
     n, m = _as_matrix(parameter).shape
+    # QR in low precision loses orthogonality.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     random = torch.randn(m, rank, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     query = torch.linalg.qr(random).Q.contiguous().to(parameter.device)

@@ -13,6 +13,7 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
     """Replace the BatchNorm modules in place; parameters and names stay. One process needs no replacement."""
     if runtime.world.alone:
         return
+
     children = [child for module in model.modules() for child in module.children()]
     if not any(isinstance(child, _BatchNorm) for child in children):
         raise UserError(
@@ -20,10 +21,12 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
             "",
             "leave ddp.sync_batchnorm out",
         )
+
     if runtime.device.type != "cuda":
         raise UserError(
             f"ddp.sync_batchnorm=true needs GPUs; the device is {runtime.device.type}",
             "torch has SyncBatchNorm for GPUs only",
             "use GroupNorm or LayerNorm, which need no other rank; or type device=cuda",
         )
+
     nn.SyncBatchNorm.convert_sync_batchnorm(model)

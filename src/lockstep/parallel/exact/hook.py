@@ -54,13 +54,17 @@ def _add_up(chunk: _Chunk) -> None:
     tree: TreeSum[Tensor] = TreeSum(add)
     for subtree, term in chunk.terms:
         tree.push(subtree, term)
+
     total = tree.finish()
     if total is not own:
         own.copy_(total)
 
 
 class OrderedHook(Hook):
-    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean."""
+    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean.
+
+    Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
+    """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
         super().__init__(word, group)
@@ -76,6 +80,7 @@ class OrderedHook(Hook):
 
         That backward brings the micro-batch `last`; None: this rank has no micro-batch of its own."""
         self._last = last
+        # Every rank knows what all ranks will send, without a message about it.
         ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
         self._roots_by_rank = [roots_of(part.start, part.stop) for part in ranges]
 
@@ -91,6 +96,7 @@ class OrderedHook(Hook):
             for every, word in zip(gathered, words, strict=True)
         ]
 
+        # A bucket may hold nothing but the control word.
         if len(words) < len(bucket.parameters):
             yield from self._exchange_gradients(bucket)
         else:
@@ -98,6 +104,7 @@ class OrderedHook(Hook):
 
         for work in works:
             work.wait()
+
         for word, every in zip(words, gathered, strict=True):
             word.copy_(every.sum(0))  # its numbers have an exact sum in any order
 
@@ -117,14 +124,17 @@ class OrderedHook(Hook):
         for chunk in chunks:
             for work in chunk.works:
                 work.wait()
+
             _add_up(chunk)
             chunk.works[:] = self._start_sharing(chunk)
+
         self._free_buffers.append(received)
         yield
 
         for chunk in chunks:
             for work in chunk.works:
                 work.wait()
+
         if self.through_host:
             bucket.buffer.copy_(buffer)
 
@@ -132,11 +142,13 @@ class OrderedHook(Hook):
         """Start the transfers of all chunks. What other ranks send lies in `received`, one term after another."""
         taken = 0
         for begin in range(0, buffer.numel(), CHUNK):
+            # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
             size = min(CHUNK, buffer.numel() - begin)
             parts = [deal(size, rank, self.ranks) for rank in range(self.ranks)]
             slices = [slice(begin + part.start, begin + part.stop) for part in parts]
             own = buffer[slices[self.me]]
 
+            # All terms of the slice in the order of their micro-batches, from whichever rank they come.
             terms: list[tuple[Subtree, Tensor]] = []
             transfers: list[tuple[Any, Tensor, int]] = []
             for rank, subtrees in enumerate(self._roots_by_rank):
@@ -148,7 +160,10 @@ class OrderedHook(Hook):
                         term = received[taken : taken + len(own)]
                         taken += len(own)
                         transfers.append((dist.irecv, term, rank))
+
                     terms.append((subtree, term))
+
+            # This rank's roots go to the owners of all other slices.
             transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
             yield _Chunk([buffer[each] for each in slices], own, terms, self._start(transfers))
 
@@ -173,10 +188,13 @@ class OrderedHook(Hook):
         It is kept from step to step: fresh memory costs as much as the additions."""
         terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
         chunks = -(-buffer.numel() // CHUNK)
+        # One element more per chunk: slices are rounded up.
         size = terms * (buffer.numel() // self.ranks + chunks)
+
         for number, free in enumerate(self._free_buffers):
             if free.numel() >= size and free.dtype == buffer.dtype:
                 return self._free_buffers.pop(number)
+
         # Those of this dtype are too small: let them go.
         self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
@@ -185,13 +203,16 @@ class OrderedHook(Hook):
         """Return this rank's sums, laid out like the bucket: the last one is in it, those before are copied."""
         if self._last is None:
             return []
+
         earlier = list(self.tree.roots)
         subtree = self._last
+        # Additions that the tree makes inside this rank's range happen here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()
             views, sums = self._matching(bucket, gradients)
             torch._foreach_add_(views, sums)
             subtree = subtree.joined(left)
+
         return [self._laid_out(bucket, gradients) for _, gradients in earlier] + [bucket.buffer]
 
     def _laid_out(self, bucket: Bucket, gradients: Gradients) -> Tensor:
@@ -199,11 +220,13 @@ class OrderedHook(Hook):
         buffer = bucket.buffer
         flat = torch.zeros_like(buffer)
         views, sums = self._matching(bucket, gradients)
+        # The views of the bucket, moved to the flat copy: same shapes and strides, another storage.
         targets = [
             flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
             for view in views
         ]
         torch._foreach_copy_(targets, sums)
+
         return flat
 
     def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

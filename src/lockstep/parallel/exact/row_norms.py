@@ -14,10 +14,12 @@ from torch.nn import functional as F
 def row_norms(tensor: Tensor) -> Tensor:
     """Return the norm of each row of `tensor` (rows, ...), as (rows,) in float64."""
     rows = tensor.detach()
+    # The rows of a vector are single numbers, and a scalar is one row.
     if rows.dim() < 2:
         return rows.abs().double().reshape(-1)
 
     rows = rows.flatten(1).contiguous()
+    # The CPU kernel sums up each row by itself, in the same way for any number of rows.
     if rows.device.type == "cpu":
         return torch.linalg.vector_norm(rows, dim=1).double()
     return _sum_by_halves(rows.double().square()).sqrt()
@@ -32,9 +34,11 @@ def _sum_by_halves(squares: Tensor) -> Tensor:
     """Sum up each row of `squares` (rows, columns) by adding its halves.
 
     How a GPU sums up a row depends on the number of rows; this uses nothing but additions of single elements."""
+    # Zeros fill the row up to a power of two, and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()
     squares = F.pad(squares, (0, width - squares.shape[1]))
     while width > 1:
         width //= 2
         squares = squares[:, :width] + squares[:, width:]
+
     return squares[:, 0]

@@ -50,6 +50,7 @@ class TreeSum(Generic[T]):
 
     def push(self, subtree: Subtree, value: T) -> None:
         """Add the sum of a subtree that follows on what was pushed before."""
+        # Like the carry of a binary counter.
         while self.roots and subtree.completes(self.roots[-1][0]):
             left, before = self.roots.pop()
             subtree = subtree.joined(left)
@@ -63,8 +64,10 @@ class TreeSum(Generic[T]):
         assert roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
         _, total = roots.pop()
+        # What is left has different sizes; the smallest, which are the last, are added first.
         while roots:
             total = self.add(roots.pop()[1], total)
+
         return total
 
 
@@ -76,6 +79,8 @@ def roots_of(first: int, stop: int) -> list[Subtree]:
         level = (stop - first).bit_length() - 1
         if first:
             level = min(level, (first & -first).bit_length() - 1)
+
         roots.append(Subtree(first, level))
         first += 1 << level
+
     return roots

@@ -1,9 +1,9 @@
 """Check that all ranks use the same parameters, because FSDP2 does not.
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
-same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each rank
-for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only, gloo
-aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to do
+same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each
+rank for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only,
+gloo aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to do
 before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
 the host must wait for the answer.
 
@@ -35,7 +35,10 @@ END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finish
 
 
 class UniformUse:
-    """Compares what the ranks are about to exchange."""
+    """Compares what the ranks are about to exchange.
+
+    The driver counts `steps`, and calls `compare(END)` after the last backward of each.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,10 @@ class UniformUse:
         stages: Sequence[nn.Module] | None = None,
         replicas: Collectives | None = None,
     ):
-        """`model` is sharded over all ranks; in a pipeline, this rank's `stages` of it are, over their `replicas`."""
+        """Install the comparison on all parameter groups.
+
+        `model` is sharded over all ranks; in a pipeline, this rank's `stages` of it are, over their `replicas`.
+        """
         self.runtime = runtime
         self.steps = 0
         self.among = replicas or runtime.collectives
@@ -52,12 +58,17 @@ class UniformUse:
         self._in_mesh = False  # with mesh.tp or mesh.pp, where zero1 is no alternative
 
         names = {id(p): name for name, p in model.named_parameters()}
+        # A ModuleList walks through modules that several stages share only once.
         for module in nn.ModuleList(stages or [model]).modules():
             if not isinstance(module, FSDPModule):
                 continue
+
             group = module._get_fsdp_state()._fsdp_param_group
+            # A module that holds no parameters of its own has no group.
             if group is None:
                 continue
+
+            # Modules are visited in the same order on all ranks, so a number means the same group everywhere.
             number = len(self.groups)
             module.set_custom_all_gather(_ComparedGather(self, number))
             self._compare_before_reducing(group, number)
@@ -74,12 +85,15 @@ class UniformUse:
         Collective. If they differ, every rank raises the same error."""
         if not self.compares:
             return
+
+        # The names are gathered only if something differs: three integers cost less than a list of strings.
         pattern = hash(has_gradient) % 2**31  # a tuple of bools has the same hash in all processes
         mine = torch.tensor([action, number, pattern], dtype=torch.int64, device=self.runtime.device)
         every = mine.new_empty(self.among.world.size, len(mine))
         dist.all_gather(list(every.unbind()), mine, group=self.among.group)
 
         if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
+            # Slow and readable, since it happens once.
             verb, names = self._describe(action, number, has_gradient)
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, verb, names]), self._in_mesh)
 
@@ -89,6 +103,7 @@ class UniformUse:
 
         def post_backward(*unused: Any) -> None:
             has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
+            # Without a gradient torch reduces nothing.
             if any(has_gradient):
                 self.compare(REDUCE, number, has_gradient)
             original(*unused)
@@ -126,6 +141,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
     """`actions` holds every rank, what it is about to do, and with which parameters."""
+    # Two ranks that differ are enough to name the parameter.
     first = actions[0]
     other = next(action for action in actions if action[1:] != first[1:])
 
@@ -137,6 +153,8 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
             found.append(f"rank {rank} {verb} {some_names(only, 4)}")
         else:
             silent.append(f"rank {rank} does not")
+
+    # If one side has nothing of its own to name, say so: "rank 1 does not".
     if len(found) == 1:
         found += silent
 

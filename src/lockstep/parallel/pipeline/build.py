@@ -19,7 +19,13 @@ Data = Callable[[], Any]
 def make_stages(
     model: nn.Module, task: Any, config: RunConfig, data: Data | None, count: int, device: torch.device
 ) -> tuple[Sequence[Stage], list[list[Tensor]]]:
-    """Return `count` stages, and the tensors that each uses. `model` is on the CPU; `device` is where it will run."""
+    """Return `count` stages, and the tensors that each uses.
+
+    model: in full, and on the CPU
+    data: returns the samples, two of which are read if the model is split automatically; None: there are none
+    device: where the stages will run
+    """
+    # What the user has said counts, then the structure of the model, then what its forward does.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
     if layers is not None:
         stages = [SequentialStage(some) for some in split_layers(layers, count)]
@@ -32,6 +38,7 @@ def make_stages(
         if not blocks:
             why += ", and it has no list of modules of one class to split between"
             fix = WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)")
+
         raise UserError(f"{type(model).__name__} cannot be split into stages", why, fix)
 
     from lockstep.parallel.pipeline.auto_split.split import split_between_blocks  # only where nothing else is given

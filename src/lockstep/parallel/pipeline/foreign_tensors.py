@@ -26,9 +26,11 @@ class ForeignTensors:
     """The tensors of other stages."""
 
     def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], here: Callable[[str], bool]):
-        """`stages` holds, by name, the stages that use each tensor that not all use: the same on all ranks.
+        """Find the tensors that this rank has placeholders for.
 
-        `here(name)`: whether this rank holds the tensor."""
+        stages: by name, the stages that use each tensor that not all use; the same on all ranks
+        here: here(name) tells whether this rank holds the tensor
+        """
         self.stages = stages
         self.steps = 0
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -43,16 +45,21 @@ class ForeignTensors:
         if self._read or not self._tensors or unchecked:
             return bool(self._read)
 
+        # A NaN may have another cause: only a second call of the loss tells which tensors it reads.
         tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
         if any(bool(tensor.isnan().any()) for tensor in tensors):  # on a GPU the host waits here
+            # The output itself may be needed by the backward, and a loss may change it in place.
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
                 again(copy)
+
             self._read = recorder.found
+
         return bool(self._read)
 
     def used(self) -> list[bool]:
         """Return for each tensor in `stages` whether it was used here though only other stages hold it."""
+        # A placeholder that took part in a backward has a gradient.
         trained = {name for name, tensor in self._tensors.items() if tensor.grad is not None}
         return [name in trained or name in self._read for name in self.stages]
 
@@ -61,6 +68,7 @@ class ForeignTensors:
         names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
         if not names:
             return
+
         stages = " and ".join(map(str, self.stages[names[0]]))
         more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
         raise UserError(
@@ -83,6 +91,7 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # An expanded or transposed placeholder shares its memory; what is computed from it does not.
         is_view = isinstance(result, Tensor) and _address(result) in self._names
         if not is_view:
             read = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

@@ -28,9 +28,11 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
             f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
         )
 
+    # All headers have the same size, so that the receiver can allocate it without knowing anything.
     header = [len(tensors)]
     for t in tensors:
         header += [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (MAX_DIMS - t.dim())]
+
     header += [0] * (_HEADER - len(header))
     dist.send(torch.tensor(header, device=tensors[0].device), group=group, group_dst=to)
     for t in tensors:
@@ -41,6 +43,7 @@ def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> list
     """Receive what rank `source` of the group sends."""
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
+    # On a GPU the host waits here: once per new shape, and for the batches of an evaluation.
     count, *entries = header.tolist()
 
     tensors = []
@@ -49,4 +52,5 @@ def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> list
         tensor = torch.empty(shape[:dim], dtype=DTYPES[dtype], device=device)
         dist.recv(tensor, group=group, group_src=source)
         tensors.append(tensor)
+
     return tensors

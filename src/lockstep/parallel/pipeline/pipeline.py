@@ -85,6 +85,7 @@ def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> ModelInput:
         loss_of(StandIn(model, record), data)
     except _ModelCalled as call:
         return call.model_args, call.model_kwargs
+
     raise _not_one_call("not at all")
 
 
@@ -151,10 +152,12 @@ class Pipeline:
         self._set_mode()
         inputs = [model_input(loss_of, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(given) for given in inputs]
+
         for group, explore in self._passes(shapes):
             shape = shapes[group[0]]
             if explore:
                 self._stage_inputs[shape] = self._explore(inputs[group[0]])
+
             work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_of, begin, finish)
             self._prepare(shape, len(group)).run(work)
 
@@ -163,14 +166,18 @@ class Pipeline:
 
         Ranks that wait for each other do the same, whatever their micro-batches look like."""
         indices = range(len(shapes))
+        # Neighbours of one shape go together; the order of micro-batches stays.
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
         new = [shape not in self._stage_inputs and shape not in shapes[:index] for index, shape in enumerate(shapes)]
 
+        # FSDP inside the stages makes every forward and backward collective among the replicas.
         if self.replicas is not None:
             of_all = self.replicas.gather_json([groups, new])
             if any(theirs != groups for theirs, _ in of_all):
                 groups = [[index] for index in indices]
+
             new = [any(flags) for flags in zip(*(theirs for _, theirs in of_all), strict=True)]
+
         return [(group, any(new[index] for index in group)) for group in groups]
 
     def forward(self, loss_of: LossOf, data: Any) -> Loss | None:
@@ -181,6 +188,7 @@ class Pipeline:
         output = self._walk(model_input(loss_of, self.model, data), lambda number, values: None)
         if self.count - 1 not in self.mine:
             return None
+
         with torch.no_grad(), self.autocast():
             return loss_of(StandIn(self.model, lambda *a, **k: output), data)
 
@@ -193,15 +201,19 @@ class Pipeline:
         buffers: list[Tensor] = []
         if self.model.training:
             buffers = [buffer for stage in self.mine.values() for buffer in stage.mutable_buffers()]
+
         before = [buffer.clone() for buffer in buffers]
 
         for number, stage in self.mine.items():
             values = None
+            # A pipeline has at least two ranks, so the stage before is always on another one.
             if number > 0:
                 values = receive((number - 1) % self.ranks, self.group, self.device)
                 note(number, values)
+
             with torch.no_grad(), self.autocast():
                 output = stage(given, values)
+
             if number < self.count - 1:
                 leaving = sendable(output, number)
                 note(number + 1, leaving)
@@ -209,6 +221,7 @@ class Pipeline:
 
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
+
         return output
 
     def _explore(self, given: ModelInput) -> dict[int, list[Tensor]]:
@@ -220,6 +233,7 @@ class Pipeline:
     def _prepare(self, shape: Any, count: int) -> _PreparedSchedule:
         key = (shape, count)
         if key not in self._prepared:
+            # The oldest goes: shapes that come again are usually few.
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = _PreparedSchedule(self, self._stage_inputs[shape], count)
@@ -256,8 +270,10 @@ class _ScheduledStage(nn.Module):
         turn = next(self._turns)
         micro = work.micros[turn]
         work.begin(micro, self.number)
+
         with pipeline.autocast():
             output = stage(work.inputs[turn], received if self.number else None)
+
         if self.number < pipeline.count - 1:
             return tuple(sendable(output, self.number))
 
@@ -266,6 +282,7 @@ class _ScheduledStage(nn.Module):
         if pipeline.foreign.are_read(loss, output, again=partial(self._loss, micro)):
             # An error will be raised at the end of the step; until then only the backward must still work.
             total = _finite_total(output)
+
         # torch was told one dtype beforehand; the gradient that starts here is 1 in any.
         return total.float()
 
@@ -285,6 +302,7 @@ class _PreparedSchedule:
     """A schedule for some number of micro-batches of one shape, with the buffers they are received in."""
 
     def __init__(self, pipeline: Pipeline, stage_inputs: dict[int, list[Tensor]], count: int):
+        # The last stage returns the loss, a single number.
         loss = torch.empty((), device="meta", requires_grad=True)
         self.count = count
         self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.mine.items()]
@@ -305,14 +323,17 @@ class _PreparedSchedule:
     def run(self, work: _Work) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work)
+            # torch sets these for its own step(), which splits a batch; our micro-batches come split.
             stage.has_backward = True
             stage.clear_runtime_states()
+
         try:
             self.schedule._step_microbatches(target_mbs=[None] * self.count, return_outputs=False)
         except RuntimeError as error:
             # torch wraps what was raised in a stage into an error of its own.
             if error.__cause__ is None:
                 raise
+
             raise error.__cause__ from None
 
 
@@ -323,6 +344,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     kind, _ = SCHEDULES[name]
     if not fits(name, len(stages), stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
+
     takes_one = kind in (ScheduleGPipe, Schedule1F1B)
     # `clone`: torch detaches the stage's output in place, and still needs the loss.
     return kind(stages[0] if takes_one else stages, count, loss_fn=lambda output, _: output.clone(), scale_grads=False)
@@ -349,6 +371,7 @@ def sendable(output: Any, number: int) -> list[Tensor]:
             "",
             'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a stage',
         )
+
     wrong = [v for v in values if not isinstance(v, Tensor) or not v.is_floating_point()]
     if wrong:
         kind = f"a tensor of {wrong[0].dtype}" if isinstance(wrong[0], Tensor) else f"a {type(wrong[0]).__name__}"
@@ -357,6 +380,7 @@ def sendable(output: Any, number: int) -> list[Tensor]:
             "a stage must return a floating-point tensor, or a tuple of them",
             "let stages(model) split where only activations pass, and compute masks and positions in each stage",
         )
+
     return [value.contiguous() for value in values]
 
 

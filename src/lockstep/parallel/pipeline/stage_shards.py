@@ -28,8 +28,11 @@ def shard_stage(
     names = dict(model.named_parameters(remove_duplicate=False))
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
     alone = without_shared(blocks, stage)
+
     for block in alone:
         shard(block)
+
+    # Placeholders of other stages have no memory to shard.
     shard(stage, ignored_params=set(stage.parameters()) - set(held))
     prepare(stage)
     _tie_again(model, names)
@@ -41,6 +44,7 @@ def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
 
     `names` holds the parameters before sharding."""
     now = dict(model.named_parameters(remove_duplicate=False))
+    # Sharding replaces a parameter in the modules that it walks through, and in no others.
     replaced = {id(before): now[name] for name, before in names.items() if now[name] is not before}
     for name, before in names.items():
         if now[name] is before and id(before) in replaced:

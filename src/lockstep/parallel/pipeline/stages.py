@@ -19,7 +19,11 @@ ModelInput = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs) that the t
 
 
 class Stage(nn.Module):
-    """What one stage of a pipeline computes."""
+    """What one stage of a pipeline computes.
+
+    Either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
+    (`auto_split.forward_stage.ForwardStage`).
+    """
 
     def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
         """Return what the model returns, or what the next stage receives.
@@ -44,6 +48,7 @@ class SequentialStage(Stage):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
+        # The first stage gets the model's own arguments; a tuple between layers becomes several arguments.
         args, kwargs = given if received is None else (received, {})
         value: Any = None
         for layer in self.layers:
@@ -74,6 +79,7 @@ def list_layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.
         raise UserError(f"stages(model) must return a list of modules; it has a {wrong[0]} in it", "", WHAT_TO_WRITE)
     if given is None and layers == [model]:
         return None
+
     _check_complete(model, layers)
     return layers
 
@@ -85,6 +91,7 @@ def _flatten_sequential(module: nn.Module) -> list[nn.Module]:
 
 
 def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    # A parameter that stages(model) creates would have no name, no optimizer and no checkpoint.
     known = {id(p) for p in model.parameters()}
     foreign = [name for layer in layers for name, p in layer.named_parameters() if id(p) not in known]
     if foreign:
@@ -94,6 +101,7 @@ def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             "create every parameter in model(), and only arrange them in stages(model)",
         )
 
+    # A trainable parameter in no stage would never get a gradient.
     staged = {id(p) for layer in layers for p in layer.parameters()}
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in staged]
     if forgotten:
@@ -141,7 +149,9 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
                 if before is not None:
                     largest = max(before[0], cumulative[end] - cumulative[start])
                     candidates.append((largest, [*before[1], end]))
+
             longer[end] = min(candidates, default=None)
+
         best = longer
 
     chosen = best[len(sizes)]
@@ -167,6 +177,7 @@ def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> 
 
     Those keep their names, shapes and dtypes, so that every rank still sees the same model; their value is one NaN, so
     that using them does not go unnoticed."""
+    # A tied parameter has several names, and is moved once.
     done: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in done:

@@ -53,7 +53,10 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
 def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
     """Return every sharded layer by its full name; what would fail in the first forward is refused.
 
-    `ways` is the size of a tp group, `others` how many such groups there are."""
+    task: may have a `tensor_plan(model)`
+    ways: the size of a tp group
+    others: how many such groups there are
+    """
     asked = _task_plan(model, task)
     plan = _recognised(model) if asked is None else _expand(asked, model)
     _check_layers(plan, model, ways)
@@ -77,6 +80,7 @@ def _recognised(model: nn.Module) -> dict[str, LayerStyle]:
             f"write def tensor_plan(self, model): return {EXAMPLE} (in a loop of your own, a method of the model, "
             "without the argument), or type strategy=fsdp without mesh.tp",
         )
+
     return found
 
 
@@ -85,10 +89,13 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
 
     Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits."""
     found: dict[str, LayerStyle] = {}
+    # Names count within one module: `up` and `down` of different modules are no pair.
     for name, module in model.named_modules():
         children = {child for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
         for child, style in _recognised_children(children):
+            # The first row that matches a layer decides.
             found.setdefault(f"{name}.{child}" if name else child, style)
+
     return found
 
 
@@ -97,6 +104,7 @@ def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]
         if closing in children and children.issuperset(opening):
             for child in opening:
                 yield child, "colwise"
+
             yield closing, "rowwise"
 
     for fused, closings in FUSED:
@@ -115,6 +123,7 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
             "",
             f"return {EXAMPLE}",
         )
+
     plan: dict[str, LayerStyle] = {}
     for pattern, style in asked.items():
         if not isinstance(style, ParallelStyle) and style not in STYLES:
@@ -123,7 +132,10 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
                 "",
                 f"write one of {', '.join(STYLES)}, or a ParallelStyle",
             )
+
+        # A later pattern wins over an earlier one.
         plan |= dict.fromkeys(_matching(pattern, model), style)
+
     if not plan:
         raise UserError("tensor_plan(model) is empty", "", "name some layers, or type strategy=fsdp without mesh.tp")
     return plan
@@ -138,6 +150,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
             "",
             f"name layers of the model, such as {', '.join(layers[:4]) or 'none: it has no nn.Linear'}",
         )
+
     return names
 
 
@@ -148,12 +161,15 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
         layer = model.get_submodule(name)
         parameters = [f"{name}.{own}" for own, _ in layer.named_parameters()]
         shared = [parameter for parameter in parameters if parameter in tied]
+
         if shared:
             raise UserError(
                 f"tensor_plan: {name!r} cannot be sharded over {ways} ranks",
                 f"{shared[0]!r} is tied to {tied[shared[0]]!r}; sharding would untie them",
                 f"leave {name!r} out of the plan, or untie the two",
             )
+
+        # A ParallelStyle of torch's is the user's own responsibility.
         if isinstance(style, str) and not isinstance(layer, nn.Linear):
             raise UserError(
                 f"tensor_plan: {name!r} cannot be {style!r}, since it is a {type(layer).__name__}",
@@ -163,6 +179,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
 
 
 def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
+    # What is divided: colwise shards the output features, rowwise the input features.
     sizes: dict[str, int] = {}
     for name, style in plan.items():
         layer = model.get_submodule(name)
@@ -185,12 +202,15 @@ def _other_ways(common: int, ways: int, others: int) -> list[str]:
 
     `common` is the greatest common divisor of their features. As many ranks are proposed if possible, or else fewer, or
     else a few more."""
+    # At most twice as many ranks: more would be another job.
     fitting = [n for n in range(2, 2 * ways) if common % n == 0]
     if same_ranks := [n for n in fitting if ways % n == 0]:
         return [f"type mesh.tp={max(same_ranks)}"]
+
     if fitting:
         nearest = max([n for n in fitting if n < ways], default=fitting[0])
         return [f"type mesh.tp={nearest} --nproc {nearest * others}"]
+
     return []
 
 
@@ -206,4 +226,5 @@ def _tied(model: nn.Module) -> dict[str, str]:
             others = [other for other in group if other != name]
             if others:
                 tied[name] = others[0]
+
     return tied

@@ -55,14 +55,19 @@ class OutputSpec:
         made = []
         for number, tensor in enumerate(self.like):
             twin = number if number < len(received) else 0
+            # The output at the same position is the likeliest to have the same sizes.
             traced = received_spec.like[twin]
             here = received[twin]
             sizes = list(tensor.shape)
+
             for dim in range(min(tensor.dim(), traced.dim())):
                 if sizes[dim] == traced.shape[dim]:
                     sizes[dim] = here.shape[dim]
+
+            # NaN wherever possible: should it be used after all, that shows.
             value = float("nan") if tensor.is_floating_point() else 0
             made.append(torch.full(sizes, value, dtype=tensor.dtype, device=here.device))
+
         return self.build(made)
 
 
@@ -112,6 +117,7 @@ class ForwardStage(Stage):
         self._received_used = received is None
         args, kwargs = given
         handler = partial(self._handle, received or ())
+
         try:
             with self._protected_buffers(), self._interceptor.handled_by(handler):
                 output = self.model(*args, **kwargs)
@@ -129,17 +135,23 @@ class ForwardStage(Stage):
                 "a stage can end only after a block that every forward calls",
                 WHAT_TO_WRITE,
             )
+
         return output
 
     def _handle(self, received: Sequence[Tensor], number: int, call: Callable[[], Any]) -> Any:
         """Decide what block `number` returns."""
+        # Blocks of this stage run, and those after it are never reached.
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends_model:
                 raise _LeaveForward(self._to_next_stage(output))
             return output
+
+        # Blocks of earlier stages do not run, and what they return is not used.
         if number < self.first - 1:
             return self._outputs[number].build_nan(received, self._outputs[self.first - 1])
+
+        # The last block before this stage: its output has been received.
         self._received_used = True
         # Cloned, since the model may write into it.
         return self._outputs[number].build([tensor.clone() for tensor in received])
@@ -163,9 +175,11 @@ class ForwardStage(Stage):
         places = [name.rpartition(".") for name in self._foreign_buffers]
         slots = [(self.model.get_submodule(module)._buffers, own) for module, _, own in places]
         originals = [buffers[own] for buffers, own in slots]
+
         for (buffers, own), original in zip(slots, originals, strict=True):
             assert original is not None
             buffers[own] = original.clone()
+
         try:
             yield
         finally:

@@ -30,11 +30,18 @@ def split_between_blocks(
     count: int,
     device: torch.device,
 ) -> tuple[Sequence[ForwardStage], list[list[Tensor]]]:
-    """Return `count` stages, and the tensors that each uses. `model` is on the CPU; `device` is where it will run."""
+    """Return `count` stages, and the tensors that each uses.
+
+    model, blocks: in full, and on the CPU
+    data: the samples, two of which are read
+    device: where the stages will run
+    """
     # The trace runs on the CPU, in the precision of the run.
     precision = replace(choose(config, device), device_type="cpu")
+    # The loss may call parts of the model, or draw random numbers, before it calls the model.
     with StateSnapshot(model):
         given = _example_input(model, task, config, data)
+
     return split_forward(model, blocks, given, count, precision.autocast)
 
 
@@ -46,5 +53,6 @@ def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) ->
             f"the data is a {type(data).__name__}, of which none can be read without being used up",
             WHAT_TO_WRITE,
         )
+
     read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
     return model_input(task.loss, model, read((0, range(min(2, len(data))))))

@@ -28,7 +28,11 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 def split_forward(
     model: nn.Module, blocks: Sequence[nn.Module], given: ModelInput, count: int, autocast: Autocast
 ) -> tuple[list[ForwardStage], list[list[Tensor]]]:
-    """Return `count` stages with about equally many parameters, and the tensors that each of them uses."""
+    """Return `count` stages with about equally many parameters, and the tensors that each of them uses.
+
+    given: (args, kwargs) of the model for two samples
+    autocast: the precision that the run will have
+    """
     interceptor = BlockInterceptor(blocks)
     with StateSnapshot(model):
         trace = _Trace(model, interceptor)
@@ -42,11 +46,14 @@ def split_forward(
         used = [trace.tensors_used(start, end) for start, end in zip(starts, ends, strict=True)]
 
         stages = []
+        # A buffer outside the blocks that another stage changes: its code may run here, too, and must not count.
         for start, end, mine in zip(starts, ends, used, strict=True):
             foreign = set().union(*trace.changed) - {id(tensor) for tensor in mine}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
             stages.append(ForwardStage(model, interceptor, trace.outputs, start, min(end, last), names))
+
         _dry_run(model, stages, used, given, autocast)
+
     return stages, used
 
 
@@ -81,12 +88,14 @@ class _Trace:
             except Exception as error:
                 why = f"its forward, on the CPU: {type(error).__name__}: {str(error)[:300]}"
                 raise _cannot_split(self.model, why) from error
+
             self._end_segment(_tensors(output, self.model, "it returns"), ())
 
     def _handle(self, number: int, call: Callable[[], Any]) -> Any:
         block = self.interceptor.blocks[number]
         if number in self.order:
             raise _cannot_split(self.model, f"block {number} ({type(block).__name__}) is called twice")
+
         self.order.append(number)
         output = call()
         tensors = _tensors(output, self.model, f"block {number} returns")
@@ -98,6 +107,7 @@ class _Trace:
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             self.closed.add(segment)
 
+        # A fresh leaf per output: the graph of the next segment ends here, and shows that it was used.
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         self._segment_of.update({id(tensor): segment for tensor in detached})
         self._kept_alive.extend(detached)
@@ -115,6 +125,7 @@ class _Trace:
         for leaf in earlier_outputs:
             self.closed.update(range(self._segment_of[leaf] + 1, segment))
 
+        # Compared after every segment: there is no hook for a write into a buffer.
         changed = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
         self.changed.append({id(buffer) for buffer, _ in changed})
         for buffer, before in changed:
@@ -133,11 +144,13 @@ class _Trace:
         counted: set[int] = set()
         parts = []
         start = 0
+
         for end in ends:
             new = set().union(*self.needs[start : end + 1]) - counted
             counted |= new
             parts.append(sum(sizes.get(tensor, 0) for tensor in new))
             start = end + 1
+
         return [ends[number - 1] for number in balance(parts, count)]
 
     def tensors_used(self, first: int, last: int) -> list[Tensor]:
@@ -173,6 +186,7 @@ def _dry_run(
             why = f"stage {number}, without what the others have: {type(error).__name__}: {str(error)[:300]}"
             raise _cannot_split(model, why) from error
 
+        # NaN in the output: something of another stage has come in on a way that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
             why = f"what comes after {block} depends on more than what that block returns; or on NaN"
@@ -199,6 +213,7 @@ def _all_trainable(model: nn.Module) -> Iterator[None]:
     frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
+
     try:
         yield
     finally:
@@ -212,6 +227,7 @@ def _others_nan(model: nn.Module, mine: set[int]) -> Iterator[None]:
     others = [(p, p.data) for p in model.parameters() if id(p) not in mine]
     for p, _ in others:
         p.data = placeholder(p, p.device)
+
     try:
         yield
     finally:
