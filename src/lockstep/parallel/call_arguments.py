@@ -86,6 +86,7 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if spec == TENSOR:
         return next(tensors)
 
+    # The last element of a spec holds the children; a name, keys or a context may come before.
     what, kind, *inside = spec
     if what == "constant":
         return inside[0]

@@ -155,6 +155,7 @@ def _unchanged(now: Any, before: Any, contents: Any) -> bool:
 
 
 def _member_ids(container: Any) -> list[int]:
+    # Keys as well: a dict may map the same values to other keys.
     members = [*container, *container.values()] if isinstance(container, dict) else container
     return [id(member) for member in members]
 

@@ -18,6 +18,7 @@ def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
     """Convert the linear layers of the blocks. Parameters keep their names, dtypes and objects."""
     from torchao.float8 import convert_to_float8_training  # pyrefly: ignore[missing-import]
 
+    # torchao decides per module; ids, since a module may have several names.
     blocks = find_blocks(model, named)
     chosen = {id(module) for block in blocks for module in block.modules() if _fits(module)}
     if not chosen:

@@ -99,7 +99,9 @@ def fill(
     model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], seed: int, runtime: Runtime
 ) -> None:
     """Give `model` its weights, the same on every rank, and `shard` each block as soon as it is initialised."""
+    # The generator is where it is when a constructor begins, so the same numbers are drawn.
     seed_torch(derive(seed, "init"), runtime.device)
+    # Before any memory is allocated: the model may be too large to fail late.
     _check_can_be_filled(model)
     filling = _Filling({id(block) for block in blocks}, shard)
     filling.fill(model, "")
@@ -192,6 +194,7 @@ class _Filling:
         tied = []
         blank = list(_own_empty(module))
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            # Two modules share the parameter, and the first has set it.
             if made := self._made.get(id(old)):
                 new = made.full
                 tied.append((new, new.detach().clone()))

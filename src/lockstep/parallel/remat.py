@@ -63,6 +63,7 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if not remat.startswith("every-"):
         return blocks
 
+    # config/ has checked the form of the word.
     every = int(remat.removeprefix("every-"))
     if every == 1:
         raise UserError("remat=every-1 means all blocks", "remat=full is the word for that", "type remat=full")

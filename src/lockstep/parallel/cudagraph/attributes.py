@@ -60,6 +60,7 @@ class AttributeWatch:
 
     def settings(self) -> Hashable:
         """Return the plain values (a temperature, a probability) as a key."""
+        # `get`: an attribute may have been deleted, which then is None, and another value.
         values = [held.get(name) for held, name in self._plain]
         # Nearly always nothing has changed, and building the key costs more than this comparison.
         if not same_objects(values, self._last_values):

@@ -137,6 +137,7 @@ class Capture:
 
     def gradients_of_arguments(self, of_sources: list[Tensor | None]) -> list[Tensor | None]:
         """Spread the gradients of the sources over all inputs and parameters."""
+        # Sources are the inputs that require a gradient, then all parameters.
         gradients = iter(of_sources)
         of_inputs = [next(gradients) if wants else None for wants in self._wants_gradient]
         return of_inputs + list(gradients)
@@ -199,6 +200,7 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
         ctx.capture.redeem(ctx.ticket)
+        # autograd passes a gradient for every output, None for those without.
         given = [gradient for gradient, fixed in zip(grad_outputs, ctx.fixed, strict=True) if not fixed]
         return None, *ctx.capture.gradients_of_arguments(ctx.capture.backward(given))
 

@@ -245,6 +245,7 @@ class GraphedCall:
             return self._refuse(variant, "no gradient came back to its results")
         if not self.required and (why := self._not_launch_bound(variant)):
             return self._refuse(variant, why)
+        # Each capture holds activations and gradients of its own.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
 
@@ -351,6 +352,7 @@ class GraphedCall:
 
     def _log_refusal(self, call: str, why: str, training: bool = False) -> None:
         """`training`: graph=true requires that this call is captured."""
+        # An evaluation that cannot be captured is no reason to stop a run.
         if self.required and training:
             raise UserError(
                 f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "type graph=auto"
@@ -386,6 +388,7 @@ class GraphedCall:
             return result
 
         live = [tensor for tensor in tensors if tensor.requires_grad]
+        # An output that is also an input or a parameter: a replay would return a copy of it.
         if any(tensor.grad_fn is None for tensor in live):
             self._refuse(variant, "it returns one of its arguments or parameters")
             return result
@@ -407,6 +410,7 @@ class GraphedCall:
 
     def _seconds(self, variant: Variant) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
+        # Evaluations have no backward.
         timings = [timing for timing in (variant.forward, variant.backward) if timing.events]
         host_s = sum(timing.host_s for timing in timings)
         device_s = sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings)

@@ -66,6 +66,7 @@ class CompileWarmup:
         device = self.runtime.device
         on_cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
+        # Frozen ones get no gradient, and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         # A call that cannot be tried is compiled later, when it is needed: its arguments are opaque, or a second set of

@@ -94,6 +94,7 @@ class Hook:
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word, if it is in this bucket."""
+        # Compared by identity: tensors compare by elements.
         pairs = zip(bucket.parameters, bucket.gradients, strict=True)
         return [gradient for parameter, gradient in pairs if parameter is self.word]
 
@@ -170,6 +171,7 @@ def _advance(exchanges: list[_Exchange]) -> list[_Exchange]:
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
     """Return the power of two () that makes the sum of `ranks` numbers, none above `largest` (), at most 2^15."""
+    # A power of two, so that scaling itself rounds nothing.
     exponent = torch.frexp(largest).exponent  # largest <= 2^exponent
     room = 15 - (ranks - 1).bit_length()
     # At most 2^126: twice 2^127 is no longer a float32.

@@ -53,7 +53,7 @@ class Matrix:
 class PowerSGDHook(Hook):
     """Exchange matrices as products of two thin ones, from step `powersgd_start` on.
 
-    The first steps are exact: gradients change most then, and the power iteration has nothing to start from.
+    The first steps are exact, as usual for PowerSGD: gradients change most then.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class PowerSGDHook(Hook):
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         compressed: list[tuple[Matrix, Tensor]] = []
         full: list[Tensor] = []
+        # The control word has no matrix, and is in `full`.
         for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
             matrix = self.matrices.get(self.names.get(id(parameter), ""))
             if matrix:
@@ -114,6 +115,7 @@ class PowerSGDHook(Hook):
             else:
                 full.append(gradient)
 
+        # A bucket without matrices, or before powersgd_start: an ordinary all-reduce.
         if not self.compresses or not compressed:
             bucket.buffer.div_(self.ranks)
             work = self.start_sum(bucket.buffer)

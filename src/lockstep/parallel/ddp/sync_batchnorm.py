@@ -14,6 +14,7 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
     if runtime.world.alone:
         return
 
+    # torch converts children, never the model itself.
     children = [child for module in model.modules() for child in module.children()]
     if not any(isinstance(child, _BatchNorm) for child in children):
         raise UserError(

@@ -28,6 +28,7 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
+    # Parameters that only some micro-batches use.
     for key in right:
         left.setdefault(key, right[key])
     return left
@@ -128,6 +129,7 @@ class OrderedHook(Hook):
             _add_up(chunk)
             chunk.works[:] = self._start_sharing(chunk)
 
+        # All terms have been added: the next bucket may use the memory.
         self._free_buffers.append(received)
         yield
 
@@ -231,6 +233,7 @@ class OrderedHook(Hook):
 
     def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views of the bucket, and the earlier sums that belong to them."""
+        # The control word is not a gradient, and has no earlier sums.
         pairs = zip(bucket.parameters, bucket.gradients, strict=True)
         matching = [(view, gradients[id(p)]) for p, view in pairs if p is not self.word]
         return [view for view, _ in matching], [gradient for _, gradient in matching]

@@ -3,8 +3,8 @@
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each
 rank for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only,
-gloo aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to do
-before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
+gloo aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to
+do before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
 the host must wait for the answer.
 
 A part that no rank uses in a step is fine: it is not gathered, and gets no gradient. In a pipeline "all ranks" are the
@@ -135,6 +135,7 @@ class _ComparedGather(DefaultAllGather):
 
 
 def _has_gradient(parameter: Any) -> bool:
+    # The gathered parameter, which torch creates with the first gather.
     full = getattr(parameter, "_unsharded_param", None)
     return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
 

@@ -33,6 +33,7 @@ class ForeignTensors:
         """
         self.stages = stages
         self.steps = 0
+        # Under all names, since the error names what the user wrote.
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self._tensors = {name: tensor for name, tensor in named if name in stages and not here(name)}
         self._read: set[str] = set()
@@ -69,6 +70,7 @@ class ForeignTensors:
         if not names:
             return
 
+        # One name is enough to find the line of code.
         stages = " and ".join(map(str, self.stages[names[0]]))
         more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
         raise UserError(

@@ -82,6 +82,7 @@ def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> ModelInput:
         raise _ModelCalled(args, kwargs)
 
     try:
+        # Everything before the call of the model (masks, shifted targets) runs; the rest of the loss does not.
         loss_of(StandIn(model, record), data)
     except _ModelCalled as call:
         return call.model_args, call.model_kwargs
@@ -130,11 +131,13 @@ class Pipeline:
         self.ranks = along.world.size
         self.device = along.device
         self.count = len(stages)
+        # Round robin: with several stages per rank, consecutive stages are on different ranks.
         self.mine = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
 
         self._prepared: dict[Any, _PreparedSchedule] = {}
         # By shape of the model's input: what comes into each stage, as meta tensors.
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}
+        # Modules that stages(model) has made around parts of the model; model.train() does not reach them.
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.mine.values() for m in stage.modules() if id(m) not in inside]
 
@@ -150,6 +153,7 @@ class Pipeline:
         `begin(micro, stage)` is called before every forward, `finish(micro, loss)` returns what to backpropagate.
         Micro-batches of another shape (the short one at the end of an epoch) are a pass of their own."""
         self._set_mode()
+        # Every rank finds the arguments itself, since every rank has the samples.
         inputs = [model_input(loss_of, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(given) for given in inputs]
 
@@ -173,6 +177,7 @@ class Pipeline:
         # FSDP inside the stages makes every forward and backward collective among the replicas.
         if self.replicas is not None:
             of_all = self.replicas.gather_json([groups, new])
+            # Replicas whose micro-batches have other shapes group them differently: then each goes alone.
             if any(theirs != groups for theirs, _ in of_all):
                 groups = [[index] for index in indices]
 
@@ -189,6 +194,7 @@ class Pipeline:
         if self.count - 1 not in self.mine:
             return None
 
+        # The loss runs on the last stage only, where the output is.
         with torch.no_grad(), self.autocast():
             return loss_of(StandIn(self.model, lambda *a, **k: output), data)
 
@@ -198,6 +204,7 @@ class Pipeline:
         `note(number, values)` is called with what comes into each stage. Running statistics are put back: the forward
         that counts is still to come."""
         output = None
+        # In evaluation mode no buffer changes.
         buffers: list[Tensor] = []
         if self.model.training:
             buffers = [buffer for stage in self.mine.values() for buffer in stage.mutable_buffers()]
@@ -277,6 +284,7 @@ class _ScheduledStage(nn.Module):
         if self.number < pipeline.count - 1:
             return tuple(sendable(output, self.number))
 
+        # Only the last stage knows the loss.
         loss = self._loss(micro, output)
         total = work.finish(micro, loss)
         if pipeline.foreign.are_read(loss, output, again=partial(self._loss, micro)):
@@ -345,6 +353,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     if not fits(name, len(stages), stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
 
+    # torch's single-stage schedules take a stage, the others a list.
     takes_one = kind in (ScheduleGPipe, Schedule1F1B)
     # `clone`: torch detaches the stage's output in place, and still needs the loss.
     return kind(stages[0] if takes_one else stages, count, loss_fn=lambda output, _: output.clone(), scale_grads=False)

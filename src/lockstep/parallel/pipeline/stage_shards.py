@@ -25,6 +25,7 @@ def shard_stage(
 
     `keep`: parameters stay gathered until the backward has ended. The gradients of every micro-batch are reduced and
     scattered at once, and added to this rank's shard."""
+    # By all names, to find the parameters again that sharding replaces.
     names = dict(model.named_parameters(remove_duplicate=False))
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
     alone = without_shared(blocks, stage)

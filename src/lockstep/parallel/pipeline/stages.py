@@ -164,6 +164,7 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
 
 def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, ...]]:
     """Return the stages that use each parameter and buffer, by all its names. `used` holds the tensors per stage."""
+    # Once per stage, also if the stage uses a tensor under several names.
     users: dict[int, list[int]] = {}
     for number, tensors in enumerate(used):
         for tensor_id in dict.fromkeys(id(tensor) for tensor in tensors):

@@ -142,6 +142,7 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
 
 
 def _matching(pattern: str, model: nn.Module) -> list[str]:
+    # `*` in a pattern matches any text, dots included.
     names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
     if not names:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -27,6 +27,7 @@ class BlockInterceptor:
 
     def install(self, blocks: Sequence[nn.Module]) -> None:
         """Intercept these blocks, numbered in this order, and no others."""
+        # Numbers may change: after a trace they follow the order of calls.
         for block in self.blocks:
             CallChain.of(block).remove("intercept")
         self.blocks = list(blocks)

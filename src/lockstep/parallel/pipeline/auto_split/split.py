@@ -54,5 +54,6 @@ def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) ->
             WHAT_TO_WRITE,
         )
 
+    # Read as a run reads them, with the same transforms; the first two of epoch 0.
     read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
     return model_input(task.loss, model, read((0, range(min(2, len(data))))))

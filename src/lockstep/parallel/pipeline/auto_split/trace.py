@@ -133,6 +133,7 @@ class _Trace:
 
     def choose_ends(self, count: int) -> list[int]:
         """Return the last segment of each of `count` stages."""
+        # There is no split after the last block: what follows it belongs to its stage.
         splits = [n for n in range(len(self.order) - 1) if n not in self.closed]
         if len(splits) + 1 < count:
             why = f": {len(self.order)} blocks in {type(self.model).__name__}"
@@ -202,6 +203,7 @@ def _tensors(output: Any, model: nn.Module, whose: str) -> list[Tensor]:
 
 def _leaves(tensors: Sequence[Tensor]) -> set[int]:
     """Return the ids of the leaf tensors that the autograd graph of `tensors` begins with."""
+    # An output that is itself a leaf (a parameter, say) has no graph.
     below = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
     themselves = [tensor for tensor in tensors if tensor.is_leaf]
     return {id(tensor) for tensor in [*below, *themselves]}
