@@ -38,12 +38,12 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
     return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
 
 
-def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Module]:
-    """Return the blocks that share no parameter with another block or with the rest of `whole`.
+def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that share no parameter with another block or with the rest of `model`.
 
     A parameter can be sharded with one module only, so the other blocks are sharded together with the rest."""
     # A module may have several names: one inside a block, and one outside.
-    named = list(whole.named_modules(remove_duplicate=False))
+    named = list(model.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
     block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
     # Whatever has a name outside all blocks, also a module that lies inside one under another name.

@@ -35,7 +35,7 @@ class AttributeWatch:
 
     def refresh(self) -> None:
         """Find all attributes again if names have come or gone. To be called before the values are read."""
-        sizes = [len(held) for held in self._dicts]
+        sizes = list(map(len, self._dicts))
         if sizes == self._sizes:
             return
 

@@ -34,7 +34,7 @@ from lockstep.runtime.context import Runtime
 WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the device's time to launch the work
 MAX_CAPTURES = 8
-MAX_VARIANTS = 64  # that are told apart at all
+MAX_VARIANTS = 64  # that are distinguished at all
 MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
 MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with a backward of its own
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -271,11 +271,12 @@ class GraphedCall:
         With the same arguments, values that were computed on the host and baked into the capture would agree.
         """
         assert variant.capture is not None
+        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
+
         # Every captured backward is compared, each with a forward of its own.
         for pattern in variant.capture.patterns:
-            trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
             try:
-                why = compare(variant.capture, trial, pattern, self.model, self.device)
+                why = compare(variant.capture, make_trial(), pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
 
@@ -318,10 +319,9 @@ class GraphedCall:
 
     def _addresses(self) -> list[int]:
         """Return where all tensors of the model lie in memory."""
-        held = [*self._attributes.tensors()]
-        for module in self._modules:
-            held += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        return [tensor.data_ptr() for tensor in held]
+        # In every replay, so in one comprehension each.
+        named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
+        return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""

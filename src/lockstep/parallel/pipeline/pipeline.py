@@ -291,7 +291,7 @@ class _ScheduledStage(nn.Module):
             # An error will be raised at the end of the step; until then only the backward must still work.
             total = _finite_total(output)
 
-        # torch was told one dtype beforehand; the gradient that starts here is 1 in any.
+        # torch got one dtype beforehand; the gradient that starts here is 1 in any.
         return total.float()
 
     def _loss(self, micro: MicroBatch, output: Any) -> Loss:
