@@ -41,7 +41,8 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
 def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return the blocks that share no parameter with another block or with the rest of `model`.
 
-    A parameter can be sharded with one module only, so the other blocks are sharded together with the rest."""
+    A parameter can be sharded with one module only, so the other blocks are sharded together with the rest.
+    """
     # A module may have several names: one inside a block, and one outside.
     named = list(model.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
@@ -71,7 +72,8 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     """Return what to type in `blocks`, None if the model has no parts.
 
     That is a class with a name close to what was `typed`, or the class of the blocks that we would find, or that of the
-    largest part."""
+    largest part.
+    """
     # Small layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
     parts = [module for module in _candidates(model) if _has_parameters(module)]
     containers = [module for module in parts if any(True for _ in module.children())]

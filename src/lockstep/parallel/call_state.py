@@ -239,7 +239,8 @@ class TrialCall:
     def sources_reached(self) -> list[set[int]]:
         """Return for each differentiable output the indices of the `sources` that its gradient reaches.
 
-        Valid between forward and backward."""
+        Valid between forward and backward.
+        """
         index = {id(source): number for number, source in enumerate(self.sources)}
         reached = []
         for output in self.differentiable:

@@ -190,7 +190,8 @@ class _Filling:
         """Allocate memory for the module's own parameters and buffers.
 
         Returns the parameters that an earlier module has set already, with their values, and the names of all that had
-        no memory."""
+        no memory.
+        """
         tied = []
         blank = list(_own_empty(module))
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):

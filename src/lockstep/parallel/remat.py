@@ -100,7 +100,8 @@ def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: 
 def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the outputs of costly operations, except attention with dropout.
 
-    Leaving that out of the recomputation would shift the random numbers of what follows."""
+    Leaving that out of the recomputation would shift the random numbers of what follows.
+    """
     if op in _COSTLY and not _dropout(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -45,7 +45,8 @@ class CudaDevice:
     def capture(self, works: Iterable[Work]) -> list[Work]:
         """Capture all works into one memory pool, since the later ones read what the earlier ones leave.
 
-        No other capture shares the pool, so captures may be replayed in any order."""
+        No other capture shares the pool, so captures may be replayed in any order.
+        """
         before = torch.cuda.current_stream(self.device)
         # The default stream cannot be captured.
         is_default = before == torch.cuda.default_stream(self.device)
@@ -102,7 +103,8 @@ class CudaDevice:
         """Leave capture mode after a failed capture, which torch does not do by itself.
 
         It leaves the stream, the allocator and the generator as in the middle of a capture. The generator recovers with
-        the next capture that succeeds, so we make one."""
+        the next capture that succeeds, so we make one.
+        """
         torch.cuda.set_stream(before)
         try:
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)

@@ -28,7 +28,8 @@ from lockstep.runtime.context import Runtime
 def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> None:
     """Install the warm-up on a compiled model, in place.
 
-    Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway."""
+    Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
+    """
     replicated = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1
     if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
         link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))

@@ -90,7 +90,8 @@ class PowerSGDHook(Hook):
     def prepare(self, start: Tensor, word: ControlWord | None) -> None:
         """Start to sum one unit of the mean gradient: global weight x loss scale.
 
-        The weight is needed before the control word brings it, so it travels ahead."""
+        The weight is needed before the control word brings it, so it travels ahead.
+        """
         if not (self.feedback and self.compresses):
             return
 
@@ -166,7 +167,8 @@ class PowerSGDHook(Hook):
 
         The error is what the basis leaves out of this rank's own gradient. It could be measured against the mean of all
         ranks, as is often done, with the same sum over ranks; but then each error would also hold how far its rank was
-        from that mean in all steps so far, which only grows."""
+        from that mean in all steps so far, which only grows.
+        """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
         # A step with inf or NaN is skipped; its Q would spoil the steps that follow.

@@ -46,7 +46,8 @@ class _Chunk(NamedTuple):
 def _add_up(chunk: _Chunk) -> None:
     """Add the terms into the rank's own slice; without a copy if one term lies there already.
 
-    Addition may take that term on either side, since a + b and b + a have the same bits."""
+    Addition may take that term on either side, since a + b and b + a have the same bits.
+    """
     own = chunk.own
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -79,7 +80,8 @@ class OrderedHook(Hook):
     def expect(self, total: int, last: Subtree | None) -> None:
         """Prepare for the backward that exchanges, in a step of `total` micro-batches.
 
-        That backward brings the micro-batch `last`; None: this rank has no micro-batch of its own."""
+        That backward brings the micro-batch `last`; None: this rank has no micro-batch of its own.
+        """
         self._last = last
         # Every rank knows what all ranks will send, without a message about it.
         ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
@@ -187,7 +189,8 @@ class OrderedHook(Hook):
     def _take_buffer(self, buffer: Tensor) -> Tensor:
         """Return memory for what the other ranks send of a bucket.
 
-        It is kept from step to step: fresh memory costs as much as the additions."""
+        It is kept from step to step: fresh memory costs as much as the additions.
+        """
         terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
         chunks = -(-buffer.numel() // CHUNK)
         # One element more per chunk: slices are rounded up.

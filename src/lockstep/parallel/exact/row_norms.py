@@ -33,7 +33,8 @@ def norm_of_rows(norms: Tensor) -> Tensor:
 def _sum_by_halves(squares: Tensor) -> Tensor:
     """Sum up each row of `squares` (rows, columns) by adding its halves.
 
-    How a GPU sums up a row depends on the number of rows; this uses nothing but additions of single elements."""
+    How a GPU sums up a row depends on the number of rows; this uses nothing but additions of single elements.
+    """
     # Zeros fill the row up to a power of two, and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()
     squares = F.pad(squares, (0, width - squares.shape[1]))

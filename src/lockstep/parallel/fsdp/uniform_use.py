@@ -82,7 +82,8 @@ class UniformUse:
     def compare(self, action: int, number: int = 0, has_gradient: tuple[bool, ...] = ()) -> None:
         """Compare this rank's next `action` on parameter group `number` with that of all ranks.
 
-        Collective. If they differ, every rank raises the same error."""
+        Collective. If they differ, every rank raises the same error.
+        """
         if not self.compares:
             return
 

@@ -41,7 +41,8 @@ class ForeignTensors:
     def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
         """Whether the loss has read any, in this micro-batch or in an earlier one.
 
-        `again` computes the loss once more, from a copy of the model's `output`."""
+        `again` computes the loss once more, from a copy of the model's `output`.
+        """
         unchecked = loss.total.is_cuda and self.steps > FIRST_STEPS
         if self._read or not self._tensors or unchecked:
             return bool(self._read)

@@ -120,7 +120,8 @@ class Pipeline:
         """`stages` are those of all ranks, `along` the ranks of the pipeline, `foreign` what only other stages hold.
 
         `replicas` are the ranks that hold other shards of the same stages, whose forwards and backwards wait for each
-        other; None: the stages are not sharded."""
+        other; None: the stages are not sharded.
+        """
         assert along.group is not None
         self.model = model
         self.schedule = schedule
@@ -151,7 +152,8 @@ class Pipeline:
         """Run forward and backward of all micro-batches.
 
         `begin(micro, stage)` is called before every forward, `finish(micro, loss)` returns what to backpropagate.
-        Micro-batches of another shape (the short one at the end of an epoch) are a pass of their own."""
+        Micro-batches of another shape (the short one at the end of an epoch) are a pass of their own.
+        """
         self._set_mode()
         # Every rank finds the arguments itself, since every rank has the samples.
         inputs = [model_input(loss_of, self.model, micro.data) for micro in micros]
@@ -168,7 +170,8 @@ class Pipeline:
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
         """Return which micro-batches go through the schedule together, and whether to explore shapes before.
 
-        Ranks that wait for each other do the same, whatever their micro-batches look like."""
+        Ranks that wait for each other do the same, whatever their micro-batches look like.
+        """
         indices = range(len(shapes))
         # Neighbours of one shape go together; the order of micro-batches stays.
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
@@ -188,7 +191,8 @@ class Pipeline:
     def forward(self, loss_of: LossOf, data: Any) -> Loss | None:
         """Run one batch without gradients, leaving the model's buffers as they are.
 
-        Returns the loss on the rank of the last stage, None on the others."""
+        Returns the loss on the rank of the last stage, None on the others.
+        """
         self._set_mode()
         output = self._walk(model_input(loss_of, self.model, data), lambda number, values: None)
         if self.count - 1 not in self.mine:
@@ -202,7 +206,8 @@ class Pipeline:
         """Run one batch through all stages, one after another, and return what the last one returns, on its rank.
 
         `note(number, values)` is called with what comes into each stage. Running statistics are put back: the forward
-        that counts is still to come."""
+        that counts is still to come.
+        """
         output = None
         # In evaluation mode no buffer changes.
         buffers: list[Tensor] = []
@@ -348,7 +353,8 @@ class _PreparedSchedule:
 def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     """Return the schedule `name` for `count` micro-batches.
 
-    If it cannot take that number (a short last step), all forwards run, then all backwards, with the same sums."""
+    If it cannot take that number (a short last step), all forwards run, then all backwards, with the same sums.
+    """
     kind, _ = SCHEDULES[name]
     if not fits(name, len(stages), stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe

@@ -24,7 +24,8 @@ def shard_stage(
     """Shard `stage` block by block, then the rest of what is `held` here. Returns how many blocks are gathered alone.
 
     `keep`: parameters stay gathered until the backward has ended. The gradients of every micro-batch are reduced and
-    scattered at once, and added to this rank's shard."""
+    scattered at once, and added to this rank's shard.
+    """
     # By all names, to find the parameters again that sharding replaces.
     names = dict(model.named_parameters(remove_duplicate=False))
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
@@ -43,7 +44,8 @@ def shard_stage(
 def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
     """Give a sharded parameter to the modules of other stages that use it too, which were not sharded.
 
-    `names` holds the parameters before sharding."""
+    `names` holds the parameters before sharding.
+    """
     now = dict(model.named_parameters(remove_duplicate=False))
     # Sharding replaces a parameter in the modules that it walks through, and in no others.
     replaced = {id(before): now[name] for name, before in names.items() if now[name] is not before}

@@ -28,7 +28,8 @@ class Stage(nn.Module):
     def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
         """Return what the model returns, or what the next stage receives.
 
-        `received` is what the stage before has passed on; None: this stage begins the model."""
+        `received` is what the stage before has passed on; None: this stage begins the model.
+        """
         raise NotImplementedError
 
     def mutable_buffers(self) -> list[Tensor]:
@@ -72,7 +73,8 @@ def list_layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.
     """Return the modules between which the model may be split.
 
     These are what the task says (`given`), or else the parts of an nn.Sequential. None: the model is neither, and only
-    its forward knows what runs after what."""
+    its forward knows what runs after what.
+    """
     layers = list(given) if given is not None else _flatten_sequential(model)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
     if wrong:
@@ -177,7 +179,8 @@ def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> 
     """Move the tensors `mine`, by name, to the device, and free the memory of all others.
 
     Those keep their names, shapes and dtypes, so that every rank still sees the same model; their value is one NaN, so
-    that using them does not go unnoticed."""
+    that using them does not go unnoticed.
+    """
     # A tied parameter has several names, and is moved once.
     done: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -87,7 +87,8 @@ def _recognised(model: nn.Module) -> dict[str, LayerStyle]:
 def recognise(model: nn.Module) -> dict[str, LayerStyle]:
     """Return a plan made from the names of layers.
 
-    Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits."""
+    Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits.
+    """
     found: dict[str, LayerStyle] = {}
     # Names count within one module: `up` and `down` of different modules are no pair.
     for name, module in model.named_modules():
@@ -202,7 +203,8 @@ def _other_ways(common: int, ways: int, others: int) -> list[str]:
     """Return what to type so that all layers divide.
 
     `common` is the greatest common divisor of their features. As many ranks are proposed if possible, or else fewer, or
-    else a few more."""
+    else a few more.
+    """
     # At most twice as many ranks: more would be another job.
     fitting = [n for n in range(2, 2 * ways) if common % n == 0]
     if same_ranks := [n for n in fitting if ways % n == 0]:

@@ -51,7 +51,8 @@ class OutputSpec:
         """Return such an output full of NaN.
 
         The micro-batch may have other sizes than the traced one. `received`, whose traced output was `received_spec`,
-        shows which: a dimension that was equal to one of its dimensions then is equal to it now."""
+        shows which: a dimension that was equal to one of its dimensions then is equal to it now.
+        """
         made = []
         for number, tensor in enumerate(self.like):
             twin = number if number < len(received) else 0
@@ -84,7 +85,8 @@ class ForwardStage(Stage):
         foreign_buffers: Sequence[str] = (),
     ):
         """`outputs` has the spec of each block. `foreign_buffers` names buffers outside the blocks that the code of
-        another stage writes into. That code may run here too, and must not count twice."""
+        another stage writes into. That code may run here too, and must not count twice.
+        """
         super().__init__()
         self.model = model
         self.first = first
@@ -171,7 +173,8 @@ class ForwardStage(Stage):
     def _protected_buffers(self) -> Iterator[None]:
         """Let copies take the place of buffers that other stages change.
 
-        Copies, not values put back: a backward may still need what was written."""
+        Copies, not values put back: a backward may still need what was written.
+        """
         places = [name.rpartition(".") for name in self._foreign_buffers]
         slots = [(self.model.get_submodule(module)._buffers, own) for module, _, own in places]
         originals = [buffers[own] for buffers, own in slots]

@@ -157,7 +157,8 @@ class _Trace:
     def tensors_used(self, first: int, last: int) -> list[Tensor]:
         """Return what segments `first` to `last` use.
 
-        A tensor that no segment has used belongs to all: the next batch may use it."""
+        A tensor that no segment has used belongs to all: the next batch may use it.
+        """
         mine = self._used_by(first, last + 1)
         used_anywhere = self._used_by(0, len(self.needs))
         tensors = [*self.model.parameters(), *self.model.buffers()]
