@@ -232,6 +232,7 @@ class TrialCall:
         outputs = [output for output, _ in given]
         starts = [gradient for _, gradient in given]
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
+            # Not backward(): nothing must be left on the parameters.
             found = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
 
         self.gradients = list(found)

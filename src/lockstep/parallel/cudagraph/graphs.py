@@ -121,7 +121,6 @@ class Variant:
     moves: int = 0
 
     refused: str | None = None  # why it is not captured
-    logged_waiting: bool = False
 
 
 class GraphedCall:
@@ -300,10 +299,7 @@ class GraphedCall:
 
         # A second forward would overwrite the activations that the pending backward needs.
         if capture.awaits_backward:
-            if not variant.logged_waiting:
-                variant.logged_waiting = True
-                self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
-
+            self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
             return False
 
         if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
@@ -372,6 +368,7 @@ class GraphedCall:
 
         The device is timed by events on its stream, so the host does not wait here.
         """
+        # The event goes into the stream before the work does, so it marks its beginning.
         begin_s = time.perf_counter()
         begin = self.device.record_event()
         result = self.inner(*args, **kwargs)

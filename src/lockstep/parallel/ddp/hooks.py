@@ -162,6 +162,7 @@ def _advance(exchanges: list[_Exchange]) -> list[_Exchange]:
     """Advance each exchange to its next collective, and return those that have not ended."""
     unfinished = []
     for exchange in exchanges:
+        # A generator that has ended returns the default.
         if next(exchange.stages, "ended") == "ended":
             exchange.done.set_result(exchange.buffer)
         else:

@@ -179,6 +179,7 @@ class OrderedHook(Hook):
 
     def _start(self, transfers: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
         """Start transfers (isend or irecv, tensor, peer rank). Both sides leave out empty tensors."""
+        # One batch, so that nccl matches sends and receives of all ranks without an order between them.
         operations = [
             dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
             for kind, tensor, rank in transfers

@@ -52,6 +52,7 @@ class TreeSum(Generic[T]):
         """Add the sum of a subtree that follows on what was pushed before."""
         # Like the carry of a binary counter.
         while self.roots and subtree.completes(self.roots[-1][0]):
+            # The left one first: add() may keep its memory.
             left, before = self.roots.pop()
             subtree = subtree.joined(left)
             value = self.add(before, value)

@@ -160,6 +160,7 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     if len(found) == 1:
         found += silent
 
+    # zero1 is a layout of its own, which a mesh does not have.
     alternative = "" if in_mesh else ", or strategy=zero1 with it"
     return UserError(
         "the ranks use different parameters in a micro-batch, which fsdp cannot exchange",

@@ -32,6 +32,7 @@ def make_stages(
         return stages, [[*stage.parameters(), *stage.buffers()] for stage in stages]
 
     blocks = find_blocks(model, config.blocks)
+    # In a loop of the user's own there is no data to look at.
     if not blocks or data is None:
         why = "only its forward knows what runs after what"
         fix = WHAT_TO_WRITE

@@ -197,5 +197,6 @@ def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and dtype that takes the memory of one element, NaN if it can be."""
+    # Integers have no NaN: their use goes unnoticed.
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -146,6 +146,7 @@ class ForwardStage(Stage):
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends_model:
+                # Nothing after this block belongs to the stage.
                 raise _LeaveForward(self._to_next_stage(output))
             return output
 

@@ -83,6 +83,7 @@ class _Trace:
         with _all_trainable(self.model), torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
             try:
                 output = self.model(*args, **kwargs)
+            # Raised by the handler: it has its own words.
             except UserError:
                 raise
             except Exception as error:
