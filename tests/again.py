@@ -1,4 +1,4 @@
-"""A device that records nothing (`cudagraph.captures.Device`), and replays by doing the work again."""
+"""A device that records nothing (`cudagraph.device.Device`), and replays by doing the work again."""
 
 from contextlib import contextmanager
 
@@ -21,7 +21,7 @@ class Again:
     def __init__(self, seconds=0.0, stale=False):
         self.takes, self.stale, self.replayed = seconds, stale, 0
 
-    def record(self, works):
+    def capture(self, works):
         replays = []
         for work in works:
             work()
@@ -34,15 +34,15 @@ class Again:
             work()
 
     @contextmanager
-    def strict(self):
+    def forbid_sync(self):
         with NoWaiting():
             yield
 
     def generator(self):
         return torch.default_generator
 
-    def mark(self):
+    def record_event(self):
         return None
 
-    def seconds(self, begin, end):
+    def elapsed_s(self, begin, end):
         return self.takes

@@ -352,34 +352,38 @@ MODEL = {
     "compiled": Row({}, "a plain model", "OptimizedModule", "type compile=true", Asked(lambda: torch.compile(Net()))),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
     "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
-    "remat without blocks": Row({"remat": "full"}, "remat=full", "no list of equal", "blocks=[", Asked(Strange)),
+    "remat without blocks": Row(
+        {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
+    ),
     "blocks that are not there": Row(
-        {"remat": "full", "blocks": ["Blok"]}, "class Blok", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no such module", "type blocks=[Block]"
     ),
     "one of two blocks that is not there": Row(
-        {"remat": "full", "blocks": ["Block", "Tree"]}, "class Tree", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Block", "Tree"]}, "blocks=[Tree]", "no such module", "type blocks=[Block]"
     ),
     "blocks that nobody calls": Row(
-        {"strategy": "fsdp", "blocks": ["ModuleList"]}, "class ModuleList", "no forward", "type blocks=[Block]"
+        {"strategy": "fsdp", "blocks": ["ModuleList"]}, "blocks=[ModuleList]", "no forward", "type blocks=[Block]"
     ),
     "the model as its block": Row(
-        {"strategy": "fsdp", "blocks": ["Net"]}, "class Net", "the model itself", "type blocks=[Block]"
+        {"strategy": "fsdp", "blocks": ["Net"]}, "blocks=[Net]", "the model itself", "type blocks=[Block]"
     ),
     "a block of a model without parts": Row(
-        {"strategy": "fsdp", "blocks": ["Bare"]}, "class Bare", "the model itself", "leave blocks out", Asked(Bare)
+        {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
-    "remat of every block by number": Row({"remat": "every-1"}, "remat=every-1", "all blocks", "type remat=full"),
+    "remat of every block by number": Row(
+        {"remat": "every-1"}, "every-1 means all blocks", "remat=full", "type remat=full"
+    ),
     "remat of fewer blocks than there are": Row(
-        {"remat": "every-4"}, "remat=every-4", "a model with 3 blocks", "type remat=every-3"
+        {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
     ),
     "remat of BatchNorm": Row(
         {"remat": "full", "blocks": ["BatchNorm1d"]},
-        "remat=full",
         "count every batch twice",
+        "running statistics",
         "GroupNorm",
         Asked(Strange),
     ),
-    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "whole", "type strategy=fsdp"),
+    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp"),
     "meta with a mesh": Row(
         {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
     ),
@@ -393,7 +397,9 @@ MODEL = {
         "type strategy=ddp",
         Asked(Scaled),
     ),
-    "tp without a plan": Row({"strategy": "tp"}, "layers to cut", "no tensor_plan", "tensor_plan(", Asked(Strange)),
+    "tp without a plan": Row(
+        {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "tensor_plan(", Asked(Strange)
+    ),
     "tp of 6 features": Row(
         {"strategy": "tp"}, "over 4 ranks", "6 output features", "type mesh.tp=2", Asked(lambda: Net(6))
     ),
@@ -416,20 +422,20 @@ MODEL = {
         mends=False,
     ),
     "tp of a model with a scalar": Row(
-        {"strategy": "tp"}, "layers to cut", "no tensor_plan", "type strategy=fsdp", Asked(StrangeScaled)
+        {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "type strategy=fsdp", Asked(StrangeScaled)
     ),
-    "a plan that is a list": Row({"strategy": "tp"}, "tensor_plan", "a list", "colwise", Asked(plan=["up"])),
+    "a plan that is a list": Row({"strategy": "tp"}, "returned a list", "", "colwise", Asked(plan=["up"])),
     "a plan for nobody": Row(
-        {"strategy": "tp"}, "'layers.*'", "no such layer", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
+        {"strategy": "tp"}, "'layers.*' matches no layer", "", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
     ),
     "a pipeline without stages": Row(
-        {"strategy": "pp"}, "into stages", "no list of equal modules", "[Front(model), Middle(model)", Asked(Strange)
+        {"strategy": "pp"}, "into stages", "no list of modules", "[Front(model), Middle(model)", Asked(Strange)
     ),
     "more stages than parts": Row(
-        {"strategy": "pp"}, "in 4 stages", "cut into 2", "at most 2 stages", Asked(net_in_row)
+        {"strategy": "pp"}, "into 4 stages", "split into 2", "at most 2 stages", Asked(net_in_row)
     ),
     "stages that are no modules": Row(
-        {"strategy": "pp"}, "list of modules", "a str", "Front(model)", Asked(parts=lambda model: ["blocks"])
+        {"strategy": "pp"}, "a str in it", "", "Front(model)", Asked(parts=lambda model: ["blocks"])
     ),
     "one micro-batch in a pipeline": Row(
         {"strategy": "pp", "micro_batch": 16},
@@ -441,7 +447,7 @@ MODEL = {
     ),
     "no optimizer": Row({}, "an optimizer", "a NoneType", "torch.optim", Asked(made_optimizer=lambda model: None)),
     "BatchNorm of all ranks on a CPU": Row(
-        {"ddp.sync_batchnorm": True}, "sync_batchnorm=true", "cpu", "GroupNorm", Asked(Strange)
+        {"ddp.sync_batchnorm": True}, "the device is cpu", "GPUs only", "GroupNorm", Asked(Strange)
     ),
     "statistics beside bf16 weights": Row(
         {"precision": "bf16-master"},
@@ -562,9 +568,11 @@ OWN_LOOPS = {
     "a pipeline": Row(
         {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
     ),
-    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "whole", "type strategy=fsdp", mends=False),
+    "meta under ddp": Row(
+        {"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False
+    ),
     "meta, made with weights": Row(
-        {"init": "meta", "strategy": "fsdp"}, "init=meta", "with weights in it", "torch.device('meta')"
+        {"init": "meta", "strategy": "fsdp"}, "init=meta needs a model without weights", "", "torch.device('meta')"
     ),
     "a loader": DATA["a loader"],
     "speeds of a stream": DATA["speeds of a stream"],

@@ -95,7 +95,7 @@ def test_training_does_not_notice(kind: type[nn.Module], compiled: bool, tmp_pat
     found = lockstep.fit(task, graph=True, compile=compiled, run_dir=tmp_path / "graph")
     equal(plain.weights, found.weights)
     assert found.summary["eval_loss"] == pytest.approx(plain.summary["eval_loss"], rel=1e-5)
-    assert [reason for reason in told(tmp_path / "graph") if reason.startswith("recorded")]
+    assert [reason for reason in told(tmp_path / "graph") if reason.startswith("captured")]
     assert all(torch.equal(given, copy) for given, copy in task.kept)
     assert plain.summary["loss"] == pytest.approx(found.summary["loss"], rel=1e-5)
 
@@ -133,7 +133,7 @@ def test_a_result_without_a_gradient_spoils_nothing(tmp_path: Path) -> None:
 
 def test_small_models_are_launch_bound_and_large_ones_are_not(tmp_path: Path) -> None:
     lockstep.fit(Fitting(Recurrent), run_dir=tmp_path / "small")
-    assert any(reason.startswith("recorded") for reason in told(tmp_path / "small")), told(tmp_path / "small")
+    assert any(reason.startswith("captured") for reason in told(tmp_path / "small")), told(tmp_path / "small")
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +152,7 @@ def test_python_that_looks_at_the_data(tmp_path: Path) -> None:
     plain = lockstep.fit(Fitting(Looking), graph=False, run_dir=tmp_path / "plain")
     found = lockstep.fit(Fitting(Looking), run_dir=tmp_path / "auto")
     equal(plain.weights, found.weights, 0.0)
-    assert "not recorded" in told(tmp_path / "auto")[0]
+    assert "not captured" in told(tmp_path / "auto")[0]
     with pytest.raises(UserError, match="graph=auto"):
         lockstep.fit(Fitting(Looking), graph=True, run_dir=tmp_path / "must")
 
@@ -185,7 +185,7 @@ def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> Non
     found = lockstep.fit(HRM, **exact, graph=True, run_dir=tmp_path / "graph")
     early = lockstep.fit(HRM, **{**exact, "steps": 6}, graph=True, run_dir=tmp_path / "half").weights
     again = lockstep.fit(HRM, **exact, graph=True, resume=str(tmp_path / "half"))
-    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
+    assert any(reason.startswith("captured") for reason in told(tmp_path / "graph"))
     losses, lengths = curve(tmp_path / "plain")
     assert list(losses) == list(range(2, 13))
     assert curve(tmp_path / "graph")[1] == pytest.approx(lengths, rel=5e-4)
@@ -202,6 +202,6 @@ def test_compiled_in_16_bits(tmp_path: Path) -> None:
     low = {**TINY, "precision": "bf16", "compile": True}
     lockstep.fit(HRM, **low, graph=False, run_dir=tmp_path / "plain")
     lockstep.fit(HRM, **low, graph=True, run_dir=tmp_path / "graph")
-    assert any(reason.startswith("recorded") for reason in told(tmp_path / "graph"))
+    assert any(reason.startswith("captured") for reason in told(tmp_path / "graph"))
     assert curve(tmp_path / "graph")[0] == pytest.approx(curve(tmp_path / "plain")[0], rel=5e-3)
     assert curve(tmp_path / "graph")[1] == pytest.approx(curve(tmp_path / "plain")[1], rel=3e-2)

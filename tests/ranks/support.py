@@ -28,7 +28,7 @@ from lockstep.task import Loss, StepBatches, StepResult, Task
 
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
-NEEDS_NCCL = "on GPUs over gloo"  # the refusal of pipelines, which send tensors from rank to rank
+NEEDS_NCCL = "on GPUs cannot run over gloo"  # the refusal of pipelines, which send tensors from rank to rank
 QUIET = {"device": DEVICE, "precision": "fp32", "compile": False, "log.progress": "off", "log.every": 1000}
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose compilers take different times meet before their first exchange; recorded calls exchange as others do.
+"""Ranks whose compilers take different times meet before their first exchange; captured calls exchange as others do.
 Nothing shows in the result."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def trained(
         nn.Module.compile = compiles  # type: ignore[method-assign]
 
 
-def recorded(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
+def captured(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
     device = Again()
     with (  # a rank runs other tests after this one
         patch.object(graphs, "wants_graph", lambda config, runtime: True),
@@ -122,9 +122,9 @@ def test_a_call_on_one_rank_before_the_first_step(pool: Any, tmp_path: Any) -> N
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a device made up for CPUs; tests/gpu/test_gpu_graphs.py has the real one")
-def test_recorded_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
+def test_captured_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
     plain = pool.run(trained, str(tmp_path / "plain"), False, world=2)
-    found = pool.run(recorded, str(tmp_path / "graph"), world=2)
+    found = pool.run(captured, str(tmp_path / "graph"), world=2)
     for (expected, _), (weights, replayed) in zip(plain, found, strict=True):
         assert replayed > 6
         assert all(torch.equal(expected[name], weights[name]) for name in expected)

@@ -175,7 +175,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
         (share,) = [share for share, _ in zip(run.shares(), range(1), strict=False)]
 
         def loss(model: nn.Module, batch: Any) -> Loss:
-            waiting.append(len(driver.order.counter.roots))
+            waiting.append(len(driver.order.tree.roots))
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(share, loss)
@@ -197,7 +197,7 @@ def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, 
     """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models;
     or through a copy, as from a GPU that ranks share."""
     if how == "pieces":
-        hook.PIECE = 87
+        hook.CHUNK = 87
     else:
         expect = OrderedHook.expect
         OrderedHook.expect = lambda hook, *given: (setattr(hook, "through_host", True), expect(hook, *given))

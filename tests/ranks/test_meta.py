@@ -256,7 +256,7 @@ def test_what_a_block_sets_again() -> None:
     ("make", "words"),
     [
         (lambda: nn.ModuleDict({"a": Bare()}), ["Bare (a) has none", "write one that sets scale"]),
-        (Overreaching, ["Overreaching sets blocks that have been cut already"]),
+        (Overreaching, ["Overreaching sets blocks that have been sharded already"]),
         (Applied, ["Linear (1) does not set bias as a constructor does", "reset_parameters() of its block"]),
     ],
 )
@@ -289,7 +289,7 @@ def test_only_where_the_model_is_cut(values: dict[str, Any]) -> None:
 
 
 def test_a_model_made_otherwise_than_asked() -> None:
-    with pytest.raises(UserError, match="a model with weights in it"):
+    with pytest.raises(UserError, match="needs a model without weights"):
         check_made_as_asked(Small(), META)
     with torch.device("meta"):
         empty = Small()

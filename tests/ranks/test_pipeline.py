@@ -18,7 +18,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.pipeline.pipeline import fits
-from lockstep.parallel.pipeline.stages import cut, list_pieces
+from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.runtime import context
 from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
@@ -194,7 +194,7 @@ class Parted(Row):
 def test_a_part_is_not_passed_on(pool: Pool) -> None:
     errors = pool.errors(final, Parted(), {"mesh": {"pp": 2, "tp": 2}}, world=4)
     told = [error for error in errors if isinstance(error, UserError)]
-    assert_user_errors(told[:1], "cut (mesh.tp)", "gathered")
+    assert_user_errors(told[:1], "sharded tensor (mesh.tp)", "gathered")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -285,7 +285,14 @@ def test_another_stages_parameter_in_the_loss_ends_all_ranks_alike(pool: Pool, u
     task = Penalty(use)
     task.optimizer = lambda model: Unmoved(model.parameters(), lr=0.1)  # type: ignore[method-assign]
     errors = pool.errors(final, task, {"pp.schedule": schedule}, world=2)
-    assert_user_errors(errors, "'0.weight', which only stage 0 holds", "3 more", "weight_decay", "strategy=zero1")
+    assert_user_errors(
+        errors,
+        "'0.weight' is used in another stage",
+        "only stage 0 holds it",
+        "3 more",
+        "weight_decay",
+        "strategy=zero1",
+    )
 
 
 def test_a_penalty_on_the_last_stages_own_parameters(pool: Pool) -> None:
@@ -334,9 +341,9 @@ class Rounded(nn.Module):
 REFUSED: dict[str, tuple[Task, dict[str, Any], tuple[str, ...]]] = {
     "no stages": (Opaque(), {}, ("Rich", "def stages(self, model)", "nn.Sequential")),
     "a parameter in no stage": (Forgetful(), {}, ("last.norm.weight", "stages(model)")),
-    "too few parts": (RichTask(), {"pp.schedule": "interleaved"}, ("4 stages", "cut into 3", "pp.stages_per_rank")),
+    "too few parts": (RichTask(), {"pp.schedule": "interleaved"}, ("4 stages", "split into 3", "pp.stages_per_rank")),
     "one micro-batch": (Row(), {"micro_batch": 12}, ("micro-batches", "micro_batch=6")),
-    "two calls": (Twice(), {}, ("exactly once", "two")),
+    "two calls": (Twice(), {}, ("exactly once", "more than once")),
     "whole numbers between stages": (Whole(), {}, ("floating-point", "int64")),
     "compiled zero-bubble": (Row(), {"compile": True, "pp.schedule": "zero-bubble"}, ("compile=false", "1f1b")),
 }
@@ -368,11 +375,11 @@ def test_a_loop_of_ones_own_is_refused(pool: Pool) -> None:
 
 def test_cuts_are_balanced_by_parameters() -> None:
     model = nn.Sequential(nn.Linear(9, 9), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
-    pieces = list_pieces(model, None)
-    assert len(pieces) == 5
-    assert [len(some) for some in cut(pieces, 2)] == [1, 4]
-    assert [piece for some in cut(pieces, 3) for piece in some] == pieces
-    assert all(len(some) == 1 for some in cut(pieces, 5))
+    layers = list_layers(model, None)
+    assert len(layers) == 5
+    assert [len(some) for some in split_layers(layers, 2)] == [1, 4]
+    assert [layer for some in split_layers(layers, 3) for layer in some] == layers
+    assert all(len(some) == 1 for some in split_layers(layers, 5))
 
 
 @pytest.mark.parametrize(("name", "count", "expected"), [("1f1b", 3, False), ("1f1b", 4, True), ("gpipe", 1, True)])

@@ -188,13 +188,13 @@ def test_blocks_of_a_class_by_name() -> None:
 @pytest.mark.parametrize(
     ("make", "values", "words"),
     [
-        (lambda: nn.Linear(2, 2), {}, ["remat=full", "Linear has no list of equal modules", "remat=none"]),
+        (lambda: nn.Linear(2, 2), {}, ["remat=full", "no blocks in Linear", "remat=none"]),
         (lambda: nn.Sequential(nn.Linear(2, 9), Layer()), {}, ["blocks=[Layer]"]),
-        (lambda: nn.Sequential(Layer(), Layer()), {"blocks": ["Layr"]}, ["blocks of class Layr", "Layer"]),
+        (lambda: nn.Sequential(Layer(), Layer()), {"blocks": ["Layr"]}, ["blocks=[Layr]", "Layer"]),
         (
             lambda: nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))),
             {},
-            ["Sequential.1 is a BatchNorm1d", "twice", "GroupNorm"],
+            ["Sequential.1 count every batch twice", "a BatchNorm1d", "GroupNorm"],
         ),
     ],
 )

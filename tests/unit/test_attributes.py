@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lockstep.parallel.attributes import Attributes, Held, same_objects
+from lockstep.parallel.call_state import AttributeSnapshot
+from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 
 
 class Keeping(nn.Module):
@@ -14,7 +15,7 @@ class Keeping(nn.Module):
 
 def test_plain_values_of_all_parts_make_a_difference():
     model = Keeping()
-    held = Held(model.modules())
+    held = AttributeWatch(model.modules())
     first = held.settings()
     assert held.settings() == first
     for module, name, value in ((model, "share", 0.5), (model.drop, "p", 0.1), (model, "table", torch.ones(2))):
@@ -28,28 +29,28 @@ def test_plain_values_of_all_parts_make_a_difference():
 
 def test_parts_are_told_apart():
     model = Keeping()
-    held = Held(model.modules())
-    first = held.parts()
-    assert same_objects(first, held.parts())
+    held = AttributeWatch(model.modules())
+    first = held.callables()
+    assert same_objects(first, held.callables())
     for module, name, value in ((model, "drop", nn.Identity()), (model.drop, "forward", len)):
         before = vars(module).get(name, getattr(module, name, None))
         setattr(module, name, value)
-        held.look()
-        assert not same_objects(first, held.parts()), name
+        held.refresh()
+        assert not same_objects(first, held.callables()), name
         delattr(module, name) if name == "forward" else setattr(module, name, before)
-        held.look()
-        assert same_objects(first, held.parts()), name
+        held.refresh()
+        assert same_objects(first, held.callables()), name
     model.seen = [3]  # a forward may have left it there, and another one may not care
-    assert same_objects(first, held.parts())
+    assert same_objects(first, held.callables())
     model.later = torch.ones(2)
-    held.look()
+    held.refresh()
     assert held.tensors() == [model.later]
 
 
 def test_what_was_changed_is_named_and_put_back():
     model = Keeping()
     seen, by_name = model.seen, model.by_name
-    before = Attributes(model)
+    before = AttributeSnapshot(model)
     model.share = 1 / 4  # another object, the same value
     assert before.changed() == []
     model.share, model.new = 0.3, 1

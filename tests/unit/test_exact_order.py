@@ -16,17 +16,17 @@ from lockstep.data.shard import deal
 from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe import dyadic
-from lockstep.parallel.exact.row_norms import _halved, length_of, row_lengths
-from lockstep.parallel.exact.tree import Counter, Span, roots_of
+from lockstep.parallel.exact.row_norms import _sum_by_halves, norm_of_rows, row_norms
+from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.plan.plan import make_plan
 
 
 def written_out(total: int) -> str:
     """The tree as a text, by pushing every leaf."""
-    counter: Counter[str] = Counter(lambda left, right: f"({left}+{right})")
+    tree: TreeSum[str] = TreeSum(lambda left, right: f"({left}+{right})")
     for index in range(total):
-        counter.push(Span(index, 0), str(index))
-    return counter.finish()
+        tree.push(Subtree(index, 0), str(index))
+    return tree.finish()
 
 
 def test_weights_that_their_grid_would_change_are_refused() -> None:
@@ -48,11 +48,11 @@ def test_any_cut_gives_the_same_tree(total: int, data: st.DataObject) -> None:
     """Ranges of any size, also empty ones: each adds what it can, and the roots of all are pushed in order."""
     ranks = data.draw(st.integers(1, total + 2))
     cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
-    everybody: Counter[str] = Counter(lambda left, right: f"({left}+{right})")
+    everybody: TreeSum[str] = TreeSum(lambda left, right: f"({left}+{right})")
     for first, stop in zip([0, *cuts], [*cuts, total], strict=True):
-        rank: Counter[str] = Counter(lambda left, right: f"({left}+{right})")
+        rank: TreeSum[str] = TreeSum(lambda left, right: f"({left}+{right})")
         for index in range(first, stop):
-            rank.push(Span(index, 0), str(index))
+            rank.push(Subtree(index, 0), str(index))
         assert [span for span, _ in rank.roots] == roots_of(first, stop)
         for span, value in rank.roots:
             everybody.push(span, value)
@@ -66,19 +66,19 @@ def test_one_root_on_every_rank_and_log2_copies(ranks: int, each: int) -> None:
     for rank in range(world):
         part = deal(total, rank, world)
         assert len(roots_of(part.start, part.stop)) == 1
-        counter: Counter[int] = Counter(lambda left, right: 0)
+        tree: TreeSum[int] = TreeSum(lambda left, right: 0)
         most = 0
         for index in part[:-1]:  # the last one is still in its bucket when it is added
-            counter.push(Span(index, 0), 0)
-            most = max(most, len(counter.roots))
+            tree.push(Subtree(index, 0), 0)
+            most = max(most, len(tree.roots))
         assert most == each
 
 
 def test_a_part_alone_has_no_sum() -> None:
-    counter: Counter[int] = Counter(lambda left, right: left + right)
-    counter.push(Span(1, 0), 1)
-    with pytest.raises(AssertionError, match="no place in the tree"):
-        counter.finish()
+    tree: TreeSum[int] = TreeSum(lambda left, right: left + right)
+    tree.push(Subtree(1, 0), 1)
+    with pytest.raises(AssertionError, match="begins with micro-batch 0"):
+        tree.finish()
 
 
 @given(st.lists(st.floats(width=64, allow_subnormal=True), max_size=30), st.randoms(use_true_random=False))
@@ -113,11 +113,11 @@ def test_weights_on_a_grid_add_up_in_any_order(weights: list[float], shuffler: r
 def test_lengths_of_rows_do_not_know_their_neighbours(rows: int, columns: int, data: st.DataObject) -> None:
     tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns))
     cut = data.draw(st.integers(0, rows))
-    parts = torch.cat([row_lengths(tensor[:cut].clone()), row_lengths(tensor[cut:].clone())])
-    assert torch.equal(parts, row_lengths(tensor))
-    assert float(length_of(parts)) == pytest.approx(float(tensor.norm()), rel=1e-5)
+    parts = torch.cat([row_norms(tensor[:cut].clone()), row_norms(tensor[cut:].clone())])
+    assert torch.equal(parts, row_norms(tensor))
+    assert float(norm_of_rows(parts)) == pytest.approx(float(tensor.norm()), rel=1e-5)
     squares = tensor.double().square()
-    torch.testing.assert_close(_halved(squares), squares.sum(1))
+    torch.testing.assert_close(_sum_by_halves(squares), squares.sum(1))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

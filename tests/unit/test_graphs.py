@@ -1,5 +1,5 @@
-"""Recorded calls: which are, how they are told apart, and that training does not notice. Without a GPU: the device here
-records nothing, and replays by doing the work again. tests/gpu/test_gpu_graphs.py has the real one."""
+"""Captured calls: which are, how they are told apart, and that training does not notice. Without a GPU: the device here
+captures nothing, and replays by running the work again. tests/gpu/test_gpu_graphs.py has the real one."""
 
 import copy
 import gc
@@ -17,13 +17,14 @@ import lockstep
 from again import Again
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph import graphs
-from lockstep.parallel.cudagraph.graphs import MOST_PATTERNS, WATCHED, Graphs, forget_recordings
-from lockstep.parallel.cudagraph.rehearsal import difference
-from lockstep.parallel.trees import Opaque, put_together, take_apart
+from lockstep.parallel.cudagraph.checks import difference
+from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall, release_captures
 from lockstep.recipes.hrm import HRM
 
-STEPS = WATCHED + 6
+STEPS = WARMUP_CALLS + 6
 
 
 class Said(list):
@@ -33,8 +34,8 @@ class Said(list):
 
 def graphed(model, device=None, required=False):
     device, said = device or Again(), Said()
-    found = Graphs(model, model._call_impl, device, required, said)
-    model._compiled_call_impl = found
+    found = GraphedCall(model, device, required, said)
+    CallChain.of(model).install("graph", found)
     return found, device, said
 
 
@@ -114,7 +115,7 @@ def test_training_does_not_notice(kind):
         assert torch.equal(one, other), name
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name  # also what no used result reaches
-    assert all(reason.startswith("recorded") for _, reason in said)
+    assert all(reason.startswith("captured") for _, reason in said)
     assert copy.deepcopy(model)._compiled_call_impl is None  # a copy is a plain model
 
 
@@ -124,32 +125,32 @@ def test_a_run_of_a_recipe(tmp_path, monkeypatch):
     plain = lockstep.fit(HRM, values, run_dir=tmp_path / "plain")
     monkeypatch.setattr(graphs, "wants_graph", lambda config, runtime: True)
     monkeypatch.setattr(graphs, "CudaDevice", lambda device: Again())
-    made, init = [], Graphs.__init__
-    monkeypatch.setattr(Graphs, "__init__", lambda self, *args: made.append(self) or init(self, *args))
+    made, init = [], GraphedCall.__init__
+    monkeypatch.setattr(GraphedCall, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     found = lockstep.fit(HRM, values, run_dir=tmp_path / "graph")
     assert all(torch.equal(plain.weights[name], found.weights[name]) for name in plain.weights)
     events = [event for event in read_jsonl(tmp_path / "graph" / "events.jsonl") if event["event"] == "graph"]
-    assert [event["reason"].split(",")[0] for event in events] == ["recorded"]
+    assert [event["reason"].split(",")[0] for event in events] == ["captured"]
     assert plain.summary["eval_loss"] == found.summary["eval_loss"]
     assert len(made) == 1
-    assert not made[0].ways  # the run has freed them
+    assert not made[0].variants  # the run has freed them
 
 
-def test_every_way_of_calling_has_its_own_recording():
+def test_every_variant_has_its_own_capture():
     model = Dropping()
     found, _device, _said = graphed(model)
     for size in (2, 3):
-        train_once = [model(torch.ones(size, 4)).sum().backward() for _ in range(WATCHED + 2)]
-        assert len(train_once) == WATCHED + 2
+        train_once = [model(torch.ones(size, 4)).sum().backward() for _ in range(WARMUP_CALLS + 2)]
+        assert len(train_once) == WARMUP_CALLS + 2
     with torch.no_grad():
-        for _ in range(WATCHED + 2):
+        for _ in range(WARMUP_CALLS + 2):
             model(torch.ones(2, 4))
     model.net[2].eval()  # a part of it
     model(torch.ones(2, 4))
-    assert [way.ready for way in found.ways.values()] == [True, True, True, False]
+    assert [variant.ready for variant in found.variants.values()] == [True, True, True, False]
 
 
-def warmed(model, device=None, calls=WATCHED + 3, inputs=None, required=False):
+def warmed(model, device=None, calls=WARMUP_CALLS + 3, inputs=None, required=False):
     """After `calls` calls with a backward each."""
     found, device, said = graphed(model, device, required)
     for _ in range(calls):
@@ -190,7 +191,7 @@ def test_losses_that_take_turns():
     model = copy.deepcopy(plain)
     _found, device, _said = graphed(model)
     optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.5) for each in (model, plain)]
-    for step in range(WATCHED + 6):
+    for step in range(WARMUP_CALLS + 6):
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             optimizer.zero_grad()
             each(torch.ones(3, 4))[step % 2].sum().backward()
@@ -210,7 +211,7 @@ class ManyHeads(nn.Module):
 
 
 def test_losses_that_are_new_again_and_again():
-    """Seven of eight losses come late, one after the other: the call stays a recorded one, and what must be recorded is
+    """Seven of eight losses come late, one after the other: the call stays a captured one, and what must be captured is
     not refused in the midst of a run."""
     plain = ManyHeads()
     model = copy.deepcopy(plain)
@@ -220,8 +221,8 @@ def test_losses_that_are_new_again_and_again():
             each.zero_grad()
             each(torch.ones(3, 4))[max(0, step // 5 - 3) % 8].sum().backward()
         assert all(_same(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    (way,) = found.ways.values()
-    assert (way.ready, len(way.patterns)) == (True, MOST_PATTERNS)
+    (variant,) = found.variants.values()
+    assert (variant.ready, len(variant.patterns)) == (True, MAX_PATTERNS)
     assert device.replayed > 60
 
 
@@ -230,14 +231,14 @@ def _same(one, other):
 
 
 class StaleOnce(Again):
-    """Of what was recorded, one piece is not done again."""
+    """Of what was captured, one piece is not done again."""
 
     def __init__(self, which):
         super().__init__()
         self._which = which
 
-    def record(self, works):
-        replays = super().record(works)
+    def capture(self, works):
+        replays = super().capture(works)
         replays[self._which] = lambda: None
         return replays
 
@@ -246,9 +247,9 @@ class StaleOnce(Again):
 def test_every_backward_is_compared(which):
     model = TwoHeads()
     _, _, said = graphed(model, StaleOnce(which))
-    for step in range(WATCHED + 4):
+    for step in range(WARMUP_CALLS + 4):
         model(torch.randn(3, 4))[step % 2].sum().backward()
-    assert ["not recorded: a gradient of a replay differs" in reason for _, reason in said] == [True]
+    assert ["not captured: a gradient of a replay differs" in reason for _, reason in said] == [True]
 
 
 class Rooted(nn.Module):
@@ -269,15 +270,15 @@ def test_a_result_without_a_gradient_spoils_nothing(also):
     plain = Rooted()
     model = copy.deepcopy(plain)
     found, device, said = graphed(model)
-    for step in range(WATCHED + 12):
+    for step in range(WARMUP_CALLS + 12):
         x = torch.zeros(3, 4) if step % 3 != 2 else torch.ones(3, 4)
         for each in (model, plain):
             left, right = each(x)
-            (right if also and step % 3 == 2 and step > WATCHED + 1 else left).sum().backward()
+            (right if also and step % 3 == 2 and step > WARMUP_CALLS + 1 else left).sum().backward()
         assert torch.isfinite(plain.layer.weight.grad).all()
         assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad), step
-    (way,) = found.ways.values()
-    assert (way.ready, way.patterns) == (True, [(True, False), (False, True)][: 1 + also])
+    (variant,) = found.variants.values()
+    assert (variant.ready, variant.patterns) == (True, [(True, False), (False, True)][: 1 + also])
     assert device.replayed > 4
     assert any("to other results than before" in reason for _, reason in said) == also
 
@@ -285,36 +286,36 @@ def test_a_result_without_a_gradient_spoils_nothing(also):
 class Lenient(Again):
     """Under a dispatch mode torch would not compile."""
 
-    def strict(self):
+    def forbid_sync(self):
         return nullcontext()
 
 
 def test_a_compiled_model_with_a_result_that_nobody_uses():
-    """Its backward can be gone through once only, whatever is recorded of it."""
+    """Its backward can be gone through once only, whatever is captured of it."""
     plain = Rooted()
     model = copy.deepcopy(plain)
     model.compile(backend="aot_eager")
-    found = Graphs(model, model._compiled_call_impl, Lenient(), True, Said())
-    model._compiled_call_impl = found
-    for step in range(WATCHED + 4):
+    found = GraphedCall(model, Lenient(), True, Said())
+    CallChain.of(model).install("graph", found)
+    for step in range(WARMUP_CALLS + 4):
         for each in (model, plain):
-            seen = each(torch.ones(3, 4))[step == WATCHED + 2]
+            seen = each(torch.ones(3, 4))[step == WARMUP_CALLS + 2]
             seen.sum().backward()
-        assert "CompiledFunction" in type(found.call(torch.ones(3, 4))[0].grad_fn).__name__
+        assert "CompiledFunction" in type(found.inner(torch.ones(3, 4))[0].grad_fn).__name__
     assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
-    assert [way.ready for way in found.ways.values()] == [True]
+    assert [variant.ready for variant in found.variants.values()] == [True]
 
 
-def test_recordings_are_freed_at_the_end_of_a_run():
+def test_captures_are_freed_at_the_end_of_a_run():
     """Not when Python next looks for things that hold each other: until then the GPU's memory would be taken."""
     model = Dropping()
     found, device, _said = warmed(model)
-    (way,) = found.ways.values()
-    capture, gone = weakref.ref(way.capture), weakref.ref(model)
-    del way, found
+    (variant,) = found.variants.values()
+    capture, gone = weakref.ref(variant.capture), weakref.ref(model)
+    del variant, found
     gc.disable()
     try:
-        forget_recordings(model)
+        release_captures(model)
         assert capture() is None
         replayed = device.replayed
         model(torch.ones(3, 4)).sum().backward()  # as before the run
@@ -334,16 +335,16 @@ def test_a_second_backward_is_an_error():
         y.backward()
 
 
-def test_parameters_that_move_are_recorded_anew():
+def test_parameters_that_move_are_captured_again():
     model = Dropping()
     found, _device, said = warmed(model)
-    (way,) = found.ways.values()
+    (variant,) = found.variants.values()
     model.net[0].weight.data = model.net[0].weight.data.clone() + 1
     model(torch.ones(3, 4)).sum().backward()
-    assert not way.ready
+    assert not variant.ready
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
-    assert way.ready
+    assert variant.ready
     assert any("moved in memory" in reason for _, reason in said)
 
 
@@ -391,13 +392,13 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("body", "words"), UNFIT.values(), ids=UNFIT.keys())
-def test_what_cannot_be_recorded_runs_as_it_is(body, words):
+def test_what_cannot_be_captured_runs_as_it_is(body, words):
     model = Body(body)
     _, device, said = warmed(model)
     assert device.replayed == 0
     assert [words in reason for _, reason in said] == [True]
-    assert int(model.count) == (WATCHED + 3 if body is replaces else 0)  # whatever was tried left no trace
-    assert len(getattr(model, "seen", [])) == (WATCHED + 3 if body is collects else 0)
+    assert int(model.count) == (WARMUP_CALLS + 3 if body is replaces else 0)  # whatever was tried left no trace
+    assert len(getattr(model, "seen", [])) == (WARMUP_CALLS + 3 if body is collects else 0)
     with pytest.raises(UserError, match=words):
         warmed(Body(body), required=True)
 
@@ -415,7 +416,7 @@ def test_hooks_and_hidden_values():
     model(torch.ones(3, 4))
     assert (seen, device.replayed) == (["called"], replayed)
     found, device, said = graphed(Body(hides))
-    for _ in range(WATCHED + 3):
+    for _ in range(WARMUP_CALLS + 3):
         found(torch.ones(2, 4))[1].sum().backward()
     assert device.replayed == 0
     assert "it returns a set" in said[0][1]
@@ -452,27 +453,27 @@ def test_a_cache_that_grows_is_not_replayed():
     plain, found = [], []
     with torch.no_grad():
         for results, call in ((plain, model._call_impl), (found, model)):
-            for _ in range(WATCHED + 3):
+            for _ in range(WARMUP_CALLS + 3):
                 memory = Memory([])
                 results += [call(x * word, memory) for word in range(3)] + [torch.tensor(memory.length)]
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert {reason for _, reason in said} == {
-        "not recorded: it puts something else into its arguments (a cache, say), which a replay would not"
+        "not captured: it puts something else into its arguments (a cache, say), which a replay would not"
     }
 
 
 def test_attributes_are_part_of_a_call():
-    """A schedule may change them between two calls; what was recorded would know nothing of it."""
+    """A schedule may change them between two calls; what was captured would know nothing of it."""
     model = Body(lambda m, x: x * m.weight * m.factor * m.table)
     model.factor, model.table = 1.0, torch.ones(4)
     found, _device, said = warmed(model)
-    assert [way.ready for way in found.ways.values()] == [True]
+    assert [variant.ready for variant in found.variants.values()] == [True]
     model.factor = 2.0
     assert torch.equal(model(torch.ones(3, 4)), torch.full((3, 4), 2.0))
-    assert [way.ready for way in found.ways.values()] == [True, False]
+    assert [variant.ready for variant in found.variants.values()] == [True, False]
     model.factor, model.table = 1.0, torch.full((4,), 3.0)
     model(torch.ones(3, 4))
-    assert not any(way.ready for way in found.ways.values())
+    assert not any(variant.ready for variant in found.variants.values())
     assert "has moved in memory" in said[-1][1]
 
 
@@ -482,7 +483,7 @@ def doubled(x):
 
 @pytest.mark.parametrize("often", [1, 20])
 def test_parts_that_are_replaced(often):
-    """What was recorded would go on with the old ones."""
+    """What was captured would go on with the old ones."""
     plain = Dropping().eval()
     model = copy.deepcopy(plain)
     found, device, said = warmed(model)
@@ -496,10 +497,10 @@ def test_parts_that_are_replaced(often):
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None), (step, name)
             assert one.grad is None or torch.equal(one.grad, other.grad), (step, name)
-    (way,) = found.ways.values()
-    assert way.ready == (often == 1)
+    (variant,) = found.variants.values()
+    assert variant.ready == (often == 1)
     assert device.replayed > replayed
-    assert "is another one" + ("" if often == 1 else ", again and again") in said[-1 if often > 1 else -2][1]
+    assert "was replaced" + ("" if often == 1 else ", again and again") in said[-1 if often > 1 else -2][1]
 
 
 def test_what_an_evaluation_leaves_behind_spoils_nothing():
@@ -519,7 +520,7 @@ def test_what_an_evaluation_leaves_behind_spoils_nothing():
         replayed = device.replayed
         model(torch.ones(3, 4)).sum().backward()
         assert device.replayed > replayed
-    assert not any("another one" in reason for _, reason in said)
+    assert not any("was replaced" in reason for _, reason in said)
 
 
 def test_a_part_that_is_new_learns():
@@ -566,26 +567,26 @@ def test_only_what_is_launch_bound():
 
 
 def test_a_few_ways_at_most(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_RECORDED", 1)
-    monkeypatch.setattr(graphs, "MOST_KNOWN", 2)
+    monkeypatch.setattr(graphs, "MAX_CAPTURES", 1)
+    monkeypatch.setattr(graphs, "MAX_VARIANTS", 2)
     model = Dropping()
     found, _, said = graphed(model)
     for size in (2, 3, 4):
-        for _ in range(WATCHED + 2):
+        for _ in range(WARMUP_CALLS + 2):
             model(torch.ones(size, 4)).sum().backward()
-    assert len(found.ways) == 2
-    assert "1 ways of calling" in said[1][1]
+    assert len(found.variants) == 2
+    assert "1 variants of the call" in said[1][1]
     assert "in 2 different ways" in said[2][1]
 
 
 def test_trees():
     x, y = torch.ones(2), torch.zeros(3)
     value = Seen(x, {"a": [Pair(y, None), (1, "b")], "size": x.shape})
-    tensors, rest = take_apart(value)
+    tensors, rest = flatten(value)
     assert tensors == [x, y]
-    back = put_together(tensors, rest)
+    back = unflatten(tensors, rest)
     assert back.more["a"][0] == Pair(y, None)
     assert (back.more["a"][1], back.more["size"]) == ((1, "b"), torch.Size([2]))
-    assert take_apart([1])[1] != take_apart([True])[1]
-    with pytest.raises(Opaque, match="set"):
-        take_apart([{1}])
+    assert flatten([1])[1] != flatten([True])[1]
+    with pytest.raises(OpaqueValue, match="set"):
+        flatten([{1}])

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.observe.run_folder import on_main
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.cudagraph.graphs import has_recordings
+from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
@@ -56,7 +56,7 @@ def explanation(error: RuntimeError, run: Run) -> Exception:
         return UserError("to build the model", found, "build a smaller one, or type device=cpu")
     held = _footprint(run)
     on_host = not isinstance(error, torch.OutOfMemoryError)
-    first = [Option("graph=false", None)] if has_recordings(run.driver.model) else []
+    first = [Option("graph=false", None)] if has_captures(run.driver.model) else []
     if not run.opened:
         asked = "to put the model on its device"
         less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1, on_host=on_host)

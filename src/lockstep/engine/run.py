@@ -36,7 +36,7 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import on_main, open_run_dir, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.cudagraph.graphs import forget_recordings
+from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.precision import choose
@@ -321,7 +321,7 @@ def _close(run: Run, text: str | None) -> dict[str, Any]:
     """Write the summary and the report."""
     run.runtime.heartbeat.beat("end")
     run.optimizers.release()
-    forget_recordings(run.driver.model)
+    release_captures(run.driver.model)
     run.checkpoints.close()
     summary = summary_of(run)
     if text:
@@ -344,7 +344,7 @@ def _fail(run: Run, error: BaseException) -> None:
     with contextlib.suppress(Exception):
         run.end_loaders()
         if hasattr(run, "driver"):
-            forget_recordings(run.driver.model)
+            release_captures(run.driver.model)
         if hasattr(run, "optimizers"):
             run.optimizers.release()
         if hasattr(run, "checkpoints"):

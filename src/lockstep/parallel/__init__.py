@@ -1,1 +1,6 @@
-"""How gradients come to be: one file per technique, applied in one order."""
+"""Parallelism: everything between a user's model and the gradients of a step.
+
+apply.py puts a model under a Driver (driver.py), on a grid of ranks (mesh.py), in one fixed order of techniques. Each
+technique is a package: ddp/, fsdp/, tensor/, pipeline/, exact/, cudagraph/. What several of them need lies here: blocks
+of a model, recomputation, meta initialisation, and the chain of wrappers around a module's call.
+"""

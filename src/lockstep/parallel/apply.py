@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.batchnorm import synchronise_batchnorm
-from lockstep.parallel.cudagraph.graphs import Tell, record_calls
+from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
+from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver
+from lockstep.parallel.ddp.sync_batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp.unused import UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.driver import exact_driver
@@ -26,7 +27,6 @@ from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
-from lockstep.parallel.warmup import compile_together
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
 
@@ -36,13 +36,13 @@ def apply(
     config: RunConfig,
     runtime: Runtime,
     task: Any = None,
-    tell: Tell = lambda *_, **__: None,
+    log_event: LogEvent = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
     """Move `model` to its device and return the driver that executes it.
 
-    `task` may say how to shard the model. `tell` receives what is decided later, while the model runs. `data` gives
-    samples, for a pipeline that must see the model running to find its stages.
+    `task` may say how to shard the model. `log_event` receives what is decided later, while the model runs. `data`
+    gives samples, for a pipeline that must see the model running to find its stages.
     """
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
@@ -73,8 +73,8 @@ def apply(
     recompute_blocks(model, config)
     if wants_compile(config, runtime) and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
-        compile_together(model, config, runtime)
-    record_calls(model, config, runtime, tell)
+        warm_up_compile(model, config, runtime)
+    capture_calls(model, config, runtime, log_event)
 
     # The driver shards or replicates the whole.
     if axes and pipelined:

@@ -1,4 +1,4 @@
-"""The repeated parts of a model, such as the layers of a transformer: what is gathered, recomputed or cut as one."""
+"""The repeated parts of a model, such as the layers of a transformer: what is gathered, recomputed or staged as one."""
 
 from __future__ import annotations
 
@@ -13,77 +13,111 @@ from lockstep.errors import UserError
 
 
 def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn.Module]:
-    """The modules of the classes `named` (or of subclasses: cutting makes some), or else the children of every list of
-    equal modules. May be none at all."""
+    """Return the blocks of `model`, which may be none at all.
+
+    With `named` they are the modules of these classes, or of subclasses (sharding makes some). Without it they are the
+    members of every list of modules of one class.
+    """
     if named:
-        classes = {module: _classes(module) for module in _parts(model)}
+        classes = {module: _class_names(module) for module in _candidates(model)}
+        # A misspelt class must not silently leave its modules out.
         for word in named:
-            if not any(word in found for found in classes.values()):
-                raise _no_blocks(word, model)
-        return _outermost([module for module, found in classes.items() if found.intersection(named)])
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    repeated = [list(holder) for holder in lists if len(holder) > 1 and len({_own_class(m) for m in holder}) == 1]
-    children = [module for held in repeated for module in held]
-    return _outermost([module for module in children if _is_called(module) and _has_parameters(module)])
+            if not any(word in names for names in classes.values()):
+                raise _no_such_blocks(word, model)
+
+        return _outermost([module for module, names in classes.items() if names.intersection(named)])
+
+    # A list of one module is no repetition, and one of several classes is a sequence of different steps.
+    members: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = list(module)
+            if len(children) > 1 and len({_user_class(child) for child in children}) == 1:
+                members += children
+
+    return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
 
 
-def without_shared(blocks: Sequence[nn.Module], whole: nn.Module) -> list[nn.Module]:
-    """A parameter is cut with one part only. Blocks that share one with another block, or with the rest of `whole`, are
-    left out: they are cut together with that."""
-    places = list(whole.named_modules(remove_duplicate=False))  # a module may have several
-    of_blocks = {id(block) for block in blocks}
-    inside = (*(f"{place}." for place, module in places if id(module) in of_blocks),)
-    rest = [module for place, module in places if not f"{place}.".startswith(inside)]
-    holders = [{id(p) for p in block.parameters()} for block in blocks]
-    times = Counter(place for holder in holders for place in holder)
-    times.update({id(p) for module in rest for p in module._parameters.values() if p is not None})
-    return [block for block, holder in zip(blocks, holders, strict=True) if all(times[place] == 1 for place in holder)]
+def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that share no parameter with another block or with the rest of `model`.
+
+    A parameter can be sharded with one module only, so the other blocks are sharded together with the rest.
+    """
+    # A module may have several names: one inside a block, and one outside.
+    named = list(model.named_modules(remove_duplicate=False))
+    block_ids = {id(block) for block in blocks}
+    block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
+    # Whatever has a name outside all blocks, also a module that lies inside one under another name.
+    outside = [module for name, module in named if not f"{name}.".startswith(block_prefixes)]
+
+    # Count the holders of each parameter: blocks count once each, all the rest together once.
+    of_blocks = [{id(p) for p in block.parameters()} for block in blocks]
+    holders = Counter(parameter for parameters in of_blocks for parameter in parameters)
+    holders.update({id(p) for module in outside for p in module._parameters.values() if p is not None})
+
+    alone = []
+    for block, parameters in zip(blocks, of_blocks, strict=True):
+        if all(holders[parameter] == 1 for parameter in parameters):
+            alone.append(block)
+
+    return alone
 
 
 def class_name(module: nn.Module) -> str:
-    return _own_class(module).__name__
+    """Return the name of the class as the user wrote it."""
+    return _user_class(module).__name__
 
 
 def class_to_name(model: nn.Module, typed: str = "") -> str | None:
-    """What to type in `blocks`: what comes close to what was `typed`, or the class of the blocks that we would find, or
-    that of the largest part. None: the model has no parts."""
-    parts = [module for module in _parts(model) if _has_parameters(module)]
-    holders = [module for module in parts if any(True for _ in module.children())]
-    likely = [*holders, *find_blocks(model)] or parts
+    """Return what to type in `blocks`, None if the model has no parts.
+
+    That is a class with a name close to what was `typed`, or the class of the blocks that we would find, or that of the
+    largest part.
+    """
+    # Small layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
+    parts = [module for module in _candidates(model) if _has_parameters(module)]
+    containers = [module for module in parts if any(True for _ in module.children())]
+    found = find_blocks(model)
+    likely = [*containers, *found] or parts
+
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):
         return close[0]
+
     largest = max(parts, key=lambda module: sum(p.numel() for p in module.parameters()), default=None)
-    chosen = next(iter(find_blocks(model)), largest)
+    chosen = found[0] if found else largest
     return class_name(chosen) if chosen is not None else None
 
 
-def _no_blocks(word: str, model: nn.Module) -> UserError:
-    of_class = [module for module in model.modules() if word in _classes(module)]
-    found = "no such module in the model"
-    if of_class:
-        found = f"a {word} holds modules, and has no forward that could be computed as one"
+def _no_such_blocks(word: str, model: nn.Module) -> UserError:
+    of_class = [module for module in model.modules() if word in _class_names(module)]
     if model in of_class:
-        found = "the model itself, which is no part of it"
+        why = "that is the model itself, which is no part of it"
+    elif of_class:
+        why = f"a {word} holds modules, and has no forward that could be computed as one"
+    else:
+        why = "there is no such module in the model"
+
     proposed = class_to_name(model, word)
-    return UserError(f"blocks of class {word}", found, f"type blocks=[{proposed}]" if proposed else "leave blocks out")
+    fix = f"type blocks=[{proposed}]" if proposed else "leave blocks out"
+    return UserError(f"blocks=[{word}] names no blocks of {type(model).__name__}", why, fix)
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """What may be a block."""
-    return [module for module in model.modules() if module is not model and _is_called(module)]
+def _candidates(model: nn.Module) -> list[nn.Module]:
+    """Return all modules that may be blocks."""
+    return [module for module in model.modules() if module is not model and _has_forward(module)]
 
 
-def _is_called(module: nn.Module) -> bool:
-    """As lists and dicts of modules are not: they have no forward."""
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called. Lists and dicts of modules cannot."""
     return type(module).forward is not nn.Module.forward
 
 
-def _own_class(module: nn.Module) -> type:
-    """As the user wrote it: torch makes a class of its own for what it has cut."""
+def _user_class(module: nn.Module) -> type:
+    """Return the class as the user wrote it: torch makes a class of its own for a sharded module."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def _classes(module: nn.Module) -> set[str]:
+def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
@@ -92,7 +126,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Without those that lie inside another one."""
+    """Return the modules without those that lie inside another one."""
+    # A block inside a block would be gathered, or recomputed, twice.
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     unique = {id(module): module for module in modules if id(module) not in inside}
     return list(unique.values())

@@ -1,9 +1,11 @@
-"""init=meta: a model that no single rank could hold is made without memory for its parameters, then filled and cut
-block by block. Buffers, and tensors that are plain attributes, stay as their constructors make them.
+"""init=meta: construct a model without memory for its parameters, then initialise and shard it block by block.
 
-Parameters are filled by the `reset_parameters()` of their modules, whole, in the host's memory, children before
+That is for a model that no single rank could hold. Buffers, and tensors that are plain attributes, stay as their
+constructors make them.
+
+Parameters are set by the `reset_parameters()` of their modules, as full tensors in host memory, children before
 parents: the order in which constructors draw their random numbers. So a model whose constructors only make modules
-starts with the same bits as without init=meta, on any number of ranks. What a constructor does to parameters beside
+starts with the same bits as without init=meta, on any number of ranks. What a constructor does to parameters besides
 that (`self.apply(init)`, say) would be lost: it is refused, unless a `reset_parameters()` does it too.
 """
 
@@ -24,33 +26,35 @@ from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_torch
 
-CUTTING = ("fsdp", "fsdp-grads", "hsdp")
+SHARDING = ("fsdp", "fsdp-grads", "hsdp")  # the strategies that can shard block by block
 
 
 def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
-    """`make()`, or with init=meta its empty shape."""
+    """Return `make()`, with init=meta without memory for parameters."""
     if config.init != "meta":
         return make()
     _check_strategy(config)
-    with _parameters_without_memory():
+    with _parameters_on_meta():
         return make()
 
 
 @contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """A parameter is empty from the moment on that its module has it."""
-    known: dict[int, tuple[ReferenceType[nn.Parameter], nn.Parameter]] = {}  # one that two modules share stays one
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter moves to the meta device as soon as a module registers it."""
+    # By id of the original: a parameter that two modules share stays one.
+    known: dict[int, tuple[ReferenceType[nn.Parameter], nn.Parameter]] = {}
 
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta or is_lazy(parameter):
             return None
         original, empty = known.get(id(parameter), (None, None))
-        if original is None or original() is not parameter:  # or another one, which lies where that one lay
+        # An id may be reused: the original may be gone, and another parameter lie in its place.
+        if original is None or original() is not parameter:
             empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             known[id(parameter)] = ref(parameter), empty
         return empty
 
-    handle = register_module_parameter_registration_hook(without_memory)  # pyrefly: ignore[bad-argument-type]
+    handle = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
     try:
         yield
     finally:
@@ -58,36 +62,48 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _check_strategy(config: RunConfig) -> None:
-    if config.strategy not in CUTTING or config.mesh.tp or config.mesh.pp:
-        raise UserError(
-            f"init=meta with strategy={config.strategy}" + " and a mesh" * bool(config.mesh.tp or config.mesh.pp),
-            "ranks that hold layers whole, or cut them in another way, and would need the weights first",
-            "leave the mesh out, or type init=host"
-            if config.strategy in CUTTING
-            else "type strategy=fsdp, or init=host",
-        )
+    in_mesh = bool(config.mesh.tp or config.mesh.pp)
+    if config.strategy in SHARDING and not in_mesh:
+        return
+
+    mesh = " and a mesh" if in_mesh else ""
+    fix = "leave the mesh out, or type init=host"
+    if config.strategy not in SHARDING:
+        fix = "type strategy=fsdp, or init=host"
+
+    raise UserError(
+        f"init=meta with strategy={config.strategy}{mesh} is not possible",
+        "the ranks hold full layers, or shard them in another way, and would need the weights first",
+        fix,
+    )
 
 
 def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
-    """In a loop of the user's own, the user makes the model."""
-    empty = [p.is_meta for p in model.parameters()]
+    """Check that the model fits to `init`. In a loop of their own, users construct it themselves."""
+    on_meta = [p.is_meta for p in model.parameters()]
     if config.init == "meta":
         _check_strategy(config)
-    if config.init == "meta" and not all(empty):
+        if not all(on_meta):
+            raise UserError(
+                "init=meta needs a model without weights; this one has some",
+                "",
+                "make it in `with torch.device('meta'):`, or type init=host",
+            )
+    elif any(on_meta):
         raise UserError(
-            "init=meta", "a model with weights in it", "make it in `with torch.device('meta'):`, or type init=host"
+            "init=host needs a model with weights; this one was made on the meta device", "", "type init=meta"
         )
-    if config.init != "meta" and any(empty):
-        raise UserError("init=host", "a model without weights, made on the meta device", "type init=meta")
 
 
 def fill(
-    model: nn.Module, blocks: Iterable[nn.Module], cut: Callable[[nn.Module], Any], seed: int, runtime: Runtime
+    model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], seed: int, runtime: Runtime
 ) -> None:
-    """Give `model` its weights, the same on every rank; a block is cut as soon as it is whole."""
+    """Give `model` its weights, the same on every rank, and `shard` each block as soon as it is initialised."""
+    # The generator is where it is when a constructor begins, so the same numbers are drawn.
     seed_torch(derive(seed, "init"), runtime.device)
+    # Before any memory is allocated: the model may be too large to fail late.
     _check_can_be_filled(model)
-    filling = _Filling({id(block) for block in blocks}, cut)
+    filling = _Filling({id(block) for block in blocks}, shard)
     filling.fill(model, "")
     filling.finish(model)
 
@@ -95,81 +111,116 @@ def fill(
 class _Made(NamedTuple):
     """A parameter with memory, and the empty one that it replaces."""
 
-    place: tuple[str, nn.Module, str]
+    place: tuple[str, nn.Module, str]  # name of the module, the module, name of the parameter in it
     empty: nn.Parameter
     full: nn.Parameter
-    before: int  # how often `full` had been changed when it was made
+    version: int  # of `full` when it was made: torch counts changes in place
 
 
 class _Filling:
-    def __init__(self, blocks: set[int], cut: Callable[[nn.Module], Any]):
-        self.blocks, self.cut = blocks, cut
-        self._made: dict[int, _Made] = {}  # by what it replaces: tied parameters stay tied
-        self._replaced: list[nn.Parameter] = []  # kept, so that no two of them ever have the same id
+    """Walks through the modules, children before parents.
+
+    At any time the full tensors of one block, and of what lies outside the blocks, are in host memory.
+    """
+
+    def __init__(self, blocks: set[int], shard: Callable[[nn.Module], Any]):
+        """`blocks` holds ids of modules."""
+        self.blocks = blocks
+        self.shard = shard
+        self._made: dict[int, _Made] = {}  # by id of what it replaces: tied parameters stay tied
+        self._replaced: list[nn.Parameter] = []  # kept alive, so that no two of them ever have the same id
         self._done: set[int] = set()
-        self._cut: list[nn.Parameter] = []
+        self._sharded: list[nn.Parameter] = []
 
     def fill(self, module: nn.Module, name: str) -> None:
         if id(module) in self._done:
             return
+
         self._done.add(id(module))
+
+        # Children first, as constructors do: a parent's reset may change what they have drawn.
         for child_name, child in module.named_children():
             self.fill(child, f"{name}.{child_name}" if name else child_name)
+
         self._fill_own(module, name)
+
+        # From here on the block's full tensors are not needed.
         if id(module) in self.blocks:
             self.finish(module)
-            self.cut(module)
-            self._cut += module.parameters()
+            self.shard(module)
+            self._sharded += module.parameters()
 
     def finish(self, module: nn.Module) -> None:
-        """It is filled: let go of it, so that what is whole goes when it is cut."""
+        """Check what was made inside `module`, and let go of it, so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
-        for key, made in [(key, made) for key, made in self._made.items() if id(made.full) in inside]:
-            name, owner, own_name = made.place
-            if made.full._version - made.before < made.empty._version:
+        for key, made in list(self._made.items()):
+            if id(made.full) not in inside:
+                continue
+
+            # The constructor of a module made on meta still counts its changes.
+            if made.full._version - made.version < made.empty._version:
+                name, owner, own_name = made.place
                 found = f"does not set {own_name} as a constructor does, which changes it once more"
                 raise _not_filled(name, owner, found, "do that in it, or in a reset_parameters() of its block")
+
             del self._made[key]
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
         if reset is None:
             return
-        earlier, blank = self._make_room(module, name)
-        versions = [p._version for p in self._cut]
+
+        tied, blank = self._allocate(module, name)
+        # Blocks that were sharded must not be set any more: their full tensors are gone.
+        versions = [p._version for p in self._sharded]
         reset()
-        for tensor, value in earlier:  # tied: drawn once more, as its constructor did, and forgotten again
+
+        # A tied parameter was drawn once more, as its constructor did; the earlier values count.
+        for tensor, value in tied:
             tensor.detach().copy_(value)
-        if versions != [p._version for p in self._cut]:
-            raise _not_filled(name, module, "sets blocks that have been cut already", "set them in the blocks' own")
+
+        if versions != [p._version for p in self._sharded]:
+            raise _not_filled(name, module, "sets blocks that have been sharded already", "set them in the blocks' own")
+
         unset = [key for key in blank if _is_blank(getattr(module, key))]
         if unset:
             raise _not_filled(name, module, f"leaves {', '.join(unset)} unset", f"set {unset[0]} in it")
 
-    def _make_room(self, module: nn.Module, name: str) -> tuple[list[tuple[nn.Parameter, Tensor]], list[str]]:
-        """Memory for what is the module's own. Returns what an earlier module has filled already, with its values, and
-        the names of all that had none."""
-        earlier, empty = [], _own_empty(module)
+    def _allocate(self, module: nn.Module, name: str) -> tuple[list[tuple[nn.Parameter, Tensor]], list[str]]:
+        """Allocate memory for the module's own parameters and buffers.
+
+        Returns the parameters that an earlier module has set already, with their values, and the names of all that had
+        no memory.
+        """
+        tied = []
+        blank = list(_own_empty(module))
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            # Two modules share the parameter, and the first has set it.
             if made := self._made.get(id(old)):
                 new = made.full
-                earlier.append((new, new.detach().clone()))
+                tied.append((new, new.detach().clone()))
             else:
+                # In host memory: the device need not hold even one full block.
                 new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
                 self._made[id(old)] = _Made((name, module, key), old, new, new._version)
                 self._replaced.append(old)
+
             setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
+
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, key, _blank(torch.empty_like(buffer, device="cpu")))
-        return earlier, list(empty)
+
+        return tied, blank
 
 
 def _check_can_be_filled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         own = _own_empty(module)
         lost = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
-        lost += [key for key, value in own.items() if value.dtype == torch.bool]  # nothing tells a set one from a blank
+        # A bool has no value that could mark it as blank.
+        lost += [key for key, value in own.items() if value.dtype == torch.bool]
+
         if lost:
             raise _not_filled(name, module, f"keeps {lost[0]}, which is made in its constructor", "make it in forward")
         if own and _reset_of(module) is None:
@@ -177,17 +228,18 @@ def _check_can_be_filled(model: nn.Module) -> None:
 
 
 def _own_empty(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own parameters and buffers on the meta device."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {name: tensor for name, tensor in own if tensor.is_meta}
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """torch's attention has it under a private name."""
+    """Return `reset_parameters`; torch's attention has it under a private name."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """A value that nobody sets."""
+    """Fill `tensor` with a value that no initialisation sets."""
     inexact = tensor.is_floating_point() or tensor.is_complex()
     return tensor.fill_(torch.nan if inexact else torch.iinfo(tensor.dtype).min)
 
@@ -200,9 +252,9 @@ def _is_blank(tensor: Tensor) -> bool:
 
 
 def _not_filled(name: str, module: nn.Module, found: str, fix: str) -> UserError:
-    kind = type(module).__name__
+    kind = f"{type(module).__name__} ({name})" if name else type(module).__name__
     return UserError(
-        "init=meta: every module with weights has a reset_parameters() that sets them all",
-        f"{kind}{f' ({name})' if name else ''} {found}",
+        f"init=meta cannot initialise {kind}: its reset_parameters() must set all its weights",
+        f"{kind} {found}",
         f"{fix}; or type init=host",
     )

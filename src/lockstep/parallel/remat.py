@@ -1,8 +1,8 @@
-"""Forget what a block computed, and compute it again when its gradients are due: memory for time.
+"""Rematerialisation (activation checkpointing): drop a block's activations, and compute them again in the backward.
 
-full        of every block only its input is kept
-selective   the results of matrix products and attention are kept as well: what is computed again is cheap
-every-K     every K-th block, from the first one on
+full        only the input of every block is kept
+selective   the outputs of matrix products and attention are kept as well: what is recomputed is cheap
+every-K     every K-th block, starting with the first one
 """
 
 from __future__ import annotations
@@ -21,88 +21,106 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import class_to_name, find_blocks
 
 _ATEN = torch.ops.aten
+_COSTLY_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
 # Not every build of torch has every kernel.
-_COSTLY = {
-    getattr(_ATEN, name).default
-    for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"),
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(_ATEN, name)
-}
+_COSTLY = {getattr(_ATEN, name).default for name in _COSTLY_NAMES if hasattr(_ATEN, name)}
 
 
 def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
-    """In place: classes, and the names of parameters, stay as they are."""
+    """Replace the forward of the chosen blocks, in place: classes and parameter names stay as they are."""
     if config.remat == "none":
         return
+
     blocks = find_blocks(model, config.blocks)
     if not blocks:
         part = class_to_name(model)
         raise UserError(
-            f"remat={config.remat}",
-            f"{type(model).__name__} has no list of equal modules, so it is not clear what to compute again",
+            f"remat={config.remat} finds no blocks in {type(model).__name__} to recompute",
+            "it has no list of modules of one class",
             f"name the classes of its parts, such as blocks=[{part}]" if part else "type remat=none",
         )
+
     for block in recomputed(blocks, config.remat):
-        _check_counts_nothing(block, config.remat)
-        original = vars(block).get("forward")  # somebody may have replaced it before us
+        _check_no_running_statistics(block, config.remat)
+        original = vars(block).get("forward")  # something may have replaced it before us
         # A partial, not a closure: in a copy of the model it belongs to the copied block.
         block.forward = partial(_forward, block, original, config.remat == "selective")
 
 
 def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
-    """Those of the model's blocks."""
+    """Return those of the model's blocks that are recomputed."""
     if not remat.startswith("every-"):
         return blocks
+
+    # config/ has checked the form of the word.
     every = int(remat.removeprefix("every-"))
     if every == 1:
-        raise UserError(f"remat={remat}", "all blocks, for which there is a word", "type remat=full")
+        raise UserError("remat=every-1 means all blocks", "remat=full is the word for that", "type remat=full")
+
     if every > len(blocks):
+        noun = "block" if len(blocks) == 1 else "blocks"
         fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
-        raise UserError(f"remat={remat}", f"a model with {len(blocks)} block{'s' * (len(blocks) > 1)}", fix)
+        raise UserError(f"remat={remat} needs at least {every} blocks", f"the model has {len(blocks)} {noun}", fix)
+
     return blocks[::every]
 
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: bool, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
+    # Without a backward nothing is kept anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
+
     options: dict[str, Any] = {}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    # The generators go back to where they were: dropout must drop the same elements again. torch looks for devices,
-    # whose generators these are, among the positional arguments only: so all are passed as such.
+
+    # The generators are put back for the second time, so that dropout drops the same elements again. torch looks for
+    # the devices of these generators among the positional arguments only: so all arguments are passed as such.
     call = partial(_call, run, len(args), tuple(kwargs))
     return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
 
 def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: Any) -> Any:
+    """Call `run` with the first `count` values as positional arguments, the others as keyword arguments `names`."""
     return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
 
 def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention with dropout is computed again: leaving it out would shift the random numbers of what follows."""
+    """Keep the outputs of costly operations, except attention with dropout.
+
+    Leaving that out of the recomputation would shift the random numbers of what follows.
+    """
     if op in _COSTLY and not _dropout(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    # Operations get their arguments by position or by name.
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
     return given.get("dropout_p", 0.0)
 
 
-def _check_counts_nothing(block: nn.Module, remat: str) -> None:
-    """Running statistics would take in every batch twice."""
+def _check_no_running_statistics(block: nn.Module, remat: str) -> None:
     for name, module in block.named_modules():
+        # The second forward would update the running statistics again.
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             where = f"{type(block).__name__}.{name}" if name else type(block).__name__
             raise UserError(
-                f"remat={remat}",
-                f"{where} is a {type(module).__name__}, whose running statistics would count every batch twice",
+                f"remat={remat} would make {where} count every batch twice",
+                f"it is a {type(module).__name__} with running statistics, inside a block that is recomputed",
                 "use GroupNorm or LayerNorm, name blocks without it (blocks=[...]), or type remat=none",
             )

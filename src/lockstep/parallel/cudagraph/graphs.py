@@ -1,10 +1,12 @@
-"""A launch-bound model is recorded and replayed (CUDA graphs): a small one, whose kernels end sooner than the host can
-hand them out.
+"""Capture the calls of a launch-bound model and replay them: one whose kernels end sooner than the host launches them.
 
-Recorded is a call of the model, its forward and its backward, never the task's loss, which may do anything in Python.
-Every way of calling it (shapes, modes, other arguments) goes through the same: a few calls are watched, which tell
-whether the host is what the device waits for; then the call is rehearsed, recorded, and compared with a plain one; from
-then on it is replayed. What is not replayed is told, with the reason.
+We capture the model's forward and backward, never `task.loss`, which may run arbitrary Python. Every variant of a call
+(shapes, modes, other arguments) goes through the same stages: a few plain calls are timed, to see whether the host is
+what the device waits for; then the call is tried, captured, and compared with a plain one; from then on it is replayed.
+What is not replayed is logged with the reason.
+
+torch's own ways were measured against this: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile
+and does not trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
 """
 
 from __future__ import annotations
@@ -20,306 +22,429 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.attributes import Held, same_objects
-from lockstep.parallel.cudagraph.captures import Capture, CudaDevice, Device, Pattern, Trip
-from lockstep.parallel.cudagraph.rehearsal import compare, first_line, rehearse
-from lockstep.parallel.surroundings import SourceContext
-from lockstep.parallel.trees import Opaque, take_apart
+from lockstep.parallel.call_arguments import OpaqueValue, flatten
+from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
+from lockstep.parallel.cudagraph.capture import Capture, Pattern
+from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
+from lockstep.parallel.cudagraph.device import CudaDevice, Device
 from lockstep.runtime.context import Runtime
 
-WATCHED = 5  # calls that run plainly; the first ones compile, tune and allocate
-LAUNCH_BOUND = 0.7  # of the device's time: so long does the host take to hand out the work, or longer
-MOST_RECORDED = 8
-MOST_KNOWN = 64  # ways of calling that are told apart at all
-MOST_MOVES = 2  # of tensors in memory, or other parts, before nothing is recorded any more
-MOST_PATTERNS = 6  # sets of results that gradients come back to, each with a backward of its own
+WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
+LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the device's time to launch the work
+MAX_CAPTURES = 8
+MAX_VARIANTS = 64  # that are distinguished at all
+MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
+MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with a backward of its own
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-Tell = Callable[..., None]
+LogEvent = Callable[..., None]  # (name of the event, **fields)
 
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
-    """What `graph` comes to here. Settings that never go with it are refused in config/conflicts.py."""
-    if config.graph is True and runtime.device.type != "cuda":
+    """Whether calls may be captured here. Settings that never go with graph=true are refused in config/conflicts.py."""
+    on_cuda = runtime.device.type == "cuda"
+    if config.graph is True and not on_cuda:
         raise UserError(
-            "graph=true", f"{runtime.device.type} as the device; CUDA graphs are for GPUs", "leave graph out"
+            f"graph=true needs a GPU; the device is {runtime.device.type}",
+            "CUDA graphs are for GPUs",
+            "leave graph out",
         )
+
     if config.graph != "auto":
         return config.graph
-    plain = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1 and (config.mesh.pp or 1) == 1
+
+    # auto: only where every rank runs the model by itself. A capture that contained a collective would have to be
+    # replayed by all ranks in the same order, and recomputation changes what a forward launches.
+    replicated = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1 and (config.mesh.pp or 1) == 1
     waits = config.ddp.sync_batchnorm or config.ddp.find_unused_parameters
-    return runtime.device.type == "cuda" and plain and not waits and not config.exact and config.remat == "none"
+    return on_cuda and replicated and not waits and not config.exact and config.remat == "none"
 
 
-def record_calls(model: nn.Module, config: RunConfig, runtime: Runtime, tell: Tell) -> None:
-    """In place, around what is compiled: names stay, and the model's own methods do."""
+def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:
+    """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
-        call = model._compiled_call_impl or model._call_impl
-        model._compiled_call_impl = Graphs(model, call, CudaDevice(runtime.device), config.graph is True, tell)
+        # The chain puts it outside of torch.compile and of the warm-up, so that compiled kernels are captured.
+        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
+        CallChain.of(model).install("graph", link)
 
 
-def has_recordings(model: nn.Module) -> bool:
-    """Whether some memory is taken by them now."""
-    call = model._compiled_call_impl
-    return isinstance(call, Graphs) and any(way.capture for way in call.ways.values())
+def has_captures(model: nn.Module) -> bool:
+    """Whether captures of `model` take memory now."""
+    link = CallChain.of(model).find("graph")
+    return isinstance(link, GraphedCall) and any(variant.capture for variant in link.variants.values())
 
 
-def forget_recordings(model: nn.Module) -> None:
-    """Free their memory now: the model and what records its calls hold each other, until somebody looks for that."""
-    call = model._compiled_call_impl
-    if isinstance(call, Graphs):
-        model._compiled_call_impl = None if call.call == model._call_impl else call.call
-        call.ways.clear()
-
-
-@dataclass
-class Stretch:
-    """How long the host took to hand out some work, and the device to do it: the least of several times."""
-
-    host: float = float("inf")
-    marks: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def add(self, host: float, begin: Any, end: Any) -> None:
-        self.host = min(self.host, host)
-        self.marks.append((begin, end))
+def release_captures(model: nn.Module) -> None:
+    """Free the captures' memory now, not when Python's garbage collector next finds the cycle with the model."""
+    chain = CallChain.of(model)
+    link = chain.find("graph")
+    if isinstance(link, GraphedCall):
+        # The model and its link refer to each other; the captures, which hold GPU memory, go first.
+        chain.remove("graph")
+        link.variants.clear()
 
 
 @dataclass
-class Way:
-    """One way of calling the model."""
+class Timing:
+    """How long the host took to launch some work, and the device to run it: the least of several times."""
 
-    name: str
+    host_s: float = float("inf")
+    events: list[tuple[Any, Any]] = field(default_factory=list)  # where the device's work began and ended
+
+    def add(self, host_s: float, begin: Any, end: Any) -> None:
+        # The least counts, since the host may have been busy with something else. The events are read later: to read
+        # them now, the host would have to wait for the device.
+        self.host_s = min(self.host_s, host_s)
+        self.events.append((begin, end))
+
+
+@dataclass
+class Variant:
+    """One way of calling the model, with what is known about it.
+
+    Its life: `calls` counts up to WARMUP_CALLS, then `capture` is set, then `ready`; or it is `refused`, for good.
+    """
+
+    name: str  # for people
+    training: bool  # with gradients; graph=true requires that such a variant is captured
     calls: int = 0
-    moves: int = 0
-    there: Stretch = field(default_factory=Stretch)
-    back: Stretch = field(default_factory=Stretch)
-    patterns: list[Pattern] = field(default_factory=list)  # to which results gradients came back, each way once
+    forward: Timing = field(default_factory=Timing)
+    backward: Timing = field(default_factory=Timing)
+    patterns: list[Pattern] = field(default_factory=list)  # of outputs that gradients arrived at, each once
+
     capture: Capture | None = None
-    addresses: list[int] = field(default_factory=list)
-    parts: list[Any] = field(default_factory=list)  # of the model, as they were recorded
-    ready: bool = False
-    plain: str | None = None  # why it is not recorded
-    told_waiting: bool = False
+    ready: bool = False  # captured, and compared with a plain call
+    addresses: list[int] = field(default_factory=list)  # of the tensors that the capture reads in place
+    callables: list[Any] = field(default_factory=list)  # submodules and functions at the time of the capture
+    moves: int = 0
+
+    refused: str | None = None  # why it is not captured
 
 
-class Graphs:
-    """Stands where torch looks for the compiled call of a module. `call`: what was there."""
+class GraphedCall:
+    """The link of a model's call chain that captures and replays.
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any], device: Device, required: bool, tell: Tell):
-        self.model, self.call, self.device, self.required, self.tell = model, call, device, required, tell
-        self.ways: dict[Hashable, Way] = {}
-        self._told: set[tuple[str, str]] = set()
-        self._look()
+    A call that is not replayed goes on to `inner` unchanged.
+    """
 
-    def _look(self) -> None:
-        """At the model as it is now: a part may have been replaced since."""
+    inner: Call
+
+    def __init__(self, model: nn.Module, device: Device, required: bool, log: LogEvent):
+        """Watch the calls of `model`.
+
+        device: captures and times; the tests have one without a GPU
+        required: training calls must be captured (graph=true), or it is an error
+        log: called as log("graph", call=..., reason=...) with each decision
+        """
+        self.model = model
+        self.device = device
+        self.required = required
+        self.log = log
+        self.variants: dict[Hashable, Variant] = {}
+        self._logged: set[tuple[str, str]] = set()
+        self._inspect_model()
+
+    def _inspect_model(self) -> None:
+        """Find the model's parts as they are now: one may have been replaced since."""
+        # Looked up once: walking the module tree in every call would cost more than a replay saves.
         self._modules = list(self.model.modules())
-        self._held = Held(self._modules)
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self._hooks = [getattr(module, name) for module in self._modules for name in hooks]
+        self._attributes = AttributeWatch(self._modules)
+        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside another tracer, or where autograd is off for good, there is nothing to capture.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
-            return self.call(*args, **kwargs)
+            return self.inner(*args, **kwargs)
+
         try:
-            tensors, rest = take_apart((args, kwargs))
-        except Opaque as error:
+            tensors, spec = flatten((args, kwargs))
+        except OpaqueValue as error:
             call = "calls with other arguments than tensors and plain values"
-            self._say(call, f"among them {error}", training=torch.is_grad_enabled())
-            return self.call(*args, **kwargs)
-        key = self._key(tensors, rest)
-        way = self.ways.get(key)
-        if way is None:
-            if len(self.ways) >= MOST_KNOWN:
-                why = f"the model was called in {MOST_KNOWN} different ways already (shapes, arguments, attributes)"
-                self._say("further calls", why, training=torch.is_grad_enabled())
-                return self.call(*args, **kwargs)
-            way = self.ways[key] = self._first(tensors)
-        if not way.ready and way.plain is None:
-            self._advance(way, tensors, rest)
-        if way.ready and self._fits(way):
-            assert way.capture is not None
-            return way.capture(tensors)
-        if way.plain is None and way.calls <= WATCHED:
-            return self._watched(way, args, kwargs)
-        return self.call(*args, **kwargs)
+            self._log_refusal(call, f"among them {error}", training=torch.is_grad_enabled())
+            return self.inner(*args, **kwargs)
 
-    def _key(self, tensors: list[Tensor], rest: Hashable) -> Hashable:
-        self._held.look()
-        grad, kind = torch.is_grad_enabled(), self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        shapes = (*((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),)
-        training = (*(module.training for module in self._modules),)
-        return rest, shapes, grad, autocast, any(self._hooks), training, self._held.settings()
+        variant = self._find_variant(tensors, spec)
+        if variant is None:
+            return self.inner(*args, **kwargs)
 
-    def _first(self, tensors: list[Tensor]) -> Way:
-        mode = "training" if torch.is_grad_enabled() else "without gradients"
-        way = Way(f"{mode}, " + " ".join("x".join(map(str, t.shape)) or "1" for t in tensors[:4]))
-        elsewhere = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
-        if elsewhere:
-            self._refuse(way, f"an argument is on the {elsewhere[0].device.type}, or sparse")
-        elif any(self._hooks):
-            self._refuse(way, "a module has hooks, which a replay would not call")
-        return way
+        if not variant.ready and variant.refused is None:
+            self._advance(variant, tensors, spec)
 
-    def _advance(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
-        """One call further. Whatever runs here leaves no trace but the recording."""
-        way.calls += 1
-        if way.calls == WATCHED + 1:
-            self._record(way, tensors, rest)
-        elif way.calls > WATCHED + 1:
-            self._compare(way, tensors, rest)
+        # A capture may be ready and still not usable in this call.
+        if variant.ready and self._can_replay(variant):
+            assert variant.capture is not None
+            return variant.capture(tensors)
 
-    def _record(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
+        if variant.refused is None and variant.calls <= WARMUP_CALLS:
+            return self._timed_call(variant, args, kwargs)
+        return self.inner(*args, **kwargs)
+
+    # ---- variants ----
+
+    def _find_variant(self, tensors: list[Tensor], spec: Hashable) -> Variant | None:
+        """Return the variant of this call, a new one if needed, and None if there are too many."""
+        key = self._key(tensors, spec)
+        variant = self.variants.get(key)
+        if variant is None and len(self.variants) >= MAX_VARIANTS:
+            why = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
+            self._log_refusal("further calls", why, training=torch.is_grad_enabled())
+        elif variant is None:
+            variant = self.variants[key] = self._new_variant(tensors)
+
+        return variant
+
+    def _key(self, tensors: list[Tensor], spec: Hashable) -> Hashable:
+        """Return all that decides which kernels a call launches."""
+        # Names of attributes may have come or gone since the last call.
+        self._attributes.refresh()
+
         grad = torch.is_grad_enabled()
-        self._look()
-        make = partial(Trip, self.call, self._parameters, tensors, rest, self.device.type)
-        if grad and not way.patterns:
-            return self._refuse(way, "no gradient came back to its results")
-        if not self.required and (bound := self._bound(way)):
-            return self._refuse(way, bound)
-        if sum(other.capture is not None for other in self.ways.values()) >= MOST_RECORDED:
-            return self._refuse(way, f"{MOST_RECORDED} ways of calling the model are recorded already")
-        patterns = way.patterns or [()]
-        reached, why = rehearse(make, patterns, self.model, self.device)
-        if why:
-            return self._refuse(way, why)
-        with SourceContext(self.model, self.device.generator()):
-            try:
-                way.capture = Capture(make(), reached, patterns, self.device)
-            except Exception as error:
-                return self._refuse(way, first_line(error))
-        way.addresses, way.parts = self._addresses(), self._held.parts()
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # Whether an input requires a gradient matters only if gradients are computed at all.
+        shapes = tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors)
+        # Of every module: a part may be in evaluation mode while the rest trains.
+        training = tuple(module.training for module in self._modules)
 
-    def _compare(self, way: Way, tensors: list[Tensor], rest: Hashable) -> None:
-        """With the next call's arguments: not those that it was recorded with."""
-        assert way.capture is not None
-        make = partial(Trip, self.call, self._parameters, tensors, rest, self.device.type)
-        for pattern in way.capture.patterns:
+        return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
+
+    def _new_variant(self, tensors: list[Tensor]) -> Variant:
+        """Return a variant for a call with these input tensors; some are refused at once."""
+        training = torch.is_grad_enabled()
+        mode = "training" if training else "without gradients"
+        shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
+        variant = Variant(f"{mode}, {' '.join(shapes)}", training)
+
+        unfit = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
+        if unfit:
+            self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
+        elif any(self._hooks):
+            self._refuse(variant, "a module has hooks, which a replay would not call")
+
+        return variant
+
+    def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+        """Count a call; capture after the warm-up, and compare in the call after that."""
+        variant.calls += 1
+        if variant.calls == WARMUP_CALLS + 1:
+            self._capture(variant, tensors, spec)
+        elif variant.calls > WARMUP_CALLS + 1:
+            self._compare(variant, tensors, spec)
+
+    def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+        """Capture the call, or refuse the variant. The call itself still runs plainly after this."""
+        self._inspect_model()
+        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
+
+        # The cheap reasons first: a dry run costs two forwards and backwards.
+        if variant.training and not variant.patterns:
+            return self._refuse(variant, "no gradient came back to its results")
+        if not self.required and (why := self._not_launch_bound(variant)):
+            return self._refuse(variant, why)
+        # Each capture holds activations and gradients of its own.
+        if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
+            return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
+
+        patterns = variant.patterns or [()]
+        reached, why = dry_run(make_trial, patterns, self.model, self.device)
+        if why:
+            return self._refuse(variant, why)
+
+        # Capturing runs the call once, which must not show in buffers or random numbers.
+        with StateSnapshot(self.model, self.device.generator()):
             try:
-                why = compare(way.capture, make(), pattern, self.model, self.device)
+                variant.capture = Capture(make_trial(), reached, patterns, self.device)
+            except Exception as error:
+                return self._refuse(variant, first_line(error))
+
+        # What the capture reads in place; _can_replay compares with it.
+        variant.addresses = self._addresses()
+        variant.callables = self._attributes.callables()
+
+    def _compare(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+        """Compare a replay with a plain call, on other arguments than those of the capture.
+
+        With the same arguments, values that were computed on the host and baked into the capture would agree.
+        """
+        assert variant.capture is not None
+        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
+
+        # Every captured backward is compared, each with a forward of its own.
+        for pattern in variant.capture.patterns:
+            try:
+                why = compare(variant.capture, make_trial(), pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
+
             if why:
-                return self._refuse(way, why)
-        way.ready = True
-        self.tell("graph", call=way.name, reason=f"recorded, and equal to a plain call{self._times(way)}")
+                return self._refuse(variant, why)
 
-    def _bound(self, way: Way) -> str | None:
-        """Why recording would gain nothing."""
-        host, device = self._seconds(way)
-        if host >= LAUNCH_BOUND * device:
-            return None
-        return (
-            f"not launch-bound: the host hands out in {host * 1e3:.2f} ms what takes the device {device * 1e3:.2f} ms"
-        )
+        variant.ready = True
+        times = ""
+        if variant.forward.events:
+            host_s, device_s = self._seconds(variant)
+            times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
 
-    def _times(self, way: Way) -> str:
-        if not way.there.marks:
-            return ""
-        host, device = self._seconds(way)
-        return f"; before, the host needed {host * 1e3:.2f} ms, the device {device * 1e3:.2f} ms"
+        self.log("graph", call=variant.name, reason=f"captured, and equal to a plain call{times}")
 
-    def _seconds(self, way: Way) -> tuple[float, float]:
-        """The host's and the device's, of forward and backward."""
-        stretches = [stretch for stretch in (way.there, way.back) if stretch.marks]
-        device = sum(min(self.device.seconds(*marks) for marks in stretch.marks) for stretch in stretches)
-        return sum(stretch.host for stretch in stretches), device
+    # ---- is a capture still valid? ----
 
-    def _fits(self, way: Way) -> bool:
-        """Whether this call may be the recorded one."""
-        assert way.capture is not None
-        if way.capture.waits:
-            if not way.told_waiting:
-                way.told_waiting = True
-                self._say(way.name, "a second forward before the backward of the first one runs plainly")
+    def _can_replay(self, variant: Variant) -> bool:
+        """Whether this call may be a replay. A capture that no longer fits is dropped."""
+        capture = variant.capture
+        assert capture is not None
+
+        # A second forward would overwrite the activations that the pending backward needs.
+        if capture.awaits_backward:
+            self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
             return False
-        if way.capture.strange and len(way.patterns) < MOST_PATTERNS:  # of further ones the backward of all takes care
-            way.patterns.append(way.capture.strange)
-            self._drop(way, "gradients came back to other results than before")
-        elif way.addresses != self._addresses():
-            self._moved(way, "a parameter, buffer or other tensor has moved in memory")
-        elif not same_objects(way.parts, self._held.parts()):
-            self._moved(way, "a part of the model, or a function that it keeps, is another one")
-        return way.ready
 
-    def _moved(self, way: Way, what: str) -> None:
-        way.moves += 1
-        self._look()  # and let go of what is no longer there
-        if way.moves > MOST_MOVES:
-            self._refuse(way, f"{what}, again and again")
-        else:
-            self._drop(way, f"{what} (time {way.moves})")
+        if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
+            # Beyond the limit, the backward of all outputs serves further patterns.
+            variant.patterns.append(capture.unknown_pattern)
+            self._capture_again(variant, "gradients came back to other results than before")
+        elif variant.addresses != self._addresses():
+            self._moved(variant, "a parameter, buffer or other tensor has moved in memory")
+        elif not same_objects(variant.callables, self._attributes.callables()):
+            self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
 
-    def _drop(self, way: Way, why: str) -> None:
-        """What was recorded is of no use any more."""
-        way.calls, way.ready, way.capture, way.parts = WATCHED, False, None, []
-        self._tell_once(way.name, f"recorded anew: {why}")
+        return variant.ready
 
     def _addresses(self) -> list[int]:
-        tensors = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
-        return [t.data_ptr() for t in [*tensors, *self._held.tensors()] if isinstance(t, Tensor)]
+        """Return where all tensors of the model lie in memory."""
+        # In every replay, so in one comprehension each.
+        named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
+        return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
-    def _refuse(self, way: Way, why: str) -> None:
-        way.plain, way.capture, way.ready, way.parts = why, None, False, []
-        self._say(way.name, why, training=way.name.startswith("training"))
+    def _moved(self, variant: Variant, what: str) -> None:
+        """Capture again, unless this has happened too often: a capture must pay for itself."""
+        variant.moves += 1
+        self._inspect_model()  # which also lets go of what was replaced
+        if variant.moves > MAX_MOVES:
+            self._refuse(variant, f"{what}, again and again")
+        else:
+            self._capture_again(variant, f"{what} (time {variant.moves})")
 
-    def _say(self, call: str, why: str, training: bool = False) -> None:
-        """`training`: whether this is a call that graph=true wants to have recorded."""
+    def _capture_again(self, variant: Variant, why: str) -> None:
+        """Drop the capture; the next call makes a new one, without another warm-up."""
+        self._drop(variant)
+        variant.calls = WARMUP_CALLS
+        self._log_once(variant.name, f"captured again: {why}")
+
+    def _refuse(self, variant: Variant, why: str) -> None:
+        """Never capture this variant."""
+        self._drop(variant)
+        variant.refused = why
+        self._log_refusal(variant.name, why, variant.training)
+
+    def _drop(self, variant: Variant) -> None:
+        """Free the capture."""
+        variant.ready = False
+        variant.capture = None
+        variant.callables = []
+
+    def _log_refusal(self, call: str, why: str, training: bool = False) -> None:
+        """`training`: graph=true requires that this call is captured."""
+        # An evaluation that cannot be captured is no reason to stop a run.
         if self.required and training:
-            raise UserError("graph=true", f"{type(self.model).__name__} ({call}): {why}", "type graph=auto")
-        self._tell_once(call, f"not recorded: {why}")
+            raise UserError(
+                f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "type graph=auto"
+            )
+        self._log_once(call, f"not captured: {why}")
 
-    def _tell_once(self, call: str, reason: str) -> None:
-        if (call, reason) not in self._told:
-            self._told.add((call, reason))
-            self.tell("graph", call=call, reason=reason)
+    def _log_once(self, call: str, reason: str) -> None:
+        """Log a decision; the same one again, in every step, would bury the rest of the log."""
+        if (call, reason) not in self._logged:
+            self._logged.add((call, reason))
+            self.log("graph", call=call, reason=reason)
 
-    # ---- watching plain calls ----
+    # ---- timing of plain calls ----
 
-    def _watched(self, way: Way, args: Any, kwargs: Any) -> Any:
-        begin, mark = time.perf_counter(), self.device.mark()
-        result = self.call(*args, **kwargs)
-        if way.calls > 1:
-            way.there.add(time.perf_counter() - begin, mark, self.device.mark())
-        if not torch.is_grad_enabled() or way.plain is not None:
+    def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
+        """Call plainly, and time the forward and the backward that follows.
+
+        The device is timed by events on its stream, so the host does not wait here.
+        """
+        # The event goes into the stream before the work does, so it marks its beginning.
+        begin_s = time.perf_counter()
+        begin = self.device.record_event()
+        result = self.inner(*args, **kwargs)
+
+        if variant.calls > 1:  # the first call compiles and allocates
+            variant.forward.add(time.perf_counter() - begin_s, begin, self.device.record_event())
+        if not variant.training or variant.refused is not None:
             return result
+
         try:
-            tensors, _ = take_apart(result)
-        except Opaque as error:
-            self._refuse(way, f"it returns {error}")
+            tensors, _ = flatten(result)
+        except OpaqueValue as error:
+            self._refuse(variant, f"it returns {error}")
             return result
+
         live = [tensor for tensor in tensors if tensor.requires_grad]
+        # An output that is also an input or a parameter: a replay would return a copy of it.
         if any(tensor.grad_fn is None for tensor in live):
-            self._refuse(way, "it returns one of its arguments or parameters")
+            self._refuse(variant, "it returns one of its arguments or parameters")
             return result
-        watch = _Backward(self.device, way, len(live))
-        for place, tensor in enumerate(live):
-            tensor.register_hook(partial(watch.arrived, place))
+
+        # A hook on every output sees which of them get a gradient, and when the first one arrives.
+        watch = _BackwardWatch(self.device, variant, len(live))
+        for index, tensor in enumerate(live):
+            tensor.register_hook(partial(watch.gradient_arrived, index))
+
         return result
 
+    def _not_launch_bound(self, variant: Variant) -> str | None:
+        """Return why a capture would gain nothing."""
+        host_s, device_s = self._seconds(variant)
+        if host_s >= LAUNCH_BOUND * device_s:
+            return None
+        times = f"the host launches in {host_s * 1e3:.2f} ms what takes the device {device_s * 1e3:.2f} ms"
+        return f"not launch-bound: {times}"
 
-class _Backward:
-    """One backward of a watched call: which results get a gradient, and how long it takes from the first one on."""
+    def _seconds(self, variant: Variant) -> tuple[float, float]:
+        """Return the host's and the device's seconds of forward and backward. The host waits here."""
+        # Evaluations have no backward.
+        timings = [timing for timing in (variant.forward, variant.backward) if timing.events]
+        host_s = sum(timing.host_s for timing in timings)
+        device_s = sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings)
+        return host_s, device_s
 
-    def __init__(self, device: Device, way: Way, results: int):
-        self._device, self._way = device, way
-        self._timed, self._running = way.calls > 1, False
-        self._given = [False] * results
 
-    def arrived(self, place: int, gradient: Tensor | None) -> None:
-        if gradient is None:  # one of several results of the same node, and none came back to this one
+class _BackwardWatch:
+    """One backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
+
+    def __init__(self, device: Device, variant: Variant, outputs: int):
+        self._device = device
+        self._variant = variant
+        self._timed = variant.calls > 1
+        self._running = False
+        self._arrived = [False] * outputs
+
+    def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
+        """The hook of output `index`, called in the middle of a backward."""
+        # torch also calls the hook for an output without gradient, if its node has several outputs.
+        if gradient is None:
             return
-        self._given[place] = True
+
+        self._arrived[index] = True
         if not self._running:
             self._running = True
-            self._begin, self._mark = time.perf_counter(), self._device.mark()
+            self._begin_s = time.perf_counter()
+            self._begin = self._device.record_event()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        """Called by autograd when the backward has finished."""
+        variant = self._variant
         if self._timed:
-            self._way.back.add(time.perf_counter() - self._begin, self._mark, self._device.mark())
-        if self._way.patterns and len(self._way.patterns[0]) != len(self._given):
-            self._way.patterns = []  # it returns other results than before
-        if (pattern := tuple(self._given)) not in self._way.patterns:
-            self._way.patterns.append(pattern)
+            variant.backward.add(time.perf_counter() - self._begin_s, self._begin, self._device.record_event())
+        if variant.patterns and len(variant.patterns[0]) != len(self._arrived):
+            variant.patterns = []  # the call returns other outputs than before
+
+        pattern = tuple(self._arrived)
+        if pattern not in variant.patterns:
+            variant.patterns.append(pattern)

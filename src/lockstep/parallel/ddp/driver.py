@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
-from lockstep.parallel.ddp.powersgd import KEPT_AS, PowerSGDHook
+from lockstep.parallel.ddp.powersgd import STATE_NAME, PowerSGDHook
 from lockstep.parallel.driver import BaseDriver, Control, trainable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -131,7 +131,7 @@ class DDPDriver(BaseDriver):
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
-            self.extra_state = {KEPT_AS: self.hook}
+            self.extra_state = {STATE_NAME: self.hook}
         self._broadcasts_buffers = config.broadcast_buffers
         self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
         self.sync_buffers()

@@ -1,12 +1,15 @@
-"""What DDP's replicas send instead of whole gradients: numbers of half the size, or (powersgd.py) thin matrices.
+"""Communication hooks of DDP: what replicas send instead of full gradients.
+
+fp16, bf16    numbers of half the size (`HalfHook`)
+powersgd      thin matrices (powersgd.py)
 
 DDP hands over bucket after bucket while backward runs, on all ranks in the same order. An exchange may need several
-collectives, each of which depends on the one before; whoever starts the second one in a callback of the first starts
-them in another order on every rank, and gloo then waits for ever. So an exchange is a generator that pauses after each
-collective it has started, and moves on by one when the next bucket comes: one order on all ranks, and the network is
+collectives, each of which depends on the one before. If the second were started in a callback of the first, every rank
+would start them in another order, and gloo would wait for ever. So an exchange is a generator that yields after each
+collective it has started, and is advanced by one when the next bucket comes: one order on all ranks, and the network is
 busy while backward goes on.
 
-Like DDP itself every hook leaves the sum over ranks divided by their number. The control word is one of the gradients,
+Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
 and always travels as it is.
 """
 
@@ -25,7 +28,7 @@ from lockstep.runtime.control_word import ControlWord
 
 
 class Bucket(NamedTuple):
-    """What DDP exchanges at once."""
+    """The gradients that DDP exchanges at once."""
 
     buffer: Tensor  # (elements,): all of it
     parameters: list[Tensor]
@@ -33,7 +36,7 @@ class Bucket(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """One that is under way."""
+    """An exchange that has started."""
 
     stages: Iterator[None]
     buffer: Tensor
@@ -41,40 +44,57 @@ class _Exchange(NamedTuple):
 
 
 class Hook:
-    """One way to exchange a bucket, and those exchanges that are under way, the oldest first."""
+    """One way to exchange a bucket.
+
+    DDP calls it with each bucket and waits for the future that it returns. The exchanges that have started are kept
+    here, the oldest first.
+    """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
-        self.word, self.group, self.ranks = word, group, group.size()
-        self._under_way: list[_Exchange] = []
+        """`word` is the parameter whose gradient is the control word."""
+        self.word = word
+        self.group = group
+        self.ranks = group.size()
+        self._pending: list[_Exchange] = []
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        """Leave the mean over ranks in the bucket's buffer. Pauses (yields) when a collective has been started."""
+        """Leave the mean over ranks in the bucket's buffer.
+
+        Yields whenever a collective has been started, and is advanced when the next bucket comes.
+        """
         raise NotImplementedError
 
     def prepare(self, start: Tensor, word: ControlWord | None) -> None:
-        """Before every backward; `start` is the loss scale, and the last backward of a step has the `word`."""
+        """Called before every backward; `start` () is the loss scale. The last backward of a step has the `word`."""
 
     def finish(self) -> None:
-        """A step's buckets have all been exchanged."""
+        """Called when all buckets of a step have been exchanged."""
 
     def __call__(self, given: dist.GradBucket) -> Future[Tensor]:
         bucket = Bucket(given.buffer(), given.parameters(), given.gradients())
-        cuda = bucket.buffer.device.type == "cuda"
-        done: Future[Tensor] = Future(devices=[bucket.buffer.device] if cuda else None)
-        # The new one first: the network never runs dry while we wait for an older one.
+        device = bucket.buffer.device
+        done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
+
+        # The new exchange first, so that the network never runs dry while we wait for an older one.
         begun = _advance([_Exchange(self.exchange(bucket), bucket.buffer, done)])
-        self._under_way = _advance(self._under_way) + begun
+        self._pending = _advance(self._pending) + begun
+
+        # No further bucket comes that would advance them.
         if given.is_last():
-            while self._under_way:
-                self._under_way = _advance(self._under_way)
+            while self._pending:
+                self._pending = _advance(self._pending)
+
             self.finish()
+
         return done
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Start an all-reduce of `tensor`, in place."""
         return started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
-        """The word's place in the bucket, if it is in this one."""
+        """Return the view of the control word, if it is in this bucket."""
+        # Compared by identity: tensors compare by elements.
         pairs = zip(bucket.parameters, bucket.gradients, strict=True)
         return [gradient for parameter, gradient in pairs if parameter is self.word]
 
@@ -85,10 +105,10 @@ class HalfHook(Hook):
     bf16 keeps 8 bits of every number, fp16 11, and every addition on the way rounds again: with N ranks a sum is off by
     at most N x 2^-8 (2^-11) of the sum of the absolute values.
 
-    bf16 has the range of float32. fp16 has not: as it is, it would lose gradients below 6e-8, and sums below 6e-5 in
-    part. So a bucket is first multiplied by a power of two that brings its largest element, on whichever rank, just
-    below the upper end. What is smaller than that by a factor of 2^29 / N loses bits, by 2^39 / N everything. This
-    costs one small collective per bucket.
+    bf16 has the range of float32. fp16 does not: it would lose gradients below 6e-8, and parts of sums below 6e-5. So a
+    bucket is first multiplied by a power of two that brings its largest element, over all ranks, just below the upper
+    end of the range. An element that is smaller than that by a factor of 2^29 / N loses bits, by 2^39 / N everything.
+    This costs one small collective per bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype):
@@ -96,33 +116,42 @@ class HalfHook(Hook):
         self.dtype = dtype
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
+        # The control word travels by itself, in full precision, and has no influence on the scale.
         words = self.words_in(bucket)
-        carried = [word / self.ranks for word in words]
-        works = [self.start_sum(word) for word in carried]
+        summed_words = [word / self.ranks for word in words]
+        works = [self.start_sum(word) for word in summed_words]
+
         for word in words:
-            word.zero_()  # it has no say in the scale
+            word.zero_()
+
         scale = None
         if self.dtype == torch.float16:
+            # inf on any rank must show in the maximum; NaN would be lost in it.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
             agreed = started(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
             yield
             agreed.wait()
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
-        small = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
+
+        scaled = bucket.buffer if scale is None else bucket.buffer * scale
+        small = scaled.to(self.dtype)
         works.append(self.start_sum(small))
         yield
+
         for work in works:
             work.wait()
-        bucket.buffer.copy_(small).div_(self.ranks if scale is None else scale * self.ranks)
-        for word, summed in zip(words, carried, strict=True):
+
+        divisor = self.ranks if scale is None else scale * self.ranks
+        bucket.buffer.copy_(small).div_(divisor)
+        for word, summed in zip(words, summed_words, strict=True):
             word.copy_(summed)
 
 
 class WideHook(Hook):
-    """Gradients that are stored in bf16 are added in float32, and rounded once."""
+    """Gradients that are stored in bf16 are summed in float32, and rounded once."""
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        wide = bucket.buffer.float() / self.ranks  # the word's bucket is float32 already
+        wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
         work = self.start_sum(wide)
         yield
         work.wait()
@@ -130,37 +159,42 @@ class WideHook(Hook):
 
 
 def _advance(exchanges: list[_Exchange]) -> list[_Exchange]:
-    """Each goes on to its next collective. Those that have not ended."""
-    going = []
+    """Advance each exchange to its next collective, and return those that have not ended."""
+    unfinished = []
     for exchange in exchanges:
+        # A generator that has ended returns the default.
         if next(exchange.stages, "ended") == "ended":
             exchange.done.set_result(exchange.buffer)
         else:
-            going.append(exchange)
-    return going
+            unfinished.append(exchange)
+    return unfinished
 
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
-    """The power of two that makes the sum of `ranks` numbers, none above `largest`, at most 2^15."""
+    """Return the power of two () that makes the sum of `ranks` numbers, none above `largest` (), at most 2^15."""
+    # A power of two, so that scaling itself rounds nothing.
     exponent = torch.frexp(largest).exponent  # largest <= 2^exponent
     room = 15 - (ranks - 1).bit_length()
-    scale = torch.ldexp(torch.ones_like(largest), (room - exponent).clamp(max=126))  # 2^127 times 2 is too much
-    # Nothing but zeros, or a bucket that is spoiled anyway: it must arrive as such.
+    # At most 2^126: twice 2^127 is no longer a float32.
+    scale = torch.ldexp(torch.ones_like(largest), (room - exponent).clamp(max=126))
+    # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
     return torch.where((largest > 0) & torch.isfinite(largest), scale, torch.ones_like(scale))
 
 
 def about(config: DDPConfig) -> str:
-    """What a hook loses, told before the first step."""
+    """Return a line for the banner: what the hook loses."""
     if config.hook == "powersgd":
         feedback = "is sent later" if config.error_feedback else "is lost (ddp.error_feedback=false)"
         return (
             f"powersgd: from step {config.powersgd_start} on, matrices as products of rank {config.powersgd_rank}; "
             f"what that leaves out {feedback}"
         )
+
     bits = {"fp16": 11, "bf16": 8}[config.hook]
     return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"
 
 
 def started(work: dist.Work | None) -> dist.Work:
+    """Narrow the type of an asynchronous collective; torch returns None to ranks outside the group."""
     assert work is not None, "this rank is not in the group"
     return work

@@ -7,19 +7,19 @@ iteration finds them, from the last step's Q:
     Q = M' P    summed over ranks
     M ~ P Q'    r (n + m) numbers instead of n m
 
-What this leaves out of a rank's own gradient is its error. With error feedback it is added to the next step's gradient,
-so that nothing is lost, only late. Errors are kept per unit of weight and loss scale, since gradients here are sums: in
-a step that weighs half as much they count half as much too. Vectors, and matrices that would not get smaller, travel as
-they are; if all of them do, which a large rank makes sure of, the result has the bits of an exchange without a hook.
+The error of a rank is what this leaves out of its own gradient. With error feedback it is added to the next step's
+gradient, so that nothing is lost, only late. Gradients here are sums, so errors are kept per unit of weight and loss
+scale: in a step that weighs half as much they count half as much. Vectors, and matrices that would not get smaller,
+travel as they are; if that holds for all of them, as with a large rank, the result has the bits of an exchange without
+a hook.
 
-A step that is skipped for a NaN or an infinite gradient leaves the state of the matrices that saw it as it was. One
-skipped as a spike has already changed it.
-All ranks must compute the same bits from the same sums, so all must have the same kind of device.
+A step that is skipped for a NaN or an infinite gradient leaves the state of its matrices as it was. One that is skipped
+as a spike has already changed it. All ranks must compute the same bits from the same sums, so all must have the same
+kind of device.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,32 +36,49 @@ from lockstep.parallel.ddp.hooks import Bucket, Hook
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.seeds import derive
 
-KEPT_AS = "ddp.hook"  # the part of a checkpoint
+STATE_NAME = "ddp.hook"  # under which a checkpoint holds the state
 
 
 @dataclass
 class Matrix:
-    """A parameter whose gradient is compressed."""
+    """What is kept for a parameter whose gradient is compressed.
+
+    The gradient is a matrix M (n, m) and r is `ddp.powersgd_rank`.
+    """
 
     query: Tensor  # (m, r) orthonormal: the last Q, the same on all ranks
     error: Tensor | None  # (n, m), this rank's own
 
 
 class PowerSGDHook(Hook):
+    """Exchange matrices as products of two thin ones, from step `powersgd_start` on.
+
+    The first steps are exact, as usual for PowerSGD: gradients change most then.
+    """
+
     def __init__(
         self, word: nn.Parameter, group: dist.ProcessGroup, named: dict[str, nn.Parameter], config: DDPConfig, seed: int
     ):
         super().__init__(word, group)
-        self.start, self.steps = config.powersgd_start, 0
+        self.start = config.powersgd_start
+        self.steps = 0
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
+        # Vectors and small matrices have none, and travel as they are.
         self.matrices: dict[str, Matrix] = {}
+
         for number, (name, p) in enumerate(named.items()):
-            if saves(p, config.powersgd_rank):
-                self.matrices[name] = _fresh(p, config.powersgd_rank, derive(seed, "powersgd", number), self.feedback)
+            if is_worthwhile(p, config.powersgd_rank):
+                # All ranks must begin with the same Q.
+                own_seed = derive(seed, "powersgd", number)
+                self.matrices[name] = _fresh(p, config.powersgd_rank, own_seed, self.feedback)
+
+        # One unit of the mean gradient in this step's sums; its all-reduce runs while backward does.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
         self._unit = self._scale
-        self._unit_known: dist.Work | None = None
+        self._unit_work: dist.Work | None = None
+
+        # The errors of all ranks are saved as one tensor with a row per rank.
         self._mesh: DeviceMesh | None = None
         if self.feedback and self.matrices:
             self._mesh = init_device_mesh(word.device.type, (self.ranks,), mesh_dim_names=("rank",))
@@ -71,107 +88,145 @@ class PowerSGDHook(Hook):
         return self.steps >= self.start and bool(self.matrices)
 
     def prepare(self, start: Tensor, word: ControlWord | None) -> None:
-        """One unit of the mean gradient, in this step's sums: global weight x loss scale. The weight is needed before
-        the word brings it, so it travels ahead."""
+        """Start to sum one unit of the mean gradient: global weight x loss scale.
+
+        The weight is needed before the control word brings it, so it travels ahead.
+        """
         if not (self.feedback and self.compresses):
             return
-        self._scale = torch.maximum(self._scale, start.double())  # 0 for padding, which says nothing
+
+        # The loss scale is 0 for padding, which says nothing.
+        self._scale = torch.maximum(self._scale, start.double())
         if word is not None:
             self._unit = self._scale * word.weight
-            self._unit_known = self.start_sum(self._unit)
+            self._unit_work = self.start_sum(self._unit)
             self._scale = torch.zeros_like(self._scale)
 
     def finish(self) -> None:
         self.steps += 1
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        pairs = list(zip(bucket.parameters, bucket.gradients, strict=True))
-        known = [(self.matrices.get(self.names.get(id(p), "")), gradient) for p, gradient in pairs]
-        thin = [(matrix, gradient) for matrix, gradient in known if matrix]
-        whole = [gradient for matrix, gradient in known if not matrix]
-        if not self.compresses or not thin:
+        compressed: list[tuple[Matrix, Tensor]] = []
+        full: list[Tensor] = []
+        # The control word has no matrix, and is in `full`.
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            matrix = self.matrices.get(self.names.get(id(parameter), ""))
+            if matrix:
+                compressed.append((matrix, gradient))
+            else:
+                full.append(gradient)
+
+        # A bucket without matrices, or before powersgd_start: an ordinary all-reduce.
+        if not self.compresses or not compressed:
             bucket.buffer.div_(self.ranks)
             work = self.start_sum(bucket.buffer)
             yield
             work.wait()
             return
-        for matrix, gradient in thin:
+
+        # P = M Q, in one collective with the gradients that travel in full, the control word among them.
+        for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
-        firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in thin]
-        parts = [*firsts, *whole]  # in one collective, the word among them
+
+        firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in compressed]
+        parts = [*firsts, *full]
         flat = torch.cat([part.flatten().to(firsts[0].dtype) for part in parts]).div_(self.ranks)
         work = self.start_sum(flat)
         yield
         work.wait()
-        summed = _cut(flat, parts)
-        for gradient, mean in zip(whole, summed[len(firsts) :], strict=True):
+        summed = _split(flat, parts)
+
+        for gradient, mean in zip(full, summed[len(firsts) :], strict=True):
             gradient.copy_(mean)
+
+        # Q = M' P, with the orthonormal P that all ranks have in common.
         bases = [torch.linalg.qr(first).Q for first in summed[: len(firsts)]]
-        seconds = [_as_matrix(gradient).T @ basis for (_, gradient), basis in zip(thin, bases, strict=True)]
+        seconds = [_as_matrix(gradient).T @ basis for (_, gradient), basis in zip(compressed, bases, strict=True)]
         flat = torch.cat([second.flatten() for second in seconds]).div_(self.ranks)
         work = self.start_sum(flat)
         yield
         work.wait()
-        for (matrix, gradient), basis, mine, mean in zip(thin, bases, seconds, _cut(flat, seconds), strict=True):
+        means = _split(flat, seconds)
+
+        for (matrix, gradient), basis, mine, mean in zip(compressed, bases, seconds, means, strict=True):
             self._settle(matrix, gradient, basis, mine, mean)
 
     def _add_error(self, matrix: Matrix, gradient: Tensor) -> None:
         if matrix.error is not None:
-            if self._unit_known is not None:
-                self._unit_known.wait()
-                self._unit_known = None
+            # The first matrix of a step waits for the unit.
+            if self._unit_work is not None:
+                self._unit_work.wait()
+                self._unit_work = None
             gradient.add_((matrix.error * self._unit.to(matrix.error.dtype)).view_as(gradient))
 
     def _settle(self, matrix: Matrix, gradient: Tensor, basis: Tensor, mine: Tensor, mean: Tensor) -> None:
-        """`mine` (m, r) is this rank's Q, `mean` that of all. No host synchronisation: the device decides what is kept.
+        """Write the approximation into `gradient`, and update the matrix.
 
-        The error is what the basis leaves out of this rank's own gradient. Measured against the mean of all ranks, as
-        is often done, errors have the same sum; but each would also hold how far its rank was from that mean in all
-        steps so far, which only grows."""
+        `basis` (n, r) is P; `mine` (m, r) is this rank's Q, `mean` (m, r) that of all. Without a host synchronisation:
+        the device decides what is kept.
+
+        The error is what the basis leaves out of this rank's own gradient. It could be measured against the mean of all
+        ranks, as is often done, with the same sum over ranks; but then each error would also hold how far its rank was
+        from that mean in all steps so far, which only grows.
+        """
         approximation = basis @ mean.T
-        sound = torch.isfinite(approximation).all()
-        matrix.query.copy_(torch.where(sound, torch.linalg.qr(mean).Q, matrix.query))
+        finite = torch.isfinite(approximation).all()
+        # A step with inf or NaN is skipped; its Q would spoil the steps that follow.
+        matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
+
         if matrix.error is not None:
-            left = (_as_matrix(gradient) - basis @ mine.T) / self._unit.to(mine.dtype)
-            matrix.error.copy_(torch.where(sound & (self._unit > 0), left, matrix.error))
+            left_out = (_as_matrix(gradient) - basis @ mine.T) / self._unit.to(mine.dtype)
+            matrix.error.copy_(torch.where(finite & (self._unit > 0), left_out, matrix.error))
+
+        # What the optimizer sees.
         gradient.copy_(approximation.view_as(gradient))
 
-    # ---- what a checkpoint holds ----
+    # ---- checkpoint state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rank's error is its own: together they are one tensor (ranks, n, m), of which each rank holds a row."""
+        """Return the state. The errors of all ranks are one tensor (ranks, n, m), of which each rank holds a row."""
         queries = {name: matrix.query for name, matrix in self.matrices.items()}
         errors = {name: self._row(m.error) for name, m in self.matrices.items() if m.error is not None}
         return {"steps": self.steps, "queries": queries, "errors": errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A matrix that was not compressed before, or to another rank, starts afresh."""
+        """Take over a saved state. A matrix that was not compressed before, or with another rank, starts afresh."""
         self.steps = state["steps"]
         for name, matrix in self.matrices.items():
-            query, error = state["queries"].get(name), state["errors"].get(name)
+            query = state["queries"].get(name)
+            error = state["errors"].get(name)
+            # The shapes differ if ddp.powersgd_rank was changed.
             if query is not None and query.shape == matrix.query.shape:
                 matrix.query.copy_(query)
             if error is not None and matrix.error is not None:
                 matrix.error.copy_(error)
 
     def read(self, name: str, reader: CheckpointReader) -> Tensor:
-        """This rank's part of a saved tensor. Errors of more or fewer ranks are shared out: their sum counts."""
-        if not name.startswith(f"part.{KEPT_AS}.errors."):
+        """Read this rank's part of a saved tensor."""
+        if not name.startswith(f"part.{STATE_NAME}.errors."):
             return reader.read(name)
+
+        def read_row(row: int) -> Tensor:
+            return reader.read_block(name, (row, *(0 for _ in rest)), (1, *rest))[0]
+
         saved, *rest = reader.shape(name)
-        rows = [self.group.rank()] if saved == self.ranks else range(saved)
-        mine, *others = (reader.read_block(name, (row, *(0 for _ in rest)), (1, *rest))[0] for row in rows)
-        return mine if saved == self.ranks else sum(others, mine) / self.ranks
+        if saved == self.ranks:
+            return read_row(self.group.rank())
+
+        # Saved by more or fewer ranks: only the sum of all errors counts, so every rank takes an equal share.
+        first, *others = (read_row(row) for row in range(saved))
+        return sum(others, first) / self.ranks
 
     def _row(self, error: Tensor) -> DTensor:
+        """`error` (n, m) as this rank's row of the tensor (ranks, n, m)."""
         assert self._mesh is not None
         shape = torch.Size((self.ranks, *error.shape))
         stride = (error.numel(), *error.stride())
         return DTensor.from_local(error[None], self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-def saves(parameter: Tensor, rank: int) -> bool:
-    """Whether two thin matrices are fewer numbers than the gradient itself."""
+def is_worthwhile(parameter: Tensor, rank: int) -> bool:
+    """Whether two thin matrices have fewer elements than the gradient itself."""
     if parameter.dim() < 2:
         return False
     n, m = _as_matrix(parameter).shape
@@ -179,20 +234,23 @@ def saves(parameter: Tensor, rank: int) -> bool:
 
 
 def _fresh(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
+    """Return a matrix with a random Q, the same on all ranks, and no error yet."""
     n, m = _as_matrix(parameter).shape
+    # QR in low precision loses orthogonality.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     random = torch.randn(m, rank, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     query = torch.linalg.qr(random).Q.contiguous().to(parameter.device)
-    return Matrix(query, torch.zeros(n, m, dtype=dtype, device=parameter.device) if feedback else None)
+    error = torch.zeros(n, m, dtype=dtype, device=parameter.device) if feedback else None
+    return Matrix(query, error)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """(n, m): the first dimension, and all the others. In float32 at least, or orthogonality is lost."""
+    """Return `tensor` as (n, m): its first dimension, and all others. In float32 at least, to keep orthogonality."""
     flat = tensor.detach().reshape(tensor.shape[0], -1)
     return flat if flat.dtype == torch.float64 else flat.float()
 
 
-def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """A flat tensor as tensors of the shapes of `like`."""
-    ends = list(itertools.accumulate(part.numel() for part in like))
-    return [flat[end - part.numel() : end].view(part.shape) for part, end in zip(like, ends, strict=True)]
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Split a flat tensor into tensors of the shapes of `like`."""
+    pieces = flat.split([part.numel() for part in like])
+    return [piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)]

@@ -1,1 +1,4 @@
-"""Exact mode: gradients are added in one fixed order, so the bits do not depend on the number of ranks."""
+"""Exact mode: gradients are added in one fixed order, so the bits do not depend on the number of ranks.
+
+tree.py is that order, hook.py follows it under ddp, row_norms.py makes norms independent of sharding.
+"""

@@ -1,4 +1,4 @@
-"""Drivers that add gradients along one tree (exact.py), so that the number of ranks leaves no trace in them."""
+"""Drivers that add gradients along one tree (tree.py), so that the number of ranks leaves no trace in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
 from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver
-from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
-from lockstep.parallel.exact.row_norms import length_of, row_lengths
-from lockstep.parallel.exact.tree import Counter, Span
+from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
+from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
+from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.driver import FSDPDriver
-from lockstep.parallel.fsdp.same_parts import END
+from lockstep.parallel.fsdp.uniform_use import END
 from lockstep.parallel.strategy import strategy_of
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
@@ -29,7 +29,7 @@ from lockstep.task import MicroBatch
 
 
 def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """Return the driver for exact mode. `config` has refused the strategies that it does not support."""
+    """Return the driver for exact mode. The configuration has refused the strategies that it does not support."""
     if runtime.world.alone:
         return OrderedSingleDriver(model, runtime.device)
     if strategy_of(config).shards_parameters:
@@ -37,41 +37,64 @@ def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Drive
     return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 
-class _ByRows:
-    """Lengths as a rank finds them that holds everything, by the formula of those that hold parts."""
+class _NormsByRow:
+    """Norms of full tensors by the formula that ranks with shards use."""
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [length_of(row_lengths(tensor)) for tensor in tensors]
+        return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
 
 
-class OrderedSingleDriver(_ByRows, SingleDriver):
-    """One process: it goes through all micro-batches in order, and keeps at most log2(V) partial sums."""
+class OrderedSingleDriver(_NormsByRow, SingleDriver):
+    """One process: it runs all micro-batches in order, and keeps at most log2(their number) partial sums."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         super().__init__(model, device)
-        self.counter: Counter[Leaf] = Counter(add_leaves)
+        self._tree: TreeSum[Gradients] = TreeSum(add_gradients_)
 
     def begin(self) -> None:
         super().begin()
-        self.counter.roots.clear()
+        self._tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
-        self._span = Span(micro.index, 0)
+        self._subtree = Subtree(micro.index, 0)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, start, word)
-        self.counter.push(self._span, _take(self.parameters))
+        self._tree.push(self._subtree, _take(self.parameters))
         if word is not None:
-            summed = self.counter.finish()
+            summed = self._tree.finish()
             for parameter in self.parameters:
                 parameter.grad = summed.get(id(parameter))
 
 
-class OrderedDDPDriver(_ByRows, DDPDriver):
-    """Replicas. What a rank has added up of its own micro-batches meets the others' in the hook, with the last one."""
+class OrderedDDPDriver(_NormsByRow, DDPDriver):
+    """Replicas. This rank's own partial sums meet those of the others in the hook, with the last micro-batch."""
 
-    leaves_sums = True  # a mean would be rounded otherwise by 3 ranks than by 2
+    leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
+
+    def begin(self) -> None:
+        super().begin()
+        self._ordered.tree.roots.clear()
+
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
+        self._subtree = None if micro.padding else Subtree(micro.index, 0)
+        self._total = _total(control)
+
+    @property
+    def _ordered(self) -> OrderedHook:
+        assert isinstance(self.hook, OrderedHook)
+        return self.hook
+
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        if word is not None:
+            self._ordered.expect(self._total, self._subtree)
+        super()._backward(total, start, word)
+        if word is None:
+            check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
+            assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
+            self._ordered.tree.push(self._subtree, _take(self.parameters))
 
     def _word_dtype(self) -> torch.dtype:
         return torch.float64
@@ -81,39 +104,18 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
         assert group is not None
         return OrderedHook(self._word_parameter, group)
 
-    @property
-    def order(self) -> OrderedHook:
-        assert isinstance(self.hook, OrderedHook)
-        return self.hook
-
-    def begin(self) -> None:
-        super().begin()
-        self.order.counter.roots.clear()
-
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
-        self._span = None if micro.padding else Span(micro.index, 0)
-        self._total = _total(control)
-
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        if word is not None:
-            self.order.expect(self._total, self._span)
-        super()._backward(total, start, word)
-        if word is None:
-            check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
-            assert self._span is not None, "a rank without work has one micro-batch, which is its last"
-            self.order.counter.push(self._span, _take(self.parameters))
-
 
 class OrderedFSDPDriver(FSDPDriver):
-    """Parameters in parts. FSDP cuts and adds the gradients of every micro-batch at once. So the ranks take turns:
-    round k of a step is micro-batches kN .. kN+N-1, one on each rank, and the owner of a part pushes them in order into
-    a counter of parts."""
+    """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
+
+    So the ranks take turns: round k of a step is micro-batches kN .. kN+N-1, one on each rank, and the owner of a shard
+    adds them in order along a tree of shards.
+    """
 
     placement = replace(ShardedDriver.placement, interleaved=True)
 
-    def __init__(self, model: nn.Module, *args: Any):
-        super().__init__(model, *args)
+    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime):
+        super().__init__(model, config, runtime)
         self._reductions: list[_OrderedReduceScatter] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -124,7 +126,7 @@ class OrderedFSDPDriver(FSDPDriver):
         super().begin()
         self._round = -1
         for reduction in self._reductions:
-            reduction.counter.roots.clear()
+            reduction.tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
@@ -132,57 +134,56 @@ class OrderedFSDPDriver(FSDPDriver):
         for reduction in self._reductions:
             reduction.expect(self._round, _total(control), control.last)
         for parameter in self.parameters:
-            parameter.grad = None  # FSDP would add what has no meaning before the last round
+            parameter.grad = None  # FSDP would add to what has no meaning before the last round
 
-    def _reduce_gradients(self) -> None:
-        if any(reduction.counter.roots for reduction in self._reductions):
-            raise UserError(
-                "exact=true under fsdp",
-                "a part of the model that takes part in the loss of some micro-batches, and not in that of the last",
-                "use every part of the model for every micro-batch, or type strategy=ddp",
-            )
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
+        return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
     def _reduce(self, word: ControlWord) -> None:
-        self._same.compare(END)
-        self._reduce_gradients()
+        self._uniform_use.compare(END)
+        if any(reduction.tree.roots for reduction in self._reductions):
+            raise UserError(
+                "exact=true under fsdp: a part of the model is used by some micro-batches, and not by the last",
+                "",
+                "use every part of the model for every micro-batch, or type strategy=ddp",
+            )
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        every, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
-        self._word = every.sum(0)  # of numbers whose sum is exact in any order
-        self._norms = [length_of(each) for each in rows]
+        words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
+        self._word = words.sum(0)  # of numbers whose sum is exact in any order
+        self._norms = [norm_of_rows(each) for each in rows]
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self._norms)
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        nothing = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
-        return [length_of(rows) for rows in self._gather_rows(tensors, nothing)[1]]
-
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(every rank's `packed`, the lengths of all rows of each tensor), in one collective. The first ranks hold
-        equally many rows, those after them fewer, or none."""
+        """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
+
+        One collective does both. The first ranks hold equally many rows, those after them fewer, or none.
+        """
         ranks, device = self.runtime.world.size, self.runtime.device
         most = [-(-len(tensor) // ranks) for tensor in tensors]
         mine = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=device)
         mine[:LENGTH] = packed
-        for place, tensor in zip(mine[LENGTH:].split(most), tensors, strict=True):
-            rows = row_lengths(local(tensor))
-            place[: len(rows)] = rows
+        for slot, tensor in zip(mine[LENGTH:].split(most), tensors, strict=True):
+            rows = row_norms(local(tensor))
+            slot[: len(rows)] = rows
+
         every = self.runtime.collectives.gather(mine)
         parts = every[:, LENGTH:].split(most, dim=1)
         return every[:, :LENGTH], [part.flatten()[: len(t)] for part, t in zip(parts, tensors, strict=True)]
 
 
 class _OrderedReduceScatter(ReduceScatter):
-    """Of one group of parameters: instead of a sum over ranks in whatever order, this rank's part of every leaf."""
+    """For one group of parameters: instead of a sum over ranks in any order, it adds this rank's shards in order."""
 
     def __init__(self) -> None:
-        self._round, self._total, self._last = 0, 0, False
-        self.counter: Counter[Tensor] = Counter(Tensor.add_)
-        self._ready = False
+        self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+        self._expected: tuple[int, int, bool] | None = None
 
     def expect(self, number: int, total: int, last: bool) -> None:
-        """A backward comes: round `number` of a step of `total` micro-batches."""
-        self._round, self._total, self._last, self._ready = number, total, last, True
+        """Announce a backward: round `number` of a step of `total` micro-batches."""
+        self._expected = number, total, last
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -190,26 +191,29 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        if not self._ready:
+        if self._expected is None:
             raise UserError(
-                "exact=true under fsdp",
-                "a block whose gradients come in several pieces: it is called more than once in a forward",
+                "exact=true under fsdp: a block is called more than once in a forward, so its gradients come in pieces",
+                "",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
-        self._ready = False
+        (number, total, last), self._expected = self._expected, None
+
+        # Every rank gets all terms of its own shard, and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        first = self._round * group.size()
-        for index, part in enumerate(received.chunk(group.size()), first):
-            if index < self._total:  # what comes after it is padding, and adds nothing
-                self.counter.push(Span(index, 0), part)
-        if self._last:
-            output_tensor.copy_(self.counter.finish())
+        for index, term in enumerate(received.chunk(group.size()), number * group.size()):
+            if index < total:  # what comes after it is padding, and adds nothing
+                self.tree.push(Subtree(index, 0), term)
+        if last:
+            output_tensor.copy_(self.tree.finish())
             return
+
+        # A term must not keep everything alive that was received with it.
         behind = received.untyped_storage().data_ptr()
-        self.counter.roots = [  # a part must not keep everything alive that came with it
-            (span, part.clone() if part.untyped_storage().data_ptr() == behind else part)
-            for span, part in self.counter.roots
+        self.tree.roots = [
+            (subtree, term.clone() if term.untyped_storage().data_ptr() == behind else term)
+            for subtree, term in self.tree.roots
         ]
 
 
@@ -220,9 +224,9 @@ def _total(control: Control) -> int:
     return total
 
 
-def _take(parameters: list[nn.Parameter]) -> Leaf:
-    """Their gradients, which are theirs no longer."""
-    leaf = {id(p): p.grad for p in parameters if p.grad is not None}
+def _take(parameters: list[nn.Parameter]) -> Gradients:
+    """Take the gradients away from their parameters."""
+    taken = {id(p): p.grad for p in parameters if p.grad is not None}
     for parameter in parameters:
         parameter.grad = None
-    return leaf
+    return taken

@@ -1,8 +1,9 @@
-"""How replicas add their gradients in the order of the tree (exact.py): every rank owns a slice of each piece of a
-bucket. All send it what they have of that slice, it adds in order, and sends the sum to all. Everything is sent from
-where it lies, and sums arrive where they belong.
+"""A DDP hook that adds gradients in the order of the tree (tree.py).
 
-With one root on every rank that is 2(N-1)/N of the gradient, sent and received: no more than a ring's all-reduce.
+Every rank owns a slice of each chunk of a bucket. All ranks send it their part of that slice, it adds in order, and
+sends the sum back to all. Gradients are sent from where they lie, and sums arrive where they belong.
+
+With one root on every rank, each rank sends and receives 2(N-1)/N of the gradient: no more than a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -16,178 +17,227 @@ from torch import Tensor, nn
 
 from lockstep.data.shard import deal
 from lockstep.parallel.ddp.hooks import Bucket, Hook, started
-from lockstep.parallel.exact.tree import Counter, Span, roots_of
+from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 
-PIECE = 2**20  # elements that are exchanged at once: some are added while others travel
-Leaf = dict[int, Tensor]  # gradients of one or more micro-batches, by the id of their parameter
+CHUNK = 2**20  # elements that are exchanged at once: some are added while others travel
+Gradients = dict[int, Tensor]  # sums over one or more micro-batches, by the id of their parameter
 
 
-def add_leaves(left: Leaf, right: Leaf) -> Leaf:
-    """In place, into the left one. What only one of them has, the sum has as it is."""
+def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
+    """Add `right` into `left`, in place. What only one of them has, the sum has as it is."""
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
+    # Parameters that only some micro-batches use.
     for key in right:
         left.setdefault(key, right[key])
     return left
 
 
-class _Piece(NamedTuple):
-    """A part of a bucket, on its way."""
+class _Chunk(NamedTuple):
+    """A part of a bucket that is being exchanged."""
 
     slices: list[Tensor]  # of the bucket, one per rank
-    home: Tensor  # the one that this rank owns, and where its sum belongs
-    terms: list[tuple[Span, Tensor]]  # what is to be added, in order
+    own: Tensor  # the slice that this rank owns, where its sum belongs
+    terms: list[tuple[Subtree, Tensor]]  # what is to be added, in order
     works: list[dist.Work]
 
 
-def _add_up(piece: _Piece) -> None:
-    """Into its home, and without a copy if this rank has a term of its own: a + b and b + a are the same bits."""
-    home = piece.home
+def _add_up(chunk: _Chunk) -> None:
+    """Add the terms into the rank's own slice; without a copy if one term lies there already.
+
+    Addition may take that term on either side, since a + b and b + a have the same bits.
+    """
+    own = chunk.own
 
     def add(left: Tensor, right: Tensor) -> Tensor:
-        return right.add_(left) if right is home else left.add_(right)
+        return right.add_(left) if right is own else left.add_(right)
 
-    counter: Counter[Tensor] = Counter(add)
-    for span, term in piece.terms:
-        counter.push(span, term)
-    total = counter.finish()
-    if total is not home:
-        home.copy_(total)
+    tree: TreeSum[Tensor] = TreeSum(add)
+    for subtree, term in chunk.terms:
+        tree.push(subtree, term)
+
+    total = tree.finish()
+    if total is not own:
+        own.copy_(total)
 
 
 class OrderedHook(Hook):
-    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean."""
+    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean.
+
+    Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
+    """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
         super().__init__(word, group)
-        self.counter: Counter[Leaf] = Counter(add_leaves)  # this rank's micro-batches but the last
+        self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # this rank's micro-batches except the last
         self.me = group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.me]
-        # Ranks that share a GPU: gloo takes its tensors in collectives, and not from rank to rank.
+        # Ranks that share a GPU use gloo, which takes GPU tensors in collectives, but not in point-to-point transfers.
         self.through_host = word.device.type == "cuda" and dist.get_backend(group) == "gloo"
-        self._rooms: list[Tensor] = []  # memory for what is received, when it is not in use
+        self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
-    def expect(self, total: int, last: Span | None) -> None:
-        """Before the backward that exchanges: the step has `total` micro-batches, and what backward will bring is
-        `last` of them; None: nothing, this rank has none."""
+    def expect(self, total: int, last: Subtree | None) -> None:
+        """Prepare for the backward that exchanges, in a step of `total` micro-batches.
+
+        That backward brings the micro-batch `last`; None: this rank has no micro-batch of its own.
+        """
         self._last = last
-        self._everybodys = [
-            roots_of(part.start, part.stop) for part in (deal(total, rank, self.ranks) for rank in range(self.ranks))
-        ]
+        # Every rank knows what all ranks will send, without a message about it.
+        ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
+        self._roots_by_rank = [roots_of(part.start, part.stop) for part in ranges]
 
     def finish(self) -> None:
-        self.counter.roots.clear()
+        self.tree.roots.clear()
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
+        # There is one control word per rank, not per micro-batch: all ranks gather all of them.
         words = self.words_in(bucket)
-        # The word is one per rank, not one per micro-batch: it is gathered, whole.
         gathered = [torch.empty(self.ranks, *word.shape, dtype=word.dtype, device=word.device) for word in words]
         works = [
             started(dist.all_gather(list(every.unbind()), word.contiguous(), group=self.group, async_op=True))
             for every, word in zip(gathered, words, strict=True)
         ]
+
+        # A bucket may hold nothing but the control word.
         if len(words) < len(bucket.parameters):
             yield from self._exchange_gradients(bucket)
         else:
             yield
+
         for work in works:
             work.wait()
+
         for word, every in zip(words, gathered, strict=True):
-            word.copy_(every.sum(0))  # of numbers whose sum is exact in any order
+            word.copy_(every.sum(0))  # its numbers have an exact sum in any order
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
-        buffer, roots = bucket.buffer, self._my_roots(bucket)
+        buffer = bucket.buffer
+        roots = self._own_roots(bucket)
         if self.through_host:
             roots = [root.to("cpu", copy=True) for root in roots]
             buffer = roots[-1] if roots else torch.empty_like(buffer, device="cpu")
-        room = self._take_room(buffer)
-        pieces = list(self._start_pieces(buffer, roots, room))
+
+        # Every root goes to the rank that owns its slice.
+        received = self._take_buffer(buffer)
+        chunks = list(self._start_chunks(buffer, roots, received))
         yield
-        for piece in pieces:
-            for work in piece.works:
+
+        # The owner adds, and sends the sum to all.
+        for chunk in chunks:
+            for work in chunk.works:
                 work.wait()
-            _add_up(piece)
-            piece.works[:] = self._start_sharing(piece)
-        self._rooms.append(room)
+
+            _add_up(chunk)
+            chunk.works[:] = self._start_sharing(chunk)
+
+        # All terms have been added: the next bucket may use the memory.
+        self._free_buffers.append(received)
         yield
-        for work in [work for piece in pieces for work in piece.works]:
-            work.wait()
+
+        for chunk in chunks:
+            for work in chunk.works:
+                work.wait()
+
         if self.through_host:
             bucket.buffer.copy_(buffer)
 
-    def _start_pieces(self, buffer: Tensor, roots: list[Tensor], room: Tensor) -> Iterator[_Piece]:
-        """Everybody's roots go to the rank that owns their slice. They come into `room`, one after another."""
+    def _start_chunks(self, buffer: Tensor, roots: list[Tensor], received: Tensor) -> Iterator[_Chunk]:
+        """Start the transfers of all chunks. What other ranks send lies in `received`, one term after another."""
         taken = 0
-        for begin in range(0, buffer.numel(), PIECE):
-            size = min(PIECE, buffer.numel() - begin)
+        for begin in range(0, buffer.numel(), CHUNK):
+            # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
+            size = min(CHUNK, buffer.numel() - begin)
             parts = [deal(size, rank, self.ranks) for rank in range(self.ranks)]
             slices = [slice(begin + part.start, begin + part.stop) for part in parts]
-            mine = slices[self.me]
-            home, terms, transfers = buffer[mine], [], []
-            for rank, spans in enumerate(self._everybodys):
-                for number, span in enumerate(spans):
-                    if rank == self.me:
-                        is_home = roots[number] is buffer
-                        terms.append((span, home if is_home else roots[number][mine]))
-                        continue
-                    place = room[taken : taken + len(home)]
-                    taken += len(home)
-                    terms.append((span, place))
-                    transfers.append((dist.irecv, place, rank))
-            transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
-            yield _Piece([buffer[each] for each in slices], home, terms, self._start(transfers))
+            own = buffer[slices[self.me]]
 
-    def _start_sharing(self, piece: _Piece) -> list[dist.Work]:
-        """The owner's sum goes to everybody."""
-        transfers = [(dist.irecv, piece.slices[rank], rank) for rank in self.others]
-        return self._start(transfers + [(dist.isend, piece.home, rank) for rank in self.others])
+            # All terms of the slice in the order of their micro-batches, from whichever rank they come.
+            terms: list[tuple[Subtree, Tensor]] = []
+            transfers: list[tuple[Any, Tensor, int]] = []
+            for rank, subtrees in enumerate(self._roots_by_rank):
+                for number, subtree in enumerate(subtrees):
+                    if rank == self.me:
+                        # The same object, by which _add_up recognises it.
+                        term = own if roots[number] is buffer else roots[number][slices[self.me]]
+                    else:
+                        term = received[taken : taken + len(own)]
+                        taken += len(own)
+                        transfers.append((dist.irecv, term, rank))
+
+                    terms.append((subtree, term))
+
+            # This rank's roots go to the owners of all other slices.
+            transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
+            yield _Chunk([buffer[each] for each in slices], own, terms, self._start(transfers))
+
+    def _start_sharing(self, chunk: _Chunk) -> list[dist.Work]:
+        """Start to send the sum of the rank's own slice, and to receive those of the others."""
+        receives = [(dist.irecv, chunk.slices[rank], rank) for rank in self.others]
+        sends = [(dist.isend, chunk.own, rank) for rank in self.others]
+        return self._start(receives + sends)
 
     def _start(self, transfers: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
-        """(send or receive, what, with which rank). Both sides leave out what is empty."""
-        wanted = [
+        """Start transfers (isend or irecv, tensor, peer rank). Both sides leave out empty tensors."""
+        # One batch, so that nccl matches sends and receives of all ranks without an order between them.
+        operations = [
             dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
             for kind, tensor, rank in transfers
             if tensor.numel()
         ]
-        return dist.batch_isend_irecv(wanted) if wanted else []
+        return dist.batch_isend_irecv(operations) if operations else []
 
-    def _take_room(self, buffer: Tensor) -> Tensor:
-        """For what comes from the others. Kept from step to step: fresh memory costs as much as the additions."""
-        theirs = sum(len(spans) for rank, spans in enumerate(self._everybodys) if rank != self.me)
-        pieces = -(-buffer.numel() // PIECE)
-        size = theirs * (buffer.numel() // self.ranks + pieces)
-        for number, room in enumerate(self._rooms):
-            if room.numel() >= size and room.dtype == buffer.dtype:
-                return self._rooms.pop(number)
-        self._rooms = [room for room in self._rooms if room.dtype != buffer.dtype]  # they are too small
+    def _take_buffer(self, buffer: Tensor) -> Tensor:
+        """Return memory for what the other ranks send of a bucket.
+
+        It is kept from step to step: fresh memory costs as much as the additions.
+        """
+        terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
+        chunks = -(-buffer.numel() // CHUNK)
+        # One element more per chunk: slices are rounded up.
+        size = terms * (buffer.numel() // self.ranks + chunks)
+
+        for number, free in enumerate(self._free_buffers):
+            if free.numel() >= size and free.dtype == buffer.dtype:
+                return self._free_buffers.pop(number)
+
+        # Those of this dtype are too small: let them go.
+        self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
 
-    def _my_roots(self, bucket: Bucket) -> list[Tensor]:
-        """This rank's sums, laid out like the bucket: the last one is in it, those before it are copied."""
+    def _own_roots(self, bucket: Bucket) -> list[Tensor]:
+        """Return this rank's sums, laid out like the bucket: the last one is in it, those before are copied."""
         if self._last is None:
             return []
-        before, span = list(self.counter.roots), self._last
-        while before and span.completes(before[-1][0]):
-            left, leaf = before.pop()
-            views, grads = self._both(bucket, leaf)
-            torch._foreach_add_(views, grads)
-            span = span.joined(left)
-        return [self._laid_out(bucket, leaf) for _, leaf in before] + [bucket.buffer]
 
-    def _laid_out(self, bucket: Bucket, leaf: Leaf) -> Tensor:
+        earlier = list(self.tree.roots)
+        subtree = self._last
+        # Additions that the tree makes inside this rank's range happen here, in the bucket itself.
+        while earlier and subtree.completes(earlier[-1][0]):
+            left, gradients = earlier.pop()
+            views, sums = self._matching(bucket, gradients)
+            torch._foreach_add_(views, sums)
+            subtree = subtree.joined(left)
+
+        return [self._laid_out(bucket, gradients) for _, gradients in earlier] + [bucket.buffer]
+
+    def _laid_out(self, bucket: Bucket, gradients: Gradients) -> Tensor:
+        """Return a copy of earlier sums in a flat tensor with the layout of the bucket."""
         buffer = bucket.buffer
         flat = torch.zeros_like(buffer)
-        views, grads = self._both(bucket, leaf)
-        places = [
+        views, sums = self._matching(bucket, gradients)
+        # The views of the bucket, moved to the flat copy: same shapes and strides, another storage.
+        targets = [
             flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
             for view in views
         ]
-        torch._foreach_copy_(places, grads)
+        torch._foreach_copy_(targets, sums)
+
         return flat
 
-    def _both(self, bucket: Bucket, leaf: Leaf) -> tuple[list[Tensor], list[Tensor]]:
-        """The places in the bucket, and what an earlier sum has for them."""
+    def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the views of the bucket, and the earlier sums that belong to them."""
+        # The control word is not a gradient, and has no earlier sums.
         pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-        places = [(view, leaf[id(p)]) for p, view in pairs if p is not self.word]
-        return [view for view, _ in places], [grad for _, grad in places]
+        matching = [(view, gradients[id(p)]) for p, view in pairs if p is not self.word]
+        return [view for view, _ in matching], [gradient for _, gradient in matching]

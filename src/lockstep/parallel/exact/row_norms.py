@@ -1,7 +1,7 @@
-"""Lengths of tensors that come out the same whether a tensor is whole or cut along its first dimension.
+"""Norms that are the same whether a tensor is a full one or sharded along its first dimension.
 
-A sum over a whole tensor depends on its shape: kernels add in blocks. So every row gets a length of its own, which does
-not depend on how many rows there are, and the lengths of all rows are added, by everybody in the same way.
+How a kernel sums up a tensor depends on the tensor's shape. So every row gets a norm of its own, which does not depend
+on how many rows there are, and the norms of all rows are added by all ranks in the same way.
 """
 
 from __future__ import annotations
@@ -11,28 +11,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def row_lengths(tensor: Tensor) -> Tensor:
-    """(rows,), in float64."""
+def row_norms(tensor: Tensor) -> Tensor:
+    """Return the norm of each row of `tensor` (rows, ...), as (rows,) in float64."""
     rows = tensor.detach()
+    # The rows of a vector are single numbers, and a scalar is one row.
     if rows.dim() < 2:
         return rows.abs().double().reshape(-1)
+
     rows = rows.flatten(1).contiguous()
+    # The CPU kernel sums up each row by itself, in the same way for any number of rows.
     if rows.device.type == "cpu":
         return torch.linalg.vector_norm(rows, dim=1).double()
-    return _halved(rows.double().square()).sqrt()
+    return _sum_by_halves(rows.double().square()).sqrt()
 
 
-def length_of(rows: Tensor) -> Tensor:
-    """Of the whole tensor, from the lengths of all its rows."""
-    return rows.square().sum().sqrt()
+def norm_of_rows(norms: Tensor) -> Tensor:
+    """Return the norm () of a full tensor from the norms (rows,) of all its rows."""
+    return norms.square().sum().sqrt()
 
 
-def _halved(squares: Tensor) -> Tensor:
-    """The sum of each row, by adding its halves. How a GPU sums up a row depends on the number of rows; this uses
-    nothing but additions of single elements."""
+def _sum_by_halves(squares: Tensor) -> Tensor:
+    """Sum up each row of `squares` (rows, columns) by adding its halves.
+
+    How a GPU sums up a row depends on the number of rows; this uses nothing but additions of single elements.
+    """
+    # Zeros fill the row up to a power of two, and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()
     squares = F.pad(squares, (0, width - squares.shape[1]))
     while width > 1:
         width //= 2
         squares = squares[:, :width] + squares[:, width:]
+
     return squares[:, 0]

@@ -1,8 +1,8 @@
-"""The one order in which the gradients of a step's micro-batches are added, whoever computed them.
+"""The one order in which the gradients of a step's micro-batches are added, on any number of ranks.
 
-Floating-point sums depend on their order, so it is fixed: a binary tree over the micro-batches 0 .. V-1 of the step.
-It is what a binary counter does when they are pushed one after another. Two neighbours of one size become one of twice
-the size; what is left at the end is added from the smallest up.
+Floating-point sums depend on their order, so it is fixed: a binary tree over the micro-batches 0 .. V-1 of the step,
+built like a binary counter counts when they are pushed one after another. Two neighbouring sums of one size become one
+of twice the size; what is left at the end is added from the smallest up.
 
     V = 6      0   1   2   3   4   5
                 \\ /     \\ /     \\ /
@@ -13,8 +13,8 @@ the size; what is left at the end is added from the smallest up.
                           +
 
 A rank that has a range of micro-batches can do all additions inside it, and is left with the roots of a few subtrees.
-The roots of all ranks, pushed in order, end in the very same tree. Pure arithmetic: values are anything that can be
-added.
+The roots of all ranks, pushed in order, end in the very same tree. This module is pure arithmetic: values are anything
+that can be added.
 """
 
 from __future__ import annotations
@@ -25,51 +25,63 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Span(NamedTuple):
-    """A subtree: the 2**level micro-batches from `start` on. `start` is a multiple of their number."""
+class Subtree(NamedTuple):
+    """The 2**level micro-batches from `start` on. `start` is a multiple of their number."""
 
     start: int
     level: int
 
-    def completes(self, left: Span) -> bool:
+    def completes(self, left: Subtree) -> bool:
         """Whether `left` and this are the two halves of one larger subtree."""
-        same = left.level == self.level and left.start + (1 << self.level) == self.start
-        return same and (left.start >> left.level) % 2 == 0
+        neighbours = left.level == self.level and left.start + (1 << self.level) == self.start
+        return neighbours and (left.start >> left.level) % 2 == 0
 
-    def joined(self, left: Span) -> Span:
-        return Span(left.start, left.level + 1)
+    def joined(self, left: Subtree) -> Subtree:
+        """Return the subtree whose halves are `left` and this."""
+        return Subtree(left.start, left.level + 1)
 
 
-class Counter(Generic[T]):
+class TreeSum(Generic[T]):
     """Adds values that come in order, along the tree. `add(left, right)` may change and return `left`."""
 
     def __init__(self, add: Callable[[T, T], T]):
         self.add = add
-        self.roots: list[tuple[Span, T]] = []  # in order; no two of them could be added
+        self.roots: list[tuple[Subtree, T]] = []  # in order; no two of them can be added yet
 
-    def push(self, span: Span, value: T) -> None:
-        while self.roots and span.completes(self.roots[-1][0]):
+    def push(self, subtree: Subtree, value: T) -> None:
+        """Add the sum of a subtree that follows on what was pushed before."""
+        # Like the carry of a binary counter.
+        while self.roots and subtree.completes(self.roots[-1][0]):
+            # The left one first: add() may keep its memory.
             left, before = self.roots.pop()
-            span, value = span.joined(left), self.add(before, value)
-        self.roots.append((span, value))
+            subtree = subtree.joined(left)
+            value = self.add(before, value)
+        self.roots.append((subtree, value))
 
     def finish(self) -> T:
-        """The sum of everything from micro-batch 0 on; the counter is empty again."""
-        roots, self.roots = self.roots, []
-        assert roots[0][0].start == 0, "the sum of a part has no place in the tree"
+        """Return the sum of everything from micro-batch 0 on, and start empty again."""
+        roots = self.roots
+        self.roots = []
+        assert roots[0][0].start == 0, "the tree begins with micro-batch 0"
+
         _, total = roots.pop()
+        # What is left has different sizes; the smallest, which are the last, are added first.
         while roots:
             total = self.add(roots.pop()[1], total)
+
         return total
 
 
-def roots_of(first: int, stop: int) -> list[Span]:
-    """What is left of micro-batches [first, stop) when all additions inside the range have been done."""
-    found = []
+def roots_of(first: int, stop: int) -> list[Subtree]:
+    """Return what is left of micro-batches [first, stop) when all additions inside the range have been done."""
+    roots = []
     while first < stop:
+        # The largest subtree that begins at `first`, whose size must divide it, and ends before `stop`.
         level = (stop - first).bit_length() - 1
         if first:
-            level = min(level, (first & -first).bit_length() - 1)  # how far `first` can be halved
-        found.append(Span(first, level))
+            level = min(level, (first & -first).bit_length() - 1)
+
+        roots.append(Subtree(first, level))
         first += 1 << level
-    return found
+
+    return roots

@@ -24,7 +24,7 @@ from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
-from lockstep.parallel.fsdp.same_parts import END, SameParts
+from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.strategy import strategy_of
@@ -62,14 +62,14 @@ class FSDPDriver(ShardedDriver):
 
         super().__init__(model, runtime)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
-        self._same = SameParts(model, runtime)
+        self._uniform_use = UniformUse(model, runtime)
         self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(alone)))
         if empty:
             self.sync_buffers()  # each rank has made its own
 
     def begin(self) -> None:
         super().begin()
-        self._same.steps += 1
+        self._uniform_use.steps += 1
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -106,7 +106,7 @@ class FSDPDriver(ShardedDriver):
         return shard_module
 
     def _reduce(self, word: ControlWord) -> None:
-        self._same.compare(END)
+        self._uniform_use.compare(END)
         super()._reduce(word)
 
     def _reduce_gradients(self) -> None:

@@ -1,4 +1,8 @@
-"""A pipeline as a Driver: every rank holds the tensors of its stages only, and of nothing else but the names."""
+"""A pipeline as a Driver: every rank holds the tensors of its own stages, and only the names of the others.
+
+Stages lie along pp, are replicated or sharded along dp, and their layers are sharded along tp. A weight that two stages
+use (a tied embedding) is held by both; its two gradients are added, so that both take the same step.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,22 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Control, LossFn, Reduced, ShardedDriver
 from lockstep.parallel.fsdp.driver import describe_blocks
-from lockstep.parallel.fsdp.same_parts import END, SameParts
+from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.pipeline.absent import Absent
-from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline, Stage
+from lockstep.parallel.pipeline.build import make_stages
+from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
+from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stage_shards import shard_stage
-from lockstep.parallel.pipeline.stages import keep_only, whereabouts
-from lockstep.parallel.pipeline.staging import blocks_of, make_stages
+from lockstep.parallel.pipeline.stages import Stage, keep_only, stages_by_tensor
 from lockstep.parallel.strategy import strategy_of
-from lockstep.parallel.tensor.driver import agree_on_plain, apply_plan, explain_mixtures, settle_gradient, sum_gradients
-from lockstep.parallel.tensor.plans import Cut, choose_plan
+from lockstep.parallel.tensor.driver import (
+    agree_on_plain,
+    apply_plan,
+    explain_mixtures,
+    settle_gradient,
+    sum_gradients,
+)
+from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
@@ -34,8 +44,7 @@ from lockstep.task import Loss, MicroBatch, StepBatches
 
 
 class PipelineDriver(ShardedDriver):
-    """Stages along pp, copied or cut along dp, their layers cut along tp. A weight that two stages use (a tied
-    embedding) is held by both; its two gradients are added, so that both make the same step."""
+    """Runs all micro-batches of a step at once, stage by stage."""
 
     def __init__(
         self,
@@ -47,61 +56,66 @@ class PipelineDriver(ShardedDriver):
         compiled: bool,
         data: Callable[[], Any] | None,
     ):
-        """`model` is still whole, and on the CPU. `data` gives the samples, two of which may be looked at."""
+        """`model` is still full and on the CPU. `data` gives samples, two of which may be read to find the stages."""
         self.mesh = axes.mesh
         ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
-        per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
         self._sharded = strategy_of(config).shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
-        self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
+        self._pp, self._replicas, self._tp = (axes.along(axis) for axis in ("pp", "dp", "tp"))
+
+        # Decided while the model is full: how its layers are sharded, and which stages use which tensor.
         ways = self.mesh.sizes["tp"]
-        # Made while the model is whole; empty: nothing is cut along tp.
         plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
-        chunks, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
-        stages = whereabouts(model, used)
-        places = {name: {n % ranks for n in numbers} for name, numbers in stages.items()}
-        _agree_on_start(model, runtime)
-        mine = chunks[here::ranks]
-        changing = {id(buffer) for chunk in mine for buffer in chunk.changing()}
-        held = {name for name, stages in places.items() if not stages or here in stages}
-        real = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in changing}
+        per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
+        stages, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
+        by_tensor = stages_by_tensor(model, used)
+        pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+        _broadcast_one_by_one(model, runtime)
+
+        # This rank keeps the tensors of its own stages, and buffers that they change.
+        mine = stages[here::ranks]
+        held = {name for name, places in pp_ranks.items() if not places or here in places}
+        mutable = {id(buffer) for stage in mine for buffer in stage.mutable_buffers()}
+        real = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
         keep_only(model, held | real, runtime.device)
+
+        # In the fixed order: tensor parallelism, compile, FSDP.
         if plan:
-            self._cut_layers(model, plan, held, mine, axes, runtime)
+            self._shard_layers(model, plan, held, mine, axes, runtime)
         if compiled:
-            for chunk in mine:
-                chunk.compile()
-        facts: dict[str, str] = {}
-        if self._sharded:
-            facts = self._shard(model, config, held, mine, axes)
-        self._same = SameParts(model, runtime, mine, self._copies) if self._sharded else None
+            for stage in mine:
+                stage.compile()
+        facts = self._shard_stages(model, config, held, mine, axes) if self._sharded else {}
+        self._uniform_use = UniformUse(model, runtime, mine, self._replicas) if self._sharded else None
+
         super().__init__(model, runtime)
-        holders = {name: self._ranks_at(used) for name, used in places.items() if 0 < len(used) < ranks}
-        duplicates = frozenset(name for name, stages in places.items() if stages and here > min(stages))
         self._held = [name in held for name in self.names]
-        self._users = [len(places[name]) or ranks for name in self.names]
-        self._shared = self._share(places)
-        partly = {name: stages[name] for name in holders}
-        self._absent = Absent(model, partly, lambda name: name in held | real)
-        autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
-        self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
+        self._users = [len(pp_ranks[name]) or ranks for name in self.names]
+        self._tied = self._groups_of_tied(pp_ranks)
+        holders = {name: self._ranks_at(places) for name, places in pp_ranks.items() if 0 < len(places) < ranks}
         self.placement = replace(
             self.placement,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
-            duplicates=duplicates,
+            duplicates=frozenset(name for name, places in pp_ranks.items() if places and here > min(places)),
             facts=facts,
         )
 
+        partly = {name: by_tensor[name] for name in holders}
+        self._foreign = ForeignTensors(model, partly, lambda name: name in held | real)
+        autocast = choose(config, runtime.device).autocast
+        replicas = self._replicas if self._sharded else None
+        self._flow = Pipeline(model, stages, config.pp.schedule, self._pp, autocast, self._foreign, replicas)
+
     def begin(self) -> None:
         super().begin()
-        self._absent.steps += 1
-        if self._same is not None:
-            self._same.steps += 1
+        self._foreign.steps += 1
+        if self._uniform_use is not None:
+            self._uniform_use.steps += 1
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
-        """Run all micro-batches of the step at once, stage by stage, in the order of the schedule."""
+        """Run the micro-batches in the order of the schedule, then reduce."""
         self.begin()
         micros = list(batches)
 
@@ -120,130 +134,137 @@ class PipelineDriver(ShardedDriver):
         return self.reduced()
 
     def reduced(self) -> Reduced:
-        found = super().reduced()
-        return replace(found, names=self.names)  # norms are those of all stages
-
-    def _reduce(self, word: ControlWord) -> None:
-        """After the last micro-batch: the word and who has used what; then the gradients, then their lengths."""
-        if self._same is not None:
-            self._same.compare(END)
-        used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        packed = self.codec.pack(word, times=1.0)
-        marks = torch.tensor(used + self._absent.used(), dtype=torch.float64)
-        everything = torch.cat([packed, marks.to(packed.device)])
-        self.runtime.collectives.sum_(everything)
-        self._word, anywhere = everything[:LENGTH], [count > 0 for count in everything[LENGTH:].tolist()]
-        self._absent.check(anywhere[len(used) :])
-        self._add_gradients(anywhere[: len(used)])
-        squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
-        trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
-        if trained:
-            stages = torch.tensor([self._users[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_here([*trained.values()]) / stages
-        self._squared_norms = self.runtime.collectives.sum_(squared)
-
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self._parts.world.alone and not self._sharded:
-            return list(torch._foreach_norm(tensors)) if tensors else []  # what a stage has, it has whole
-        squared = self._squared_here(tensors)
-        return list(self._parts.sum_(self._copies.sum_(squared)).sqrt().unbind())
-
-    def sync_buffers(self) -> None:
-        elsewhere = self.elsewhere
-        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in elsewhere]
-        for group in (self._copies, self._parts):
-            group.broadcast_(buffers)
-
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """The parameters and buffers that this rank has only the names of."""
-        return frozenset(name for name, ranks in self.placement.holders.items() if self.runtime.world.rank not in ranks)
+        return replace(super().reduced(), names=self.names)  # norms are those of all stages
 
     def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
         return self._flow.forward(loss_fn, data)
 
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self._tp.world.alone and not self._sharded:
+            return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
+        squared = self._squared_here(tensors)
+        return list(self._tp.sum_(self._replicas.sum_(squared)).sqrt().unbind())
+
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself, from a rank that holds it. All ranks must call this."""
-        absent = name in self.elsewhere
-        if name not in self.placement.holders:
+        holders = self.placement.holders.get(name)
+        if holders is None:
             return full_tensor(tensor)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else full_tensor(tensor)
-        full = full.contiguous()
-        self.runtime.collectives.broadcast_([full], source=self.placement.holders[name][0])
+        if self.runtime.world.rank in holders:
+            full = full_tensor(tensor).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).contiguous()
+        self.runtime.collectives.broadcast_([full], source=holders[0])
         return full
 
-    def _cut_layers(
+    def sync_buffers(self) -> None:
+        rank, holders = self.runtime.world.rank, self.placement.holders
+        buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
+        for group in (self._replicas, self._tp):
+            group.broadcast_(buffers)
+
+    # ---- set-up ----
+
+    def _shard_layers(
         self,
         model: nn.Module,
-        plan: Mapping[str, Cut],
+        plan: Mapping[str, LayerStyle],
         held: Collection[str],
         mine: Sequence[Stage],
         axes: Axes,
         runtime: Runtime,
     ) -> None:
-        """Of the plan, the layers that are here."""
+        """Apply the part of the tensor plan whose layers are on this rank."""
 
         def is_here(layer: str) -> bool:
             return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
 
-        apply_plan(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
-        for chunk in mine:
-            explain_mixtures(chunk)
+        apply_plan(model, {layer: style for layer, style in plan.items() if is_here(layer)}, axes, runtime)
+        for stage in mine:
+            explain_mixtures(stage)
 
-    def _shard(
+    def _shard_stages(
         self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
     ) -> dict[str, str]:
-        """Over the copies of each stage. What is told of it, of all stages."""
+        """Shard each stage over its replicas. Returns a banner line about the blocks of all stages."""
         keep = strategy_of(config).keeps_gathered
         owned = [p for name, p in model.named_parameters() if name in held]
-        blocks = [blocks_of(chunk, model, config.blocks) for chunk in mine]
-        alone = [
-            shard_stage(chunk, model, inside, owned, axes.devices["dp"], keep)
-            for chunk, inside in zip(mine, blocks, strict=True)
-        ]
-        counts = self._stages.gather_json([sum(map(len, blocks)), sum(alone)])
-        return describe_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
+        found, alone = 0, 0
+        for stage in mine:
+            blocks = stage.own_blocks(model, config.blocks)
+            found += len(blocks)
+            alone += shard_stage(stage, model, blocks, owned, axes.devices["dp"], keep)
+        counts = self._pp.gather_json([found, alone])
+        return describe_blocks(sum(found for found, _ in counts), sum(alone for _, alone in counts))
 
-    def _squared_here(self, grads: list[Tensor]) -> Tensor:
-        """Terms of a sum over the copies and parts of this stage."""
-        return squared_norms(grads, self._copies.world.size * self._parts.world.size).to(self.runtime.device)
+    def _groups_of_tied(self, pp_ranks: Mapping[str, set[int]]) -> list[tuple[list[str], Collectives]]:
+        """Return the parameters that this rank shares with other stages, with whom. Collective: all make all groups."""
+        found = []
+        sets = dict.fromkeys(tuple(sorted(pp_ranks[name])) for name in self.names if len(pp_ranks[name]) > 1)
+        for places in sets:
+            names = [name for name in self.names if tuple(sorted(pp_ranks[name])) == places]
+            for ranks in zip(*(self._ranks_at({place}) for place in places), strict=True):
+                group = dist.new_group(list(ranks))
+                if isinstance(group, dist.ProcessGroup) and self.runtime.world.rank in ranks:
+                    world = World(ranks.index(self.runtime.world.rank), len(ranks))
+                    found.append((names, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
+        return found
 
-    def _add_gradients(self, live: list[bool]) -> None:
-        """Over the copies first, and only then between the stages that share a weight: like this all of them hold the
-        same bits. What nobody has used keeps no gradient."""
-        mine = [p for p, held, used in zip(self.parameters, self._held, live, strict=True) if held and used]
+    def _ranks_at(self, places: set[int]) -> tuple[int, ...]:
+        """Return the ranks at these coordinates of the pp axis."""
+        inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
+        return tuple(place * inside + offset for place in sorted(places) for offset in range(inside))
+
+    # ---- after the last backward ----
+
+    def _reduce(self, word: ControlWord) -> None:
+        if self._uniform_use is not None:
+            self._uniform_use.compare(END)
+
+        # The first sum: the control word, and which parameters any rank has used.
+        used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
+        packed = self.codec.pack(word, times=1.0)
+        marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
+        both = torch.cat([packed, marks.to(packed.device)])
+        self.runtime.collectives.sum_(both)
+        self._word = both[:LENGTH]
+        anywhere = [count > 0 for count in both[LENGTH:].tolist()]
+        self._foreign.check(anywhere[len(used) :])
+
+        # Then the gradients, then their norms: a parameter that several stages hold counts once.
+        self._sum_gradients(anywhere[: len(used)])
+        squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
+        trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
+        if trained:
+            users = torch.tensor([self._users[n] for n in trained], device=squared.device)
+            squared[[*trained]] = self._squared_here([*trained.values()]) / users
+        self._squared_norms = self.runtime.collectives.sum_(squared)
+
+    def _sum_gradients(self, used: list[bool]) -> None:
+        """Sum gradients over replicas first, and only then between stages that share a weight: equal bits on all.
+
+        A parameter that no rank has used keeps no gradient.
+        """
+        mine = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in mine:
             settle_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not self._sharded:
-            sum_gradients(mine, self._copies)
-        used_names = {name for name, used in zip(self.names, live, strict=True) if used}
+            sum_gradients(mine, self._replicas)
+
+        used_names = {name for name, live in zip(self.names, used, strict=True) if live}
         parameters = dict(zip(self.names, self.parameters, strict=True))
-        for names, owners in self._shared:
-            sum_gradients([parameters[name] for name in names if name in used_names], owners)
-        if not self._parts.world.alone:
-            agree_on_plain(mine, self._parts)
+        for names, group in self._tied:
+            sum_gradients([parameters[name] for name in names if name in used_names], group)
+        if not self._tp.world.alone:
+            agree_on_plain(mine, self._tp)
 
-    def _share(self, places: dict[str, set[int]]) -> list[tuple[list[str], Collectives]]:
-        """The trainable parameters that this rank shares with other stages. All ranks must make all groups."""
-        found = []
-        sets = dict.fromkeys(tuple(sorted(places[name])) for name in self.names if len(places[name]) > 1)
-        for stages in sets:
-            names = [name for name in self.names if tuple(sorted(places[name])) == stages]
-            for ranks in zip(*(self._ranks_at({stage}) for stage in stages), strict=True):
-                group = dist.new_group(list(ranks))
-                if isinstance(group, dist.ProcessGroup) and self.runtime.world.rank in ranks:
-                    place = World(ranks.index(self.runtime.world.rank), len(ranks))
-                    found.append((names, Collectives(place, self.runtime.device, self.runtime.heartbeat, group)))
-        return found
-
-    def _ranks_at(self, stages: set[int]) -> tuple[int, ...]:
-        inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
-        return tuple(stage * inside + place for stage in sorted(stages) for place in range(inside))
+    def _squared_here(self, grads: list[Tensor]) -> Tensor:
+        """Return terms of squared norms, to be summed over the replicas and tp shards of this stage."""
+        return squared_norms(grads, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
 
 
-def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
-    """Rank 0's weights, everywhere; one by one, so that a device never holds the whole model."""
+def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
+    """Start every rank with rank 0's weights, one tensor at a time, so that no device ever holds the full model."""
     for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
         moved = tensor.detach().to(runtime.device)
         runtime.collectives.broadcast_([moved])
@@ -253,20 +274,19 @@ def _agree_on_start(model: nn.Module, runtime: Runtime) -> None:
 def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -> None:
     if runtime.device.type == "cuda" and runtime.backend == "gloo":
         raise UserError(
-            "a pipeline (mesh.pp) on GPUs over gloo",
-            "gloo, which cannot send a GPU's tensors from one rank to another",
+            "a pipeline (mesh.pp) on GPUs cannot run over gloo, which does not send a GPU's tensors to another rank",
+            "",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
-    schedule = f"pp.schedule={config.pp.schedule}"
     if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
         raise UserError(
-            f"{schedule} with strategy={config.strategy}",
-            "a schedule for stages whose parameters stay whole from forward to backward",
+            f"pp.schedule={config.pp.schedule} cannot be combined with strategy={config.strategy}",
+            "its stages need their parameters in full from forward to backward",
             "type pp.schedule=1f1b, or strategy=pp",
         )
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
-            f"{schedule} with compile={str(config.compile).lower()}",
-            "a backward in two halves, which torch cannot take from a compiled module",
+            f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",
+            "its backward comes in two halves, which torch cannot take from a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )

@@ -1,4 +1,4 @@
-"""A stage whose parameters are cut over its copies: torch's FSDP2 inside a pipeline."""
+"""Shard the parameters of a stage over its replicas: torch's FSDP2 inside a pipeline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ def shard_stage(
     mesh: DeviceMesh,
     keep: bool,
 ) -> int:
-    """Block by block, then the rest of what is `held` here. `keep`: parameters stay whole until the backward has ended.
-    Every micro-batch's gradients are cut at once and added to this rank's part. How many blocks are gathered alone."""
+    """Shard `stage` block by block, then the rest of what is `held` here. Returns how many blocks are gathered alone.
+
+    `keep`: parameters stay gathered until the backward has ended. The gradients of every micro-batch are reduced and
+    scattered at once, and added to this rank's shard.
+    """
+    # By all names, to find the parameters again that sharding replaces.
     names = dict(model.named_parameters(remove_duplicate=False))
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
     alone = without_shared(blocks, stage)
+
     for block in alone:
         shard(block)
+
+    # Placeholders of other stages have no memory to shard.
     shard(stage, ignored_params=set(stage.parameters()) - set(held))
     prepare(stage)
     _tie_again(model, names)
@@ -35,8 +42,12 @@ def shard_stage(
 
 
 def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
-    """A parameter that another stage uses too has a name there, in a module that has not been cut."""
+    """Give a sharded parameter to the modules of other stages that use it too, which were not sharded.
+
+    `names` holds the parameters before sharding.
+    """
     now = dict(model.named_parameters(remove_duplicate=False))
+    # Sharding replaces a parameter in the modules that it walks through, and in no others.
     replaced = {id(before): now[name] for name, before in names.items() if now[name] is not before}
     for name, before in names.items():
         if now[name] is before and id(before) in replaced:

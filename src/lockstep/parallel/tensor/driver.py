@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor.plans import Cut, choose_plan
+from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -52,20 +52,20 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
     explain_mixtures(model)
 
 
-def apply_plan(model: nn.Module, plan: Mapping[str, Cut], axes: Axes, runtime: Runtime) -> None:
+def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
-    styles = {name: _style(cut) for name, cut in plan.items()}
+    styles = {name: _style(style) for name, style in plan.items()}
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
         _teach_cpu_attention()
 
 
-def _style(cut: Cut) -> ParallelStyle:
-    if isinstance(cut, ParallelStyle):
-        return cut
-    if cut == "rowwise":
+def _style(style: LayerStyle) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style == "rowwise":
         return RowwiseParallel(input_layouts=Replicate())  # a plain input is full, a sharded one stays where it is
-    if cut == "colwise":
+    if style == "colwise":
         return ColwiseParallel(use_local_output=False)
     return ColwiseParallel(output_layouts=Replicate())  # "gathered"
 

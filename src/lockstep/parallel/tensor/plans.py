@@ -1,8 +1,8 @@
-"""Which layers are cut over a tp group, and how: the task's own plan, or one found by the names that layers go by.
+"""Which layers are sharded over a tp group, and how: the task's own plan, or one found by well-known layer names.
 
-colwise    the output features are cut; what follows computes with parts, up to a "rowwise" layer
-rowwise    the input features are cut, and the sum over the group is whole again
-gathered   the output features are cut, and put together at once: what follows computes with the whole
+colwise    the output features are sharded; what follows computes with shards, up to a "rowwise" layer
+rowwise    the input features are sharded, and the sum over the group is a full tensor again
+gathered   the output features are sharded, and gathered at once: what follows computes with the full tensor
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lockstep.errors import UserError
 
-Cut = str | ParallelStyle
-WORDS = ("colwise", "rowwise", "gathered")
+LayerStyle = str | ParallelStyle  # how one layer is sharded
+STYLES = ("colwise", "rowwise", "gathered")
+EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
 
-# (layers that open, layers that close) of one module: all of a row must be there.
+# (colwise layers, rowwise layer) of one module: all of a row must be there.
 PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -39,8 +40,8 @@ PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("query", "key", "value"), "out"),
     (("query", "key", "value"), "proj"),
 )
-# Queries, keys and values in one matrix: its rows cannot be cut in a row, since every rank needs some of all three.
-# The weights are cut, attention itself is not.
+# Queries, keys and values in one matrix. A shard of its rows would hold queries only, while every rank needs some of
+# all three: so the weights are sharded, and attention itself is not.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv", ("out", "proj", "o", "o_proj", "out_proj")),
     ("qkv_proj", ("o_proj", "out_proj", "out")),
@@ -49,51 +50,64 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, Cut]:
-    """Every cut layer by its full name; what would fail in the first forward is refused. `ways`: ranks of a tp group;
-    `others`: how many such groups there are."""
-    asked = _asked(model, task)
-    plan = _recognised(model) if asked is None else _spell_out(asked, model)
-    _check_whole(plan, model, ways)
-    _check_even(plan, model, ways, others, has_plan=asked is not None)
+def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
+    """Return every sharded layer by its full name; what would fail in the first forward is refused.
+
+    task: may have a `tensor_plan(model)`
+    ways: the size of a tp group
+    others: how many such groups there are
+    """
+    asked = _task_plan(model, task)
+    plan = _recognised(model) if asked is None else _expand(asked, model)
+    _check_layers(plan, model, ways)
+    _check_divisible(plan, model, ways, others, has_plan=asked is not None)
     return plan
 
 
-def _asked(model: nn.Module, task: Any) -> Mapping[str, Cut] | None:
-    """In a loop of the user's own there is no task: the model may have the method."""
+def _task_plan(model: nn.Module, task: Any) -> Mapping[str, LayerStyle] | None:
+    """Return the task's plan, or else the model's: in a loop of the user's own there is no task."""
     if hasattr(task, "tensor_plan"):
         return task.tensor_plan(model)
     return model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
 
 
-def _recognised(model: nn.Module) -> dict[str, Cut]:
+def _recognised(model: nn.Module) -> dict[str, LayerStyle]:
     found = recognise(model)
     if not found:
         raise UserError(
-            "layers to cut over a tp group",
-            f"no tensor_plan(model) in the task, and no names in {type(model).__name__} that we know",
-            'write def tensor_plan(self, model): return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} '
-            "(in a loop of your own, a method of the model, without the argument), or type strategy=fsdp without "
-            "mesh.tp",
+            f"mesh.tp finds no layers to shard in {type(model).__name__}",
+            "the task has no tensor_plan(model), and the model has no layer names that we know",
+            f"write def tensor_plan(self, model): return {EXAMPLE} (in a loop of your own, a method of the model, "
+            "without the argument), or type strategy=fsdp without mesh.tp",
         )
+
     return found
 
 
-def recognise(model: nn.Module) -> dict[str, Cut]:
-    """Embeddings and heads stay whole: they are often tied, and the loss wants all of the logits."""
-    found: dict[str, Cut] = {}
+def recognise(model: nn.Module) -> dict[str, LayerStyle]:
+    """Return a plan made from the names of layers.
+
+    Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits.
+    """
+    found: dict[str, LayerStyle] = {}
+    # Names count within one module: `up` and `down` of different modules are no pair.
     for name, module in model.named_modules():
         children = {child for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
-        for child, cut in _within(children):
-            found.setdefault(f"{name}.{child}" if name else child, cut)
+        for child, style in _recognised_children(children):
+            # The first row that matches a layer decides.
+            found.setdefault(f"{name}.{child}" if name else child, style)
+
     return found
 
 
-def _within(children: set[str]) -> Iterator[tuple[str, Cut]]:
+def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]:
     for opening, closing in PAIRS:
         if closing in children and children.issuperset(opening):
-            yield from ((child, "colwise") for child in opening)
+            for child in opening:
+                yield child, "colwise"
+
             yield closing, "rowwise"
+
     for fused, closings in FUSED:
         closing = next((child for child in closings if child in children), None)
         if fused in children and closing:
@@ -101,91 +115,119 @@ def _within(children: set[str]) -> Iterator[tuple[str, Cut]]:
             yield closing, "rowwise"
 
 
-def _spell_out(asked: Mapping[str, Cut], model: nn.Module) -> dict[str, Cut]:
+def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, LayerStyle]:
+    """Return the plan with full names in place of patterns."""
     if not isinstance(asked, Mapping):
         raise UserError(
-            "tensor_plan(model): layers by name, and how each is cut",
-            f"a {type(asked).__name__}",
-            'return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+            f"tensor_plan(model) must return a dict of layers and how each is sharded; it returned a "
+            f"{type(asked).__name__}",
+            "",
+            f"return {EXAMPLE}",
         )
-    names = [name for name, _ in model.named_modules() if name]
-    plan: dict[str, Cut] = {}
-    for pattern, cut in asked.items():
-        if not isinstance(cut, ParallelStyle) and cut not in WORDS:
+
+    plan: dict[str, LayerStyle] = {}
+    for pattern, style in asked.items():
+        if not isinstance(style, ParallelStyle) and style not in STYLES:
             raise UserError(
-                f"tensor_plan: {pattern!r}: {cut!r}",
-                "no such cut",
-                f"write one of {', '.join(WORDS)}, or a ParallelStyle",
+                f"tensor_plan has no style {style!r} (for {pattern!r})",
+                "",
+                f"write one of {', '.join(STYLES)}, or a ParallelStyle",
             )
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-            raise UserError(
-                f"tensor_plan: {pattern!r}",
-                f"no such layer in {type(model).__name__}",
-                f"name layers of the model, such as {', '.join(layers[:4]) or 'none: it has no nn.Linear'}",
-            )
-        plan |= dict.fromkeys(matching, cut)
+
+        # A later pattern wins over an earlier one.
+        plan |= dict.fromkeys(_matching(pattern, model), style)
+
     if not plan:
-        raise UserError(
-            "layers to cut over a tp group", "an empty tensor_plan", "name some, or type strategy=fsdp without mesh.tp"
-        )
+        raise UserError("tensor_plan(model) is empty", "", "name some layers, or type strategy=fsdp without mesh.tp")
     return plan
 
 
-def _check_whole(plan: Mapping[str, Cut], model: nn.Module, ways: int) -> None:
-    """Layers that can be cut, each without another."""
+def _matching(pattern: str, model: nn.Module) -> list[str]:
+    # `*` in a pattern matches any text, dots included.
+    names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+    if not names:
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        raise UserError(
+            f"tensor_plan: {pattern!r} matches no layer in {type(model).__name__}",
+            "",
+            f"name layers of the model, such as {', '.join(layers[:4]) or 'none: it has no nn.Linear'}",
+        )
+
+    return names
+
+
+def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -> None:
+    """Check that each layer can be sharded by itself."""
     tied = _tied(model)
-    for name, cut in plan.items():
+    for name, style in plan.items():
         layer = model.get_submodule(name)
-        shared = [p for p in (f"{name}.{own}" for own, _ in layer.named_parameters()) if p in tied]
+        parameters = [f"{name}.{own}" for own, _ in layer.named_parameters()]
+        shared = [parameter for parameter in parameters if parameter in tied]
+
         if shared:
             raise UserError(
-                f"tensor_plan: {name!r} cut over {ways} ranks",
-                f"{shared[0]!r} is tied to {tied[shared[0]]!r}; a cut would part them",
+                f"tensor_plan: {name!r} cannot be sharded over {ways} ranks",
+                f"{shared[0]!r} is tied to {tied[shared[0]]!r}; sharding would untie them",
                 f"leave {name!r} out of the plan, or untie the two",
             )
-        if isinstance(cut, str) and not isinstance(layer, nn.Linear):
+
+        # A ParallelStyle of torch's is the user's own responsibility.
+        if isinstance(style, str) and not isinstance(layer, nn.Linear):
             raise UserError(
-                f"tensor_plan: {name!r}: {cut!r}",
-                f"a {type(layer).__name__}; these words are for nn.Linear",
+                f"tensor_plan: {name!r} cannot be {style!r}, since it is a {type(layer).__name__}",
+                "these words are for nn.Linear",
                 "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
             )
 
 
-def _check_even(plan: Mapping[str, Cut], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
-    layers = {name: model.get_submodule(name) for name, cut in plan.items() if isinstance(cut, str)}
-    sizes = {
-        name: layer.in_features if plan[name] == "rowwise" else layer.out_features
-        for name, layer in layers.items()
-        if isinstance(layer, nn.Linear)
-    }
+def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
+    # What is divided: colwise shards the output features, rowwise the input features.
+    sizes: dict[str, int] = {}
+    for name, style in plan.items():
+        layer = model.get_submodule(name)
+        if isinstance(style, str) and isinstance(layer, nn.Linear):
+            sizes[name] = layer.in_features if style == "rowwise" else layer.out_features
+
     for name, size in sizes.items():
         if size % ways:
-            left_out = f"leave {name!r} out of tensor_plan" if has_plan else f"write a tensor_plan without {name!r}"
+            side = "input" if plan[name] == "rowwise" else "output"
+            without = f"leave {name!r} out of tensor_plan" if has_plan else f"write a tensor_plan without {name!r}"
             raise UserError(
-                f"{name!r} cut over {ways} ranks (mesh.tp)",
-                f"{size} {'input' if plan[name] == 'rowwise' else 'output'} features, which {ways} does not divide",
-                ", or ".join([*_other_ways(math.gcd(*sizes.values()), ways, others), left_out]),
+                f"{name!r} cannot be sharded over {ways} ranks (mesh.tp)",
+                f"it has {size} {side} features, which {ways} does not divide",
+                ", or ".join([*_other_ways(math.gcd(*sizes.values()), ways, others), without]),
             )
 
 
 def _other_ways(common: int, ways: int, others: int) -> list[str]:
-    """What to type so that all layers divide, whose features have `common` as their largest common divisor: with as
-    many ranks, or else with fewer, or with a few more."""
+    """Return what to type so that all layers divide.
+
+    `common` is the greatest common divisor of their features. As many ranks are proposed if possible, or else fewer, or
+    else a few more.
+    """
+    # At most twice as many ranks: more would be another job.
     fitting = [n for n in range(2, 2 * ways) if common % n == 0]
     if same_ranks := [n for n in fitting if ways % n == 0]:
         return [f"type mesh.tp={max(same_ranks)}"]
+
     if fitting:
         nearest = max([n for n in fitting if n < ways], default=fitting[0])
         return [f"type mesh.tp={nearest} --nproc {nearest * others}"]
+
     return []
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Every parameter that has more than one name, and one of its other names."""
+    """Return every parameter that has more than one name, with one of its other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    several = [group for group in names.values() if len(group) > 1]
-    return {name: next(other for other in group if other != name) for group in several for name in group}
+
+    tied: dict[str, str] = {}
+    for group in names.values():
+        for name in group:
+            others = [other for other in group if other != name]
+            if others:
+                tied[name] = others[0]
+
+    return tied

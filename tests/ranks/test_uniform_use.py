@@ -1,4 +1,5 @@
-"""A part of the model that only some ranks use cannot be cut: all ranks end with its name, instead of gloo's abort."""
+"""A part of the model that only some ranks use cannot be sharded: all ranks raise an error that names it, and gloo does
+not abort."""
 
 from __future__ import annotations
 
@@ -7,13 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from lockstep.errors import UserError
-from lockstep.parallel.fsdp.same_parts import SameParts
+from lockstep.parallel.fsdp.uniform_use import UniformUse
+from lockstep.runtime import context
+from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import Regression, assert_user_errors, fit
+from ranks.support import Regression, assert_user_errors, configured, fit
 
 VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 4, "strategy": "fsdp"}
 
@@ -115,8 +122,58 @@ def test_what_is_typed_then_trains(pool: Pool) -> None:
 def test_over_nccl_the_first_steps_are_compared() -> None:
     for backend, compared in {"gloo": [True] * 5, "nccl": [True] * 3 + [False] * 2}.items():
         runtime: Any = SimpleNamespace(backend=backend, collectives=None)
-        parts = SameParts(nn.Linear(1, 1), runtime)
+        uniform = UniformUse(nn.Linear(1, 1), runtime)
         found = []
-        for parts.steps in range(1, 6):
-            found.append(parts.compares)
+        for uniform.steps in range(1, 6):
+            found.append(uniform.compares)
         assert found == compared
+
+
+class Recorded(DefaultAllGather):
+    """Counts the parameter groups that torch gathers."""
+
+    def __init__(self, gathered: list[int]):
+        self.gathered = gathered
+
+    def __call__(self, output_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        self.gathered.append(output_tensor.numel())
+        return super().__call__(output_tensor, *rest, **options)
+
+
+class RecordedReduce(DefaultReduceScatter):
+    """Counts the elements of gradients that torch reduces."""
+
+    def __init__(self, reduced: list[int]):
+        self.reduced = reduced
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        self.reduced.append(input_tensor.numel())
+        return super().__call__(output_tensor, input_tensor, *rest, **options)
+
+
+def plain_fsdp(world: World, store: Any, part: str) -> tuple[list[int], list[int]]:
+    """Without uniform_use: what torch gathers and reduces in one step that leaves `part` out on all ranks."""
+    with context.start(world, configured(VALUES).config, store=store) as runtime:
+        mesh = init_device_mesh(runtime.device.type, (world.size,))
+        model = Halved(lambda name: name == part, since=1).to(runtime.device)
+        gathered: list[int] = []
+        reduced: list[int] = []
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh)
+            module.set_custom_all_gather(Recorded(gathered))
+            module.set_custom_reduce_scatter(RecordedReduce(reduced))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        model(torch.ones(2, 5, device=runtime.device)).sum().backward()
+    return sorted(gathered), sorted(reduced)
+
+
+def test_torch_exchanges_what_each_rank_has_used(pool: Pool) -> None:
+    """The behaviour of torch that uniform_use.py is for. If this fails, torch exchanges the same on ranks that use
+    different parameters, and the module may be deleted."""
+    everything, *_ = pool.run(plain_fsdp, "", world=2)
+    without_block, *_ = pool.run(plain_fsdp, "block 1", world=2)
+    without_gradient, *_ = pool.run(plain_fsdp, "gradient", world=2)
+    assert without_block[0] != everything[0]  # another number of gathers
+    assert without_gradient[0] == everything[0]
+    assert without_gradient[1] != everything[1]  # gradients of other sizes are added

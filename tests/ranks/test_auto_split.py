@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.parallel.pipeline.survey import cut_forward
+from lockstep.parallel.pipeline.auto_split.trace import split_forward
 from lockstep.recipes.char_lm import TASK
 from lockstep.task import Loss
 from pool import Pool
@@ -175,27 +175,27 @@ class Twice(Stack):
         return super().forward(self.blocks[1](x))
 
 
-def cuts(model: nn.Module, count: int) -> list[tuple[int, int]]:
+def splits(model: nn.Module, count: int) -> list[tuple[int, int]]:
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    spans, _ = cut_forward(model, list(model.blocks), ((x,), {}), count, nullcontext)  # type: ignore[arg-type]
-    return [(span.first, span.last) for span in spans]
+    stages, _ = split_forward(model, list(model.blocks), ((x,), {}), count, nullcontext)  # type: ignore[arg-type]
+    return [(stage.first, stage.last) for stage in stages]
 
 
-def test_cuts_lie_where_nothing_passes_by() -> None:
-    assert cuts(Stack(), 2) in ([(0, 1), (2, 4)], [(0, 2), (3, 4)])
-    assert cuts(Stack(), 5) == [(n, n) for n in range(5)]
-    assert cuts(PassingBy(), 3) == [(0, 0), (1, 3), (4, 4)]
-    with pytest.raises(UserError, match="cut into 3: 5 blocks in PassingBy"):
-        cuts(PassingBy(), 5)
+def test_splits_lie_where_nothing_passes_by() -> None:
+    assert splits(Stack(), 2) in ([(0, 1), (2, 4)], [(0, 2), (3, 4)])
+    assert splits(Stack(), 5) == [(n, n) for n in range(5)]
+    assert splits(PassingBy(), 3) == [(0, 0), (1, 3), (4, 4)]
+    with pytest.raises(UserError, match="split into 3: 5 blocks in PassingBy"):
+        splits(PassingBy(), 5)
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [(Hidden, "depends on more"), (Strict, "stage 1, .* AssertionError"), (Twice, "block 1 .* called twice")],
 )
-def test_a_forward_that_cannot_be_cut_is_refused(kind: type[Stack], words: str) -> None:
+def test_a_forward_that_cannot_be_split_is_refused(kind: type[Stack], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        cuts(kind(), 2)
+        splits(kind(), 2)
 
 
 def test_looking_leaves_no_trace() -> None:
@@ -204,7 +204,7 @@ def test_looking_leaves_no_trace() -> None:
     frozen = [p.requires_grad for p in model.parameters()]
     expected = torch.randn(3, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(5)
-    cut_forward(model, list(model.blocks), ((torch.ones(2, 5),), {}), 3, nullcontext)
+    split_forward(model, list(model.blocks), ((torch.ones(2, 5),), {}), 3, nullcontext)
     assert torch.equal(torch.randn(3), expected)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == frozen
@@ -221,14 +221,14 @@ class Counting(Stack):
 def test_looking_leaves_attributes_as_they_were() -> None:
     model = Counting()
     model.calls = 5
-    assert cuts(model, 5) == [(n, n) for n in range(5)]
+    assert splits(model, 5) == [(n, n) for n in range(5)]
     assert model.calls == 5
 
 
 def test_a_stage_uses_what_its_blocks_need() -> None:
     model = Knotty()
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    _, used = cut_forward(model, list(model.blocks), ((torch.randn(4, 5),), {}), 2, nullcontext)
+    _, used = split_forward(model, list(model.blocks), ((torch.randn(4, 5),), {}), 2, nullcontext)
     first, last = ({names[id(tensor)] for tensor in tensors} for tensors in used)
     assert {name for name in first & last if "." in name} == {
         "enter.weight", "condition.weight", "condition.bias", "rare.weight", "rare.bias",
@@ -273,9 +273,12 @@ class SurprisingTask(KnottyTask):
 
 
 REFUSED = {
-    "another stage's parameter": (SurprisingTask(), ("'stem.weight', which only stage 0 holds", "all samples alike")),
+    "another stage's parameter": (
+        SurprisingTask(),
+        ("'stem.weight' is used in another stage", "only stage 0 holds it", "all samples alike"),
+    ),
     "a stream": (Streamed(), ("two samples", "a Stream", "def stages(self, model)")),
-    "a block that is left out": (Dropping(), ("left out block 1",)),
+    "a block that is left out": (Dropping(), ("did not call block 1",)),
 }
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.blocks import find_blocks, without_shared
-from lockstep.parallel.surroundings import SourceContext
+from lockstep.parallel.call_state import StateSnapshot
 
 
 class Caching(nn.Module):
@@ -22,10 +22,10 @@ class Caching(nn.Module):
 def test_buffers_come_back_and_those_that_are_new_go() -> None:
     model = Caching()
     mean = model.mean
-    with SourceContext(model) as around:
+    with StateSnapshot(model) as around:
         model()
-        assert sorted(around.replaced()) == ["cache", "new"]
-    assert around.replaced() == []
+        assert sorted(around.replaced_buffers()) == ["cache", "new"]
+    assert around.replaced_buffers() == []
     assert model.mean is mean
     assert torch.equal(mean, torch.zeros(2))
     assert model.cache is None

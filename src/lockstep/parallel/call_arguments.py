@@ -1,0 +1,110 @@
+"""Flatten the arguments or results of a call into tensors and a spec, and build them again from both.
+
+The spec is hashable and can be compared: two calls with equal specs and tensors of equal shapes do the same work. A
+value that might hide tensors is refused (`OpaqueValue`), not guessed at. torch's own pytrees would treat such a value,
+and every dataclass, as one opaque leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
+
+TENSOR = "a tensor"  # takes a tensor's place in a spec
+CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, range)
+
+
+class OpaqueValue(Exception):
+    """A value that may hold tensors out of sight; the text names its type."""
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
+    """Return the tensors of `value` in a fixed order, and the spec of everything else."""
+    tensors: list[Tensor] = []
+    spec = _flatten(value, tensors)
+    # Not every constant can be hashed, nor every context of a registered node.
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise OpaqueValue(str(error)) from error
+    return tensors, spec
+
+
+def unflatten(tensors: list[Tensor], spec: Any) -> Any:
+    """Build the value that `flatten` would take apart into `tensors` and `spec`."""
+    return _unflatten(spec, iter(tensors))
+
+
+def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
+    kind = type(value)
+
+    # A subclass (DTensor, a quantised tensor) has a layout of its own, which copying its elements would lose.
+    if isinstance(value, Tensor):
+        if kind not in (Tensor, nn.Parameter):
+            raise OpaqueValue(f"a {kind.__name__}")
+
+        tensors.append(value)
+        return TENSOR
+
+    # With its type, since 1, 1.0 and True are equal.
+    if value is None or isinstance(value, CONSTANTS):
+        return "constant", kind, value
+
+    # Exact types: a subclass may keep tensors in attributes of its own.
+    if kind in (dict, OrderedDict):
+        return "mapping", kind, tuple(value), _flatten_all(value.values(), tensors)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple", kind, _flatten_all(value, tensors)
+    if kind in (list, tuple, torch.Size):
+        return "sequence", kind, _flatten_all(value, tensors)
+
+    # A Hugging Face ModelOutput is both a dataclass and a mapping; torch knows it as a registered node.
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        fields = [getattr(value, name) for name in names]
+        return "dataclass", kind, names, _flatten_all(fields, tensors)
+
+    if kind in SUPPORTED_NODES:
+        children, context = SUPPORTED_NODES[kind].flatten_fn(value)
+        return "node", kind, context, _flatten_all(children, tensors)
+
+    raise OpaqueValue(f"a {kind.__name__}")
+
+
+def _flatten_all(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Hashable, ...]:
+    return tuple(_flatten(value, tensors) for value in values)
+
+
+def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
+    if spec == TENSOR:
+        return next(tensors)
+
+    # The last element of a spec holds the children; a name, keys or a context may come before.
+    what, kind, *inside = spec
+    if what == "constant":
+        return inside[0]
+
+    # Tensors were taken depth first, and are handed out in the same order.
+    children = [_unflatten(child, tensors) for child in inside[-1]]
+    if what == "mapping":
+        return kind(zip(inside[0], children, strict=True))
+    if what == "namedtuple":
+        return kind(*children)
+    if what == "sequence":
+        return kind(children)
+    if what == "node":
+        return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
+
+    # A dataclass, as it was and not as its __init__ would make it.
+    made = object.__new__(kind)
+    for name, child in zip(inside[0], children, strict=True):
+        object.__setattr__(made, name, child)
+
+    return made

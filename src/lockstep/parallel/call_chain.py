@@ -1,0 +1,94 @@
+"""The one owner of `nn.Module._compiled_call_impl`, which torch calls in place of a module's hooks and forward.
+
+Several features wrap the call of a module: torch.compile, the warm-up of a compiled call, CUDA graphs, and the
+interception of blocks in a pipeline that is split automatically. Each of them is a link of one chain per module:
+
+    intercept ( graph ( warmup ( compiled call, or the plain one ) ) )
+
+The order does not depend on which link is installed first. A copy of a module has no chain: torch leaves the attribute
+out when it copies or pickles a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+Call = Callable[..., Any]
+
+# From the inside out. A warm-up must run the compiled code itself, a capture must not contain the warm-up.
+ORDER = ("warmup", "graph", "intercept")
+
+
+class Link(Protocol):
+    """A wrapper around a module's call."""
+
+    inner: Call  # what this link wraps; the chain sets it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+
+
+class CallChain:
+    """The links around one module's call.
+
+    It is what the module's attribute holds, as long as it has links.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        # A user may have compiled the module before it came to us.
+        self._compiled: Call | None = module._compiled_call_impl
+        self._links: dict[str, Link] = {}
+        self._outermost: Call = module._call_impl
+
+    @classmethod
+    def of(cls, module: nn.Module) -> CallChain:
+        """Return the chain that is installed on `module`, or a new one without links."""
+        # The attribute itself says whether there is a chain: no second place that could disagree with it.
+        current = module._compiled_call_impl
+        return current if isinstance(current, CallChain) else cls(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outermost(*args, **kwargs)
+
+    def install(self, name: str, link: Link) -> None:
+        """Put `link` at the place that ORDER gives to `name`; it replaces a link of the same name."""
+        assert name in ORDER, name
+        self._links[name] = link
+        self._connect()
+
+    def remove(self, name: str) -> None:
+        """Take the link `name` out, if there is one. The module is as before when the last link is gone."""
+        self._links.pop(name, None)
+        self._connect()
+
+    def find(self, name: str) -> Link | None:
+        """Return the link that is installed as `name`."""
+        return self._links.get(name)
+
+    def compile(self) -> None:
+        """Compile the module inside all links."""
+        self._module.compile()  # which writes the attribute
+        self._compiled = self._module._compiled_call_impl
+        self._connect()
+
+    def uncompile(self) -> None:
+        """Let the innermost link wrap the plain call."""
+        self._compiled = None
+        self._connect()
+
+    def _connect(self) -> None:
+        """Tell every link what it wraps, and write the module's attribute."""
+        # From the inside out, each link gets what it wraps.
+        self._outermost = self._compiled or self._module._call_impl
+        for name in ORDER:
+            link = self._links.get(name)
+            if link is not None:
+                link.inner = self._outermost
+                self._outermost = link
+
+        # Without links the module is as torch left it, and nothing refers to the chain any more.
+        self._module._compiled_call_impl = self if self._links else self._compiled

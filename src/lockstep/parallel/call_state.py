@@ -1,0 +1,278 @@
+"""Call a model without side effects: snapshot and restore what a call changes, and run forward and backward aside.
+
+Used before something irreversible is built on a call: a CUDA graph, a split into pipeline stages, or compiled code that
+all ranks wait for.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
+
+# Attributes that torch itself keeps on every module.
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+# Values of these types are compared by value, all others by identity.
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module keeps besides parameters, buffers, submodules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES}
+
+
+# ---- snapshots ----
+
+
+class StateSnapshot:
+    """Buffers, attributes and random number generators as they are now.
+
+    They are put back by `restore`, and at the end of a `with` block.
+    """
+
+    def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
+        """Take the snapshot.
+
+        `generator` is the one of the model's device; those of the host (torch, numpy, random) are always included.
+        """
+        self._generators = [torch.default_generator, generator]
+        self._generator_states = [each.get_state() for each in self._generators]
+        self._python_random = random.getstate()
+        self._numpy_random = np.random.get_state()
+
+        # Which buffers a module has, and which of them are not saved: a forward may register new ones.
+        self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+        unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
+        self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
+        self._attributes = AttributeSnapshot(model)
+
+    def __enter__(self) -> StateSnapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put everything back, as often as needed."""
+        for generator, state in zip(self._generators, self._generator_states, strict=True):
+            generator.set_state(state)
+
+        random.setstate(self._python_random)
+        np.random.set_state(self._numpy_random)
+
+        # The same dicts, since other code may hold them.
+        for module, buffers, non_persistent in self._owned:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(non_persistent)
+
+        with torch.no_grad():
+            for buffer, value in self._values:
+                buffer.copy_(value)
+
+        self._attributes.restore()
+
+    def buffers(self) -> list[Tensor]:
+        """Return copies of the current values of the buffers that existed at the snapshot."""
+        return [buffer.clone() for buffer, _ in self._values]
+
+    def used_host_random(self) -> bool:
+        """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
+        # On a CPU both are the same generator, and drawing from it is fine: the snapshot puts it back.
+        host, device = self._generators
+        torch_drawn = host is not device and not torch.equal(host.get_state(), self._generator_states[0])
+        numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
+        numpy_drawn = not all(np.array_equal(now, before) for now, before in numpy_pairs)
+        return torch_drawn or numpy_drawn or random.getstate() != self._python_random
+
+    def replaced_buffers(self) -> list[str]:
+        """Return the names of buffers that are now other tensors, or did not exist."""
+        return [
+            name
+            for module, buffers, _ in self._owned
+            for name in {**buffers, **module._buffers}
+            if module._buffers.get(name) is not buffers.get(name)
+        ]
+
+    def changed_attributes(self) -> list[str]:
+        """Return `Class.name` of each attribute that was set or changed."""
+        return self._attributes.changed()
+
+
+class AttributeSnapshot:
+    """All attributes of a model's modules, with the contents of lists and dicts one level deep."""
+
+    def __init__(self, model: nn.Module):
+        self._before: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
+        for module in model.modules():
+            kept = {name: (value, _copy_container(value)) for name, value in own_attributes(module).items()}
+            self._before.append((module, kept))
+
+    def changed(self) -> list[str]:
+        """Return `Class.name` of attributes that are new, are other objects, or hold other objects."""
+        return [
+            f"{type(module).__name__}.{name}"
+            for module, before in self._before
+            for name, value in own_attributes(module).items()
+            if name not in before or not _unchanged(value, *before[name])
+        ]
+
+    def restore(self) -> None:
+        """Put all attributes back."""
+        for module, before in self._before:
+            # What the call has added goes.
+            for name in own_attributes(module).keys() - before.keys():
+                del vars(module)[name]
+
+            # What it has replaced or changed comes back, as the same object.
+            for name, (value, contents) in before.items():
+                vars(module)[name] = value
+                if isinstance(value, list):
+                    value[:] = contents
+                elif contents is not None:
+                    value.clear()
+                    value.update(contents)
+
+
+def _copy_container(value: Any) -> Any:
+    """Return a shallow copy of a list or dict, and None for anything else."""
+    return copy.copy(value) if type(value) in (list, dict) else None
+
+
+def _unchanged(now: Any, before: Any, contents: Any) -> bool:
+    # Another object is fine only if it is an equal plain value, such as a float computed again.
+    if now is not before:
+        return type(now) is type(before) and type(now) in PLAIN_TYPES and now == before
+    return contents is None or _member_ids(now) == _member_ids(contents)
+
+
+def _member_ids(container: Any) -> list[int]:
+    # Keys as well: a dict may map the same values to other keys.
+    members = [*container, *container.values()] if isinstance(container, dict) else container
+    return [id(member) for member in members]
+
+
+# ---- trial calls ----
+
+
+class TrialCall:
+    """One forward and backward of a model on copies of its inputs. It leaves no gradient on any parameter."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        parameters: list[nn.Parameter],
+        tensors: Sequence[Tensor],
+        spec: Hashable,
+        device_type: str,
+    ):
+        """Prepare a call.
+
+        call: what is called, usually the inner call of a link
+        parameters: the trainable ones of the model
+        tensors, spec: the flattened (args, kwargs)
+        device_type: of the model, for autocast
+        """
+        self.call = call
+        self.spec = spec
+        self.device_type = device_type
+        self.grad = torch.is_grad_enabled()
+        # Copies, since a call may change its inputs in place.
+        self.inputs = [t.detach().clone().requires_grad_(self.grad and t.requires_grad) for t in tensors]
+        self.parameters = parameters if self.grad else []
+
+        # What gradients are computed for: inputs that require one, then all parameters.
+        self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
+
+        # Results, filled by forward() and backward().
+        self.outputs: list[Tensor] = []
+        self.output_spec: Hashable = None
+        self.keeps_arguments = True  # False: the call has put something else into its arguments
+        self.gradients: list[Tensor | None] = []  # one for each of `sources`
+
+    def forward(self) -> None:
+        """Run the call, and keep its flattened outputs."""
+        args, kwargs = unflatten(self.inputs, self.spec)
+        # Autocast caches converted weights; a trial must not read copies made outside, nor leave its own there.
+        torch.clear_autocast_cache()
+        with torch.set_grad_enabled(self.grad):
+            self.outputs, self.output_spec = flatten(self.call(*args, **kwargs))
+        torch.clear_autocast_cache()
+        self.keeps_arguments = self._has_kept(args, kwargs)
+
+    def _has_kept(self, args: Any, kwargs: Any) -> bool:
+        """Whether the arguments still hold the same objects. A cache of keys and values would not."""
+        try:
+            tensors, spec = flatten((args, kwargs))
+        except OpaqueValue:
+            return False
+        return spec == self.spec and all(a is b for a, b in zip(tensors, self.inputs, strict=True))
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The outputs that a backward can start from."""
+        return [output for output in self.outputs if output.requires_grad]
+
+    def backward(self, grad_outputs: Sequence[Tensor | None], retain_graph: bool = False) -> None:
+        """Compute `gradients`. `grad_outputs` has one entry per differentiable output, None where no gradient comes."""
+        pairs = zip(self.differentiable, grad_outputs, strict=True)
+        given = [(output, gradient) for output, gradient in pairs if gradient is not None]
+        if not given:
+            self.gradients = [None] * len(self.sources)
+            return
+
+        outputs = [output for output, _ in given]
+        starts = [gradient for _, gradient in given]
+        with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
+            # Not backward(): nothing must be left on the parameters.
+            found = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
+
+        self.gradients = list(found)
+
+    def sources_reached(self) -> list[set[int]]:
+        """Return for each differentiable output the indices of the `sources` that its gradient reaches.
+
+        Valid between forward and backward.
+        """
+        index = {id(source): number for number, source in enumerate(self.sources)}
+        reached = []
+        for output in self.differentiable:
+            leaves = leaves_reached([output.grad_fn])
+            reached.append({index[id(leaf)] for leaf in leaves if id(leaf) in index})
+
+        return reached
+
+    @property
+    def has_compiled_backward(self) -> bool:
+        """Whether a part of the backward is compiled; such a part runs once only. Valid before the backward."""
+        nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
+        return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
+
+
+# ---- the autograd graph ----
+
+
+def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
+    """Return all nodes that a backward from the nodes `starts` visits, these included."""
+    # An explicit stack: graphs of deep or recurrent models exceed Python's recursion limit.
+    pending = list(starts)
+    seen = set(pending)
+    while pending:
+        following = {node for node, _ in pending.pop().next_functions if node is not None} - seen
+        seen |= following
+        pending.extend(following)
+
+    return seen
+
+
+def leaves_reached(starts: Iterable[Any]) -> list[Tensor]:
+    """Return the leaf tensors that a backward from the nodes `starts` gives a gradient to."""
+    return [node.variable for node in autograd_nodes(starts) if type(node).__name__ == "AccumulateGrad"]

@@ -1,0 +1,83 @@
+"""What modules keep besides parameters and buffers, read in every call.
+
+A forward may read such attributes, so a changed value makes another variant of the call, or invalidates a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.parallel.call_state import PLAIN_TYPES, own_attributes
+
+Slot = tuple[dict[str, Any], str]  # a dict of a module, and a name in it
+
+
+class AttributeWatch:
+    """Plain values, tensors and callables that `modules` keep as attributes.
+
+    Other objects (a list, a configuration) may be replaced, or changed inside, without being noticed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self._modules = list(modules)
+        # Live dicts of the modules. Their sizes show cheaply whether names have come or gone.
+        self._dicts = [held for m in self._modules for held in (vars(m), m._modules)]
+        self._sizes: list[int] = []
+
+        # The last key and what it was made of.
+        self._last_values: list[Any] = []
+        self._last_key: tuple[Hashable, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find all attributes again if names have come or gone. To be called before the values are read."""
+        sizes = list(map(len, self._dicts))
+        if sizes == self._sizes:
+            return
+
+        self._sizes = sizes
+
+        self._plain: list[Slot] = []
+        self._tensors: list[Slot] = []
+        self._callables: list[Slot] = []
+
+        for module in self._modules:
+            for name, value in own_attributes(module).items():
+                slot = (vars(module), name)
+                if type(value) in PLAIN_TYPES:
+                    self._plain.append(slot)
+                elif type(value) is Tensor:
+                    self._tensors.append(slot)
+                elif callable(value):
+                    self._callables.append(slot)
+
+            # Submodules are called, too.
+            self._callables += [(module._modules, name) for name in module._modules]
+
+    def settings(self) -> Hashable:
+        """Return the plain values (a temperature, a probability) as a key."""
+        # `get`: an attribute may have been deleted, which then is None, and another value.
+        values = [held.get(name) for held, name in self._plain]
+        # Nearly always nothing has changed, and building the key costs more than this comparison.
+        if not same_objects(values, self._last_values):
+            self._last_values = values
+            self._last_key = tuple(value if type(value) in PLAIN_TYPES else type(value) for value in values)
+        return self._last_key
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are neither parameters nor buffers."""
+        values = [held.get(name) for held, name in self._tensors]
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def callables(self) -> list[Any]:
+        """Return submodules, and functions such as a `forward` that was set on an instance."""
+        return [held.get(name) for held, name in self._callables]
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other))

@@ -1,0 +1,90 @@
+"""Compile forward and backward on all replicas before the first gradient all-reduce.
+
+Otherwise the backward is compiled inside the first all-reduce, where ranks that finish sooner wait in a collective that
+has a time limit of its own. Here they wait at the store instead, with the time limit for things that happen for the
+first time (`hang.first`).
+
+This happens inside a step only, because every rank gets there. A call elsewhere (on rank 0 only, to print a shape) is
+left alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.errors import UserError
+from lockstep.parallel.call_arguments import OpaqueValue, flatten
+from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.runtime.context import Runtime
+
+
+def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> None:
+    """Install the warm-up on a compiled model, in place.
+
+    Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
+    """
+    replicated = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1
+    if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
+        link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
+        CallChain.of(model).install("warmup", link)
+
+
+class CompileWarmup:
+    """The link of a model's call chain that compiles before the first training forward."""
+
+    inner: Call
+
+    def __init__(self, model: nn.Module, runtime: Runtime, timeout: timedelta):
+        self.model = model
+        self.runtime = runtime
+        self.timeout = timeout
+        self._pending = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        heartbeat = self.runtime.heartbeat
+        if self._pending and torch.is_grad_enabled() and heartbeat.phase == "compute":
+            # Once only, also if the trial fails.
+            self._pending = False
+            heartbeat.beat("compile")
+            self._trial(args, kwargs)
+
+            heartbeat.beat("agree")
+            heartbeat.place("compiled")
+            self._wait_for_all()
+            heartbeat.beat("compute")
+
+        return self.inner(*args, **kwargs)
+
+    def _trial(self, args: Any, kwargs: Any) -> None:
+        """Run forward and backward once, without side effects, to have both compiled."""
+        device = self.runtime.device
+        on_cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
+        # Frozen ones get no gradient, and need no compiled code for it.
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+        # A call that cannot be tried is compiled later, when it is needed: its arguments are opaque, or a second set of
+        # gradients does not fit into memory.
+        with StateSnapshot(self.model, generator), suppress(OpaqueValue, torch.OutOfMemoryError):
+            tensors, spec = flatten((args, kwargs))
+            trial = TrialCall(self.inner, parameters, tensors, spec, device.type)
+            trial.forward()
+            # Any gradient will do: it is the code that counts.
+            trial.backward([torch.ones_like(output) for output in trial.differentiable])
+
+    def _wait_for_all(self) -> None:
+        # Over the store, not with a collective, whose time limit is shorter.
+        if not self.runtime.meet("compiled", self.timeout):
+            seconds = f"{self.timeout.total_seconds():.0f}"
+            raise UserError(
+                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                "all ranks must have compiled it before their first gradient all-reduce",
+                "type hang.first=3600, or compile=false",
+            )

@@ -1,0 +1,170 @@
+"""Check that all ranks use the same parameters, because FSDP2 does not.
+
+Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
+same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each
+rank for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only,
+gloo aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to
+do before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
+the host must wait for the answer.
+
+A part that no rank uses in a step is fine: it is not gathered, and gets no gradient. In a pipeline "all ranks" are the
+replicas of one stage.
+
+There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
+gradient before they are reduced: we wrap the private `FSDPParamGroup.post_backward`. tests/ranks/test_uniform_use.py
+shows what torch does without this module, and fails when torch no longer needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from lockstep.errors import UserError, some_names
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.context import Runtime
+
+FIRST_STEPS = 3  # that are compared over nccl
+END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
+
+
+class UniformUse:
+    """Compares what the ranks are about to exchange.
+
+    The driver counts `steps`, and calls `compare(END)` after the last backward of each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        stages: Sequence[nn.Module] | None = None,
+        replicas: Collectives | None = None,
+    ):
+        """Install the comparison on all parameter groups.
+
+        `model` is sharded over all ranks; in a pipeline, this rank's `stages` of it are, over their `replicas`.
+        """
+        self.runtime = runtime
+        self.steps = 0
+        self.among = replicas or runtime.collectives
+        self.groups: list[list[str]] = []  # names of the parameters that are gathered as one
+        self._in_mesh = False  # with mesh.tp or mesh.pp, where zero1 is no alternative
+
+        names = {id(p): name for name, p in model.named_parameters()}
+        # A ModuleList walks through modules that several stages share only once.
+        for module in nn.ModuleList(stages or [model]).modules():
+            if not isinstance(module, FSDPModule):
+                continue
+
+            group = module._get_fsdp_state()._fsdp_param_group
+            # A module that holds no parameters of its own has no group.
+            if group is None:
+                continue
+
+            # Modules are visited in the same order on all ranks, so a number means the same group everywhere.
+            number = len(self.groups)
+            module.set_custom_all_gather(_ComparedGather(self, number))
+            self._compare_before_reducing(group, number)
+            self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
+            self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
+
+    @property
+    def compares(self) -> bool:
+        return self.runtime.backend == "gloo" or self.steps <= FIRST_STEPS
+
+    def compare(self, action: int, number: int = 0, has_gradient: tuple[bool, ...] = ()) -> None:
+        """Compare this rank's next `action` on parameter group `number` with that of all ranks.
+
+        Collective. If they differ, every rank raises the same error.
+        """
+        if not self.compares:
+            return
+
+        # The names are gathered only if something differs: three integers cost less than a list of strings.
+        pattern = hash(has_gradient) % 2**31  # a tuple of bools has the same hash in all processes
+        mine = torch.tensor([action, number, pattern], dtype=torch.int64, device=self.runtime.device)
+        every = mine.new_empty(self.among.world.size, len(mine))
+        dist.all_gather(list(every.unbind()), mine, group=self.among.group)
+
+        if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
+            # Slow and readable, since it happens once.
+            verb, names = self._describe(action, number, has_gradient)
+            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, verb, names]), self._in_mesh)
+
+    def _compare_before_reducing(self, group: Any, number: int) -> None:
+        """Wrap torch's private hook, which reduces whichever gradients this rank has."""
+        original = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
+            # Without a gradient torch reduces nothing.
+            if any(has_gradient):
+                self.compare(REDUCE, number, has_gradient)
+            original(*unused)
+
+        group.post_backward = post_backward
+
+    def _describe(self, action: int, number: int, has_gradient: tuple[bool, ...]) -> tuple[str, list[str]]:
+        """Return a verb, and the parameters that this rank does it with."""
+        if action == END:
+            return "is done", []
+        names = self.groups[number]
+        if action == GATHER:
+            return "is about to use", names
+        return "has a gradient for", [name for name, has in zip(names, has_gradient, strict=True) if has]
+
+
+class _ComparedGather(DefaultAllGather):
+    """torch's own all-gather, after the comparison."""
+
+    def __init__(self, uniform: UniformUse, number: int):
+        self._uniform = uniform
+        self._number = number
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._uniform.compare(GATHER, self._number)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    # The gathered parameter, which torch creates with the first gather.
+    full = getattr(parameter, "_unsharded_param", None)
+    return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
+
+
+def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
+    """`actions` holds every rank, what it is about to do, and with which parameters."""
+    # Two ranks that differ are enough to name the parameter.
+    first = actions[0]
+    other = next(action for action in actions if action[1:] != first[1:])
+
+    found = []
+    silent = []
+    for (rank, verb, names), peer in ((first, other), (other, first)):
+        only = [name for name in names if name not in peer[2]]
+        if only:
+            found.append(f"rank {rank} {verb} {some_names(only, 4)}")
+        else:
+            silent.append(f"rank {rank} does not")
+
+    # If one side has nothing of its own to name, say so: "rank 1 does not".
+    if len(found) == 1:
+        found += silent
+
+    # zero1 is a layout of its own, which a mesh does not have.
+    alternative = "" if in_mesh else ", or strategy=zero1 with it"
+    return UserError(
+        "the ranks use different parameters in a micro-batch, which fsdp cannot exchange",
+        "; ".join(found),
+        f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
+        "rank, and multiply by 0 what should not count",
+    )

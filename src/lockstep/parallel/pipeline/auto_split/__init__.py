@@ -1,0 +1,9 @@
+"""Automatic pipeline splits: run a model's own forward in stages, without a list of layers from the user.
+
+Used only where the task has no `stages(model)` and the model is no nn.Sequential.
+
+split.py           the entry: an example input, then the split
+trace.py           which parameters each block needs, and where a split is possible
+forward_stage.py   a stage that runs its part of the model's forward
+intercept.py       decides for each block whether it runs
+"""

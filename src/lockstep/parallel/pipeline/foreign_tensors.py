@@ -1,0 +1,108 @@
+"""Detect the use of parameters and buffers that only other stages of a pipeline hold, in a penalty on all weights, say.
+
+Such a tensor is a placeholder here: a single NaN, expanded to the shape of the tensor. What is computed with it is NaN,
+and no optimizer may write into it. Its use shows in two ways: it has a gradient; or the loss or a metric is NaN, and
+the loss reads the placeholder when it is called once more. The ranks of other stages are waiting for this one then, so
+the ranks compare after the last micro-batch, before anything is applied, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.errors import UserError
+from lockstep.task import Loss
+
+FIRST_STEPS = 3  # on a GPU the host must wait to see a NaN, so only these steps are checked
+
+
+class ForeignTensors:
+    """The tensors of other stages."""
+
+    def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], here: Callable[[str], bool]):
+        """Find the tensors that this rank has placeholders for.
+
+        stages: by name, the stages that use each tensor that not all use; the same on all ranks
+        here: here(name) tells whether this rank holds the tensor
+        """
+        self.stages = stages
+        self.steps = 0
+        # Under all names, since the error names what the user wrote.
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._tensors = {name: tensor for name, tensor in named if name in stages and not here(name)}
+        self._read: set[str] = set()
+
+    def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
+        """Whether the loss has read any, in this micro-batch or in an earlier one.
+
+        `again` computes the loss once more, from a copy of the model's `output`.
+        """
+        unchecked = loss.total.is_cuda and self.steps > FIRST_STEPS
+        if self._read or not self._tensors or unchecked:
+            return bool(self._read)
+
+        # A NaN may have another cause: only a second call of the loss tells which tensors it reads.
+        tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
+        if any(bool(tensor.isnan().any()) for tensor in tensors):  # on a GPU the host waits here
+            # The output itself may be needed by the backward, and a loss may change it in place.
+            copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
+            with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
+                again(copy)
+
+            self._read = recorder.found
+
+        return bool(self._read)
+
+    def used(self) -> list[bool]:
+        """Return for each tensor in `stages` whether it was used here though only other stages hold it."""
+        # A placeholder that took part in a backward has a gradient.
+        trained = {name for name, tensor in self._tensors.items() if tensor.grad is not None}
+        return [name in trained or name in self._read for name in self.stages]
+
+    def check(self, anywhere: Sequence[bool]) -> None:
+        """Raise an error if `used`, combined over all ranks, names any tensor."""
+        names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
+        if not names:
+            return
+
+        # One name is enough to find the line of code.
+        stages = " and ".join(map(str, self.stages[names[0]]))
+        more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
+        raise UserError(
+            f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
+            f"only stage {stages} holds it",
+            "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
+            "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, or "
+            "strategy=zero1",
+        )
+
+
+class _ReadRecorder(TorchDispatchMode):
+    """Records which tensors are computed with. Taking a view of one does not count."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
+        self._names = {address: name for name, address in addresses.items() if address}
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # An expanded or transposed placeholder shares its memory; what is computed from it does not.
+        is_view = isinstance(result, Tensor) and _address(result) in self._names
+        if not is_view:
+            read = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.found |= {name for address, name in self._names.items() if address in read}
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the tensor lies in memory, 0 for kinds of tensors that no placeholder is of."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else 0

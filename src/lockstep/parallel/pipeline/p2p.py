@@ -1,0 +1,56 @@
+"""Send tensors from one rank to another that does not know their shapes: a header of fixed size comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import UserError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_TENSORS = 8
+MAX_DIMS = 8
+# The header holds the number of tensors, then the dtype, the number of dimensions and the shape of each.
+_ENTRY = 2 + MAX_DIMS
+_HEADER = 1 + MAX_TENSORS * _ENTRY
+
+
+def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
+    """Send `tensors`; `to` is a rank of the group."""
+    if len(tensors) > MAX_TENSORS or any(t.dim() > MAX_DIMS or t.dtype not in DTYPES for t in tensors):
+        shapes = [f"{t.dtype} {tuple(t.shape)}" for t in tensors[:MAX_TENSORS]]
+        raise UserError(
+            f"a stage passes {len(tensors)} tensors to the next stage that cannot be sent",
+            ", ".join(shapes),
+            f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
+        )
+
+    # All headers have the same size, so that the receiver can allocate it without knowing anything.
+    header = [len(tensors)]
+    for t in tensors:
+        header += [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (MAX_DIMS - t.dim())]
+
+    header += [0] * (_HEADER - len(header))
+    dist.send(torch.tensor(header, device=tensors[0].device), group=group, group_dst=to)
+    for t in tensors:
+        dist.send(t.contiguous(), group=group, group_dst=to)
+
+
+def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """Receive what rank `source` of the group sends."""
+    header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
+    dist.recv(header, group=group, group_src=source)
+    # On a GPU the host waits here: once per new shape, and for the batches of an evaluation.
+    count, *entries = header.tolist()
+
+    tensors = []
+    for number in range(count):
+        dtype, dim, *shape = entries[number * _ENTRY : (number + 1) * _ENTRY]
+        tensor = torch.empty(shape[:dim], dtype=DTYPES[dtype], device=device)
+        dist.recv(tensor, group=group, group_src=source)
+        tensors.append(tensor)
+
+    return tensors

@@ -1,0 +1,71 @@
+"""One owner of a module's call: links in a fixed order, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.parallel.call_chain import ORDER, Call, CallChain
+
+
+class Noting:
+    """A link that notes its name."""
+
+    inner: Call
+
+    def __init__(self, name: str, calls: list[str]):
+        self.name, self.calls = name, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(self.name)
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("names", itertools.permutations(ORDER))
+def test_the_order_of_links_does_not_depend_on_who_comes_first(names: tuple[str, ...]) -> None:
+    model, calls = nn.Linear(2, 2), []
+    expected = model(torch.ones(1, 2))
+    for name in names:
+        CallChain.of(model).install(name, Noting(name, calls))
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert calls == list(reversed(ORDER))
+
+
+def test_without_links_a_module_is_as_before() -> None:
+    model, calls = nn.Linear(2, 2), []
+    for name in ORDER:
+        CallChain.of(model).install(name, Noting(name, calls))
+    CallChain.of(model).remove("graph")
+    model(torch.ones(1, 2))
+    assert calls == ["intercept", "warmup"]
+    assert CallChain.of(model).find("graph") is None
+    for name in ORDER:
+        CallChain.of(model).remove(name)
+    assert model._compiled_call_impl is None
+
+
+def test_compiled_code_is_innermost_and_stays() -> None:
+    compiled: list[str] = []
+    model = nn.Linear(2, 2)
+    model._compiled_call_impl = lambda *args: compiled.append("compiled") or nn.Linear.forward(model, *args)
+    before = model._compiled_call_impl
+    calls: list[str] = []
+    CallChain.of(model).install("graph", Noting("graph", calls))
+    model(torch.ones(1, 2))
+    assert (calls, compiled) == (["graph"], ["compiled"])
+    CallChain.of(model).remove("graph")
+    assert model._compiled_call_impl is before
+
+
+def test_hooks_run_and_copies_have_no_chain() -> None:
+    model, calls = nn.Linear(2, 2), []
+    CallChain.of(model).install("warmup", Noting("warmup", calls))
+    model.register_forward_hook(lambda *_: calls.append("hook"))
+    model(torch.ones(1, 2))
+    assert calls == ["warmup", "hook"]
+    assert copy.deepcopy(model)._compiled_call_impl is None
