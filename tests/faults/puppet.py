@@ -4,10 +4,8 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-from lockstep import worker
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime.heartbeat import Heartbeat
 
@@ -57,9 +55,6 @@ def play(spec):
     exec(spec["code"], {"me": me, "os": os, "sys": sys, "time": time, "UserError": UserError})
 
 
-main = partial(worker.main, work=play)
-
-
 if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
     import json
 
@@ -77,7 +72,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
                 nnodes,
                 told.get("join"),
                 told.get("host"),
-                worker="puppet",
+                entry="puppet:play",
                 preload=(),
             )
         )

@@ -19,10 +19,10 @@ def run(tmp_path, monkeypatch):
     """Run a job here and now."""
     monkeypatch.setenv("PYTHONPATH", MODULES)
 
-    def run(code: str, nproc: int | Count = 2, worker: str = "puppet") -> Ending:
+    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play") -> Ending:
         count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
-        return supervise(Job(spec, tmp_path, count, worker=worker, preload=()))
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=()))
 
     return run
 
@@ -174,7 +174,7 @@ def test_asked_to_leave_every_rank_saves_first(launch, tmp_path, number, code):
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     launcher.signal(number)
     assert launcher.wait() == code
-    assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to go on: type it again")
+    assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to resume: type it again")
     assert events(tmp_path)[-1]["event"] == "preempted"
     assert not any(alive(pid) for pid in ranks)
 
@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_made(run, tmp_path):
 
 
 def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
-    ending = run("", worker="no_such_module")
+    ending = run("", entry="no_such_module:work")
     assert (ending.code, ending.restarts) == (1, 0)
     assert "No module named 'no_such_module'" in (text := capfd.readouterr().err)
     assert "it would end the same way" in text
@@ -304,7 +304,7 @@ def test_resize(launch, tmp_path):
     pid_of(tmp_path, 1, 2)
     (tmp_path / "resize").write_text("1")
     assert launcher.wait() == 0
-    assert "held no number: 'many'" in launcher.said
+    assert "must hold a number; it held 'many'" in launcher.said
     assert [(e["from"], e["to"]) for e in events(tmp_path) if e["event"] == "resize"] == [(2, 3), (3, 1)]
     assert [len(list(tmp_path.glob(f"{attempt}-*"))) for attempt in range(3)] == [2, 3, 1]
     assert "restarting" not in launcher.said

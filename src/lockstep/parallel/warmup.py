@@ -46,7 +46,7 @@ class FirstCall:
             heartbeat.beat("compile")
             self._there_and_back(args, kwargs)
             heartbeat.beat("agree")
-            heartbeat.place("compiled")
+            heartbeat.set_detail("compiled")
             self._meet()
             heartbeat.beat("compute")
         return self.call(*args, **kwargs)
