@@ -41,9 +41,13 @@ class Fault:
     rank: int | None = None
     step: int | None = None
     phase: str | None = None
-    times: int | None = 1  # counted over all ranks and restarts; None: every time
+
+    # Counted over all ranks and restarts; None: every time.
+    times: int | None = 1
     seconds: float | None = None  # for "slow"
-    marks: str | None = None  # the folder that counts how often it has happened; None: each process counts for itself
+
+    # The folder that counts how often it has happened; None: each process counts for itself.
+    marks: str | None = None
     _untried: Iterator[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,12 +55,14 @@ class Fault:
             raise UserError(
                 f"how={self.how!r} is not a fault", f"faults are {', '.join(HOW)}", f"use one of: {', '.join(HOW)}"
             )
+
         if (self.how == "slow") != (self.seconds is not None):
             raise UserError(
                 'a fault with how="slow", and no other, has seconds',
                 f"how={self.how!r} with seconds={self.seconds}",
                 'give seconds=0.5 to how="slow", and only to it',
             )
+
         home = RETURNED.get(self.how)
         if home and self.phase not in (None, home):
             raise UserError(
@@ -64,12 +70,14 @@ class Fault:
                 f"phase={self.phase!r}",
                 f"leave phase out, or use phase={home!r}",
             )
+
         if self.times is not None and self.times < 1:
             raise UserError(
                 f"a fault cannot happen times={self.times}",
                 f"how={self.how!r}",
                 "use a count from 1, or times=None for every time",
             )
+
         self._untried = iter(range(self.times or 0))
 
     def due(self, phase: str, step: int, rank: int) -> bool:
@@ -92,6 +100,7 @@ def _created(path: Path) -> bool:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return False
+
     return True
 
 
@@ -124,7 +133,8 @@ def from_text(text: str) -> list[Fault]:
         raise UserError(f"{VARIABLE}={text} is not a list of faults", str(error), fix) from None
 
 
-_faults: list[Fault] | None = None  # None: the environment has not been read
+# None: the environment has not been read.
+_faults: list[Fault] | None = None
 
 
 def reset() -> None:
@@ -151,6 +161,7 @@ def fire(phase: str, step: int) -> str | None:
     """
     if _faults == []:
         return None
+
     rank = int(os.environ.get("RANK", "0"))
     returned = None
     for fault in planned():
@@ -159,6 +170,7 @@ def fire(phase: str, step: int) -> str | None:
                 returned = fault.how
             else:
                 ACTS[fault.how](fault)
+
     return returned
 
 

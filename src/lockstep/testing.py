@@ -42,6 +42,7 @@ def fail_at(
     """
     if times == "default":
         times = None if how == "slow" else 1
+
     fault = Fault(how, rank, step, phase, times, seconds)
     before = os.environ.get(faults.VARIABLE)
     earlier = faults.from_text(before or "[]")
@@ -53,6 +54,7 @@ def fail_at(
             yield
         finally:
             _restore(before)
+
         happened = any(Path(marks).rglob("fired-*"))
         if fault.times is not None and not happened:
             raise AssertionError(f"the fault never happened: no rank came to {_moment(fault)}")

@@ -40,10 +40,18 @@ from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores
 
 ATTEMPT = "LOCKSTEP_ATTEMPT"
-STOP_S = 5.0  # for killed ranks to be gone
-STACKS_S = 2.0  # how long ranks have to write their stacks
-COLLECTIVES_S = 2.0  # both together stay below the silence after which a node counts as lost
-ENTRIES = 100  # of the flight recorder, from each rank
+
+# For killed ranks to be gone.
+STOP_S = 5.0
+
+# How long ranks have to write their stacks.
+STACKS_S = 2.0
+
+# Both together stay below the silence after which a node counts as lost.
+COLLECTIVES_S = 2.0
+
+# Of the flight recorder, from each rank.
+ENTRIES = 100
 
 
 @dataclass
@@ -51,13 +59,16 @@ class RankProcess:
     """One rank of this node."""
 
     scene: failure.Scene
-    pid: int | None = None  # None until it is started
+
+    # None until it is started.
+    pid: int | None = None
     ended: bool = False
 
     def kill(self) -> None:
         """Kill the rank with its loader processes, which are in its process group."""
         if self.pid is None:
             return
+
         # In its first moment it does not lead a group yet.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
@@ -69,10 +80,16 @@ class LocalAttempt:
 
     def __init__(self, number: int):
         self.number = number
-        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))  # readable by this user alone
-        self.alive, self._lifeline = os.pipe()  # every rank of the attempt ends when the pipe does
+
+        # Readable by this user alone.
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+
+        # Every rank of the attempt ends when the pipe does.
+        self.alive, self._lifeline = os.pipe()
         self.ranks: dict[int, RankProcess] = {}
-        self.preempted = False  # whether the ranks were asked to save and stop
+
+        # Whether the ranks were asked to save and stop.
+        self.preempted = False
         self.stopping: float | None = None  # since when
         self.stop_reported = False
 
@@ -104,11 +121,17 @@ class Agent:
     def __init__(self, job: Job, name: str):
         self._job = job
         self._name = name
-        self._count = job.nproc.first  # ranks of the next attempt
+
+        # Ranks of the next attempt.
+        self._count = job.nproc.first
         self._zygote = self._new_zygote(self._count)
-        self._next_zygote: Zygote | None = None  # for another number of ranks, while the present ones still run
+
+        # For another number of ranks, while the present ones still run.
+        self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
-        self._hopeless = False  # whether a new zygote would end the same way
+
+        # Whether a new zygote would end the same way.
+        self._hopeless = False
         self._events: list[Message] = []
 
     # Orders of the coordinator
@@ -156,6 +179,7 @@ class Agent:
             fds = [current.alive]
             if listener and rank == 0:
                 fds.append(listener.fileno())
+
             own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
             self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
 
@@ -179,8 +203,10 @@ class Agent:
         current = self._next_zygote or self._zygote
         if current.alive and current.env == _environment_for(count):
             return
+
         if self._next_zygote is not None:
             self._next_zygote.close()
+
         self._next_zygote = self._new_zygote(count)
 
     def _new_zygote(self, count: int) -> Zygote:
@@ -195,6 +221,7 @@ class Agent:
             for number, rank in current.ranks.items():
                 rank.ended = True
                 self._events.append(Exited(current.number, number, failure.PREEMPTED, time.time(), None))
+
         for pid in current.pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -206,6 +233,7 @@ class Agent:
         if not self._zygote.ready:
             for rank in current.ranks.values():
                 rank.ended = True
+
         current.cut_lifeline()
         for rank in current.living:
             rank.kill()
@@ -222,12 +250,14 @@ class Agent:
         # A zygote that does not report the end of killed ranks is stopped or stuck.
         if current and current.stopping and current.living and time.monotonic() - current.stopping > STOP_S:
             self._zygote.kill()
+
         if not self._zygote.alive and not self._hopeless:
             self._replace_zygote()
 
         if current is not None and current.stopping and not current.living and not current.stop_reported:
             current.stop_reported = True
             self._events.append(Stopped(current.number))
+
         events, self._events = self._events, []
         return events
 
@@ -260,6 +290,7 @@ class Agent:
             for rank in self._current.living:
                 rank.kill()
                 rank.ended = True
+
             self._current.cut_lifeline()
 
         why = "died" if was_ready else "ended before it was ready: see above, or the terminal of that node"

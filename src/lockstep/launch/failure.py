@@ -22,9 +22,14 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import stacks
 from lockstep.runtime import heartbeat
 
-PREEMPTED = Preempted.CODE  # the exit code of a rank that has saved and stopped on request
-SMALLER = SmallerMicroBatch.__name__  # the only exception that does not repeat itself after a restart
-LOG_LINES = 10  # of a rank's log that are shown
+# The exit code of a rank that has saved and stopped on request.
+PREEMPTED = Preempted.CODE
+
+# The only exception that does not repeat itself after a restart.
+SMALLER = SmallerMicroBatch.__name__
+
+# Of a rank's log that are shown.
+LOG_LINES = 10
 
 # Kinds of failures that are neither an exception nor a signal.
 NODE = "node"
@@ -54,13 +59,19 @@ class Failure:
     rank: int
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or one of the kinds above
+
+    # The exception's type, the signal's name, or one of the kinds above.
+    kind: str
     message: str
     traceback: str = ""
-    for_user: bool = False  # the message says what to do: no traceback needed
+
+    # The message says what to do: no traceback needed.
+    for_user: bool = False
     step: int | None = None
     phase: str | None = None
-    log: str = ""  # the last lines that the rank wrote
+
+    # The last lines that the rank wrote.
+    log: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -83,9 +94,11 @@ class Failure:
         """Return the headline, then the traceback (or the rank's last log lines), indented."""
         if self.for_user:
             return f"lockstep: {self.message}"
+
         # A smaller micro-batch is a request, not an error of the program: no traceback.
         if self.kind == SMALLER:
             return self.headline
+
         detail = self.traceback.rstrip() or self.log.rstrip()
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
@@ -111,7 +124,9 @@ def stamp(error: BaseException) -> None:
     The other ranks notice that it is gone, and one of them may record its complaint first: by the stamps it is still
     clear which error caused the other.
     """
-    with contextlib.suppress(AttributeError):  # an exception class that takes no attributes
+
+    # An exception class that takes no attributes.
+    with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
@@ -140,7 +155,9 @@ class Exit:
     """How a rank ended, with its failure unless it finished or stopped on request."""
 
     code: int
-    seen: float  # when its launcher noticed
+
+    # When its launcher noticed.
+    seen: float
     failure: Failure | None = None
 
     @property
@@ -156,6 +173,7 @@ class Exit:
         """
         if self.failure is not None and self.failure.kind == EXIT:
             return True
+
         return self.code < 0 and self.code != -signal.SIGABRT
 
 
@@ -168,6 +186,7 @@ def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
     candidates = [end for end in exits.values() if end.is_cause]
     if not candidates:
         candidates = [end for end in exits.values() if not end.clean]
+
     failures = [end.failure for end in candidates if end.failure is not None]
     return min(failures, key=lambda failure: failure.time, default=None)
 
@@ -180,7 +199,9 @@ class Scene:
     host: str
     folder: Path
     log: Path | None
-    log_began: int = 0  # the log's size when this rank was started
+
+    # The log's size when this rank was started.
+    log_began: int = 0
     oom_kills_before: int = 0
 
 
@@ -188,6 +209,7 @@ def examine(scene: Scene, code: int, seen: float) -> Exit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
     if code in (0, PREEMPTED):
         return Exit(code, seen)
+
     failure = _read_record(scene) or _without_record(scene, code, seen)
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
     complete = replace(
@@ -225,6 +247,7 @@ def _without_record(scene: Scene, code: int, seen: float) -> Failure:
         message = f"a mapped file had no room or no data: /dev/shm has {_free_bytes('/dev/shm')} bytes free"
     elif name == "SIGSEGV":
         message = "invalid access to memory, in code that is not Python"
+
     return Failure(scene.rank, scene.host, seen, name, message, traceback=_crash_stack(scene))
 
 
@@ -241,9 +264,11 @@ def _crash_stack(scene: Scene) -> str:
         text = (scene.folder / f"stacks-{scene.rank}").read_text(errors="replace")
     except OSError:
         return ""
+
     frames = stacks.main_thread(text)
     if not frames:
         return ""
+
     return "\n".join([f"at: {stacks.line_of(frames)}", *(f"  {frame}" for frame in frames)])
 
 
@@ -251,6 +276,7 @@ def _last_lines(log: Path | None, began: int) -> str:
     """Return the last lines that were written to `log` after its first `began` bytes."""
     if log is None:
         return ""
+
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -258,6 +284,7 @@ def _last_lines(log: Path | None, began: int) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+
     return "\n".join(lines[-LOG_LINES:])
 
 
@@ -268,8 +295,10 @@ def oom_kills() -> int:
             words = path.read_text().split()
         except OSError:
             continue
+
         if "oom_kill" in words[:-1]:
             return int(words[words.index("oom_kill") + 1])
+
     return 0
 
 
@@ -280,12 +309,15 @@ def _memory_files() -> list[Path]:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
+
     found = []
     for _, controllers, group in groups:
-        if not controllers:  # control groups version 2
+        # Control groups version 2.
+        if not controllers:
             found += [root / group.strip("/") / "memory.events", root / "memory.events"]
         elif "memory" in controllers.split(","):
             found += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
+
     return found
 
 

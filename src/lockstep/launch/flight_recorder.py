@@ -20,7 +20,9 @@ from typing import Any
 
 REQUEST = "dump-request"
 POLL_S = 0.5
-ENTRIES = 2000  # collectives that torch keeps
+
+# Collectives that torch keeps.
+ENTRIES = 2000
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Collectives whose inputs must have equal sizes on all ranks.
@@ -53,6 +55,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
         if request and request != answered:
             answered = request
             write(folder, rank, request)
+
         time.sleep(POLL_S)
 
 
@@ -71,6 +74,7 @@ def recorded() -> list[dict[str, Any]]:
     for name in RECORDERS:
         if dump := getattr(module, name, None):
             entries += json.loads(dump()).get("entries", [])
+
     return entries
 
 
@@ -92,6 +96,7 @@ def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, 
             answer = json.loads(_text(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
                 found[rank] = answer["entries"]
+
     return found
 
 
@@ -99,7 +104,8 @@ def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, 
 class Collective:
     """One entry of the flight recorder."""
 
-    number: int  # counts up in each process group, equally on all ranks unless something is wrong
+    # Counts up in each process group, equally on all ranks unless something is wrong.
+    number: int
     op: str
     sizes: str
     dtypes: str
@@ -131,10 +137,12 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
         found = _mismatch(history) or _missing(history) or _stuck(history)
         if found:
             lines.append(f"process group {name}: {found}")
+
     return lines
 
 
-History = dict[int, dict[int, Collective]]  # rank -> number -> collective
+# Rank -> number -> collective.
+History = dict[int, dict[int, Collective]]
 
 
 def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
@@ -143,6 +151,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
         for entry in entries:
             if entry.get("is_p2p"):
                 continue
+
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
             # Every rank belongs to the default group, including one that has not entered any of its collectives.
@@ -150,8 +159,10 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             group = groups.setdefault(name, {})
             for member in members:
                 group.setdefault(member, {})
+
             collective = Collective.from_entry(entry)
             group[rank][collective.number] = collective
+
     return groups
 
 
@@ -163,9 +174,11 @@ def _mismatch(history: History) -> str | None:
         for rank, done in history.items():
             if number in done:
                 seen.setdefault(done[number].signature, []).append(rank)
+
         if len(seen) > 1:
             parts = [f"{_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
             return f"collective {number} differs: {'; '.join(parts)}"
+
     return None
 
 
@@ -174,10 +187,12 @@ def _missing(history: History) -> str | None:
     waited = _first_unfinished(history)
     if waited is None:
         return None
+
     inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
     late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
     if not late:
         return None
+
     verb = "waits" if len(inside) == 1 else "wait"
     lasts = [f"{_ranks([rank])} never entered it ({_last(history[rank])})" for rank in late]
     return f"{_ranks(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
@@ -188,6 +203,7 @@ def _stuck(history: History) -> str | None:
     waited = _first_unfinished(history)
     if waited is None:
         return None
+
     return (
         f"all ranks have entered collective {waited.number}, {waited}, and it does not end: suspect network or device"
     )

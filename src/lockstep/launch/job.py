@@ -26,7 +26,9 @@ PRELOAD = (
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
 )
-FROM_LAUNCHER = "launcher"  # the source of settings that one node decides for all: the run folder's name
+
+# The source of settings that one node decides for all: the run folder's name.
+FROM_LAUNCHER = "launcher"
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,17 @@ class Count:
 class Job:
     """A job, as the command on one node describes it."""
 
-    spec: dict[str, Any]  # passed to every rank, as plain JSON; its key "again" is the command that resumes the job
+    # Passed to every rank, as plain JSON; its key "again" is the command that resumes the job.
+    spec: dict[str, Any]
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
-    join: str | None = None  # HOST:PORT where the nodes meet
-    host: str | None = None  # this node's name and address, where its own choice would be wrong
+
+    # HOST:PORT where the nodes meet.
+    join: str | None = None
+
+    # This node's name and address, where its own choice would be wrong.
+    host: str | None = None
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
     # layers above it.
     entry: str = "lockstep.api:work"
@@ -99,6 +106,7 @@ def parse_nproc(asked: str | int | None) -> Count:
     """
     if asked is None:
         return Count(1, 1)
+
     if asked == "auto":
         count = visible_gpus() or min(2, available_cores())
         return Count(count, count)
@@ -110,8 +118,10 @@ def parse_nproc(asked: str | int | None) -> Count:
             "neither a count, nor a range, nor auto",
             "type --nproc 2, --nproc 1..8, or --nproc auto",
         )
+
     if least == most:
         return Count(least, most)
+
     return Count(least, most, start=max(least, min(most, visible_gpus() or available_cores())))
 
 
@@ -119,6 +129,7 @@ def parse_nnodes(asked: str | int | None) -> Count:
     """Parse `--nnodes`: a count, or a range like 1:4."""
     if asked is None:
         return Count(1, 1)
+
     least, most = _range(str(asked), ":")
     if not 1 <= least <= most:
         raise UserError(
@@ -126,6 +137,7 @@ def parse_nnodes(asked: str | int | None) -> Count:
             "neither a count nor a range",
             "type --nnodes 2, or --nnodes 1:4",
         )
+
     return Count(least, most)
 
 
@@ -139,6 +151,7 @@ def parse_join(asked: str) -> tuple[str, int]:
             "the form is HOST:PORT",
             "type --join and one node's address, as in 10.0.0.1:29400",
         )
+
     return host.strip("[]"), int(port)
 
 

@@ -21,12 +21,23 @@ from lockstep.errors import UserError
 from lockstep.launch.failure import Failure
 from lockstep.launch.job import parse_join
 
-SILENCE_S = 5.0  # a node that sends nothing for this long is lost
-BEAT_S = 1.0  # between two heartbeats of a node
-CONNECT_S = 300.0  # how long a node tries to reach the coordinating one
-LAST_WORDS_S = 2.0  # how long the coordinator keeps connections open after the job has ended
-LARGEST = 8 * 2**20  # bytes of one message, and of everything that waits to be sent
-_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)  # another process, or another node, has this address
+# A node that sends nothing for this long is lost.
+SILENCE_S = 5.0
+
+# Between two heartbeats of a node.
+BEAT_S = 1.0
+
+# How long a node tries to reach the coordinating one.
+CONNECT_S = 300.0
+
+# How long the coordinator keeps connections open after the job has ended.
+LAST_WORDS_S = 2.0
+
+# Bytes of one message, and of everything that waits to be sent.
+LARGEST = 8 * 2**20
+
+# Another process, or another node, has this address.
+_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
@@ -90,7 +101,9 @@ class Stacks(Message):
 
     attempt: int
     stacks: dict  # rank -> stack
-    collectives: dict  # rank -> its last entries of the flight recorder
+
+    # Rank -> its last entries of the flight recorder.
+    collectives: dict
 
 
 @dataclass(frozen=True)
@@ -140,10 +153,14 @@ class Start(Message):
     """Start the node's ranks of a new attempt."""
 
     attempt: int
-    base: int  # the first rank of this node
+
+    # The first rank of this node.
+    base: int
     count: int
     world: int
-    group: int  # the node's number in this attempt
+
+    # The node's number in this attempt.
+    group: int
     address: str
     port: int
 
@@ -209,11 +226,13 @@ def decode(line: bytes) -> Message:
     wanted = {item.name: _TYPES[str(item.type)] for item in fields(kind)}
     if wanted.keys() != values.keys():
         raise ValueError(f"{kind.__name__} with the fields {sorted(values)}")
+
     for name, value in values.items():
         # A bool is an int to Python, but not to us.
         bool_for_number = isinstance(value, bool) and wanted[name] is not bool
         if bool_for_number or not isinstance(value, wanted[name]):
             raise ValueError(f"{kind.__name__}.{name} of type {type(value).__name__}")
+
     return kind(**values)
 
 
@@ -224,6 +243,7 @@ def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
         there, here = theirs.identity.get(key), ours.get(key)
         if there != here:
             parts.append(f"{key}: {there!r} here, {here!r} on the coordinating node")
+
     return "; ".join(parts) or None
 
 
@@ -322,6 +342,7 @@ class Connection:
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LARGEST:
             raise ConnectionLost("it sent a message that is too long")
+
         try:
             messages = [decode(line) for line in lines]
         except (ValueError, RecursionError) as error:
@@ -334,6 +355,7 @@ class Connection:
             raise ConnectionLost("the connection was closed")
         elif now - self.last_received > SILENCE_S:
             raise ConnectionLost(f"no heartbeat for {SILENCE_S:.0f} s")
+
         return messages
 
     def _read(self) -> bool:
@@ -343,11 +365,13 @@ class Connection:
                 data = self._socket.recv(65536)
                 if not data:
                     return True
+
                 self._unread += data
         except BlockingIOError:
             return False
         except OSError as error:
             raise ConnectionLost(f"the connection broke ({error.strerror})") from error
+
         return False
 
     def close(self) -> None:
@@ -361,7 +385,9 @@ class Hub:
         listener.setblocking(False)
         self._listener = listener
         self._connections: dict[int, Connection] = {}
-        self._last = 0  # the number given to the node that connected last
+
+        # The number given to the node that connected last.
+        self._last = 0
 
     def sockets(self) -> list[Any]:
         return [self._listener, *self._connections.values()]
@@ -389,6 +415,7 @@ class Hub:
             except ConnectionLost as lost:
                 self.drop(number)
                 received.append((number, lost))
+
         return received
 
     def send(self, number: int, message: Message) -> None:
@@ -410,6 +437,7 @@ class Hub:
         while self._connections and (left := deadline - time.monotonic()) > 0:
             select.select(list(self._connections.values()), [], [], left)
             self._read_all(time.monotonic())
+
         for number in list(self._connections):
             self.drop(number)
 
@@ -427,11 +455,13 @@ def claim(join: str) -> socket.socket | None:
         listener.close()
         if error.errno in _NOT_OURS:
             return None
+
         raise UserError(
             f"--join {join}: this address cannot be bound",
             f"{error.strerror}",
             "type an address and a port that one node may use",
         ) from None
+
     return listener
 
 
@@ -447,10 +477,13 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
             return Connection(connection, time.monotonic())
         except OSError as error:
             why = error.strerror or str(error)
+
         if not told and time.monotonic() - began > 1.0:
             told = True
             say(f"lockstep: no answer from {join} yet ({why}); trying for {CONNECT_S / 60:.0f} minutes")
+
         time.sleep(0.2)
+
     raise UserError(
         f"--join {join}: no answer within {CONNECT_S / 60:.0f} minutes",
         why,

@@ -15,7 +15,8 @@ from typing import Any
 
 from lockstep.errors import UserError
 
-MANIFEST = "manifest.json"  # a folder with this file is a complete checkpoint
+# A folder with this file is a complete checkpoint.
+MANIFEST = "manifest.json"
 
 
 def new_run_dir(name: str) -> Path:
@@ -26,6 +27,7 @@ def new_run_dir(name: str) -> Path:
     while path.exists():
         path = base.with_name(f"{base.name}-{number}")
         number += 1
+
     return path
 
 
@@ -41,6 +43,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
     # Under torchrun the name must be one that its restarts find again.
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
+
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise UserError(
             "a run that torchrun has restarted cannot be resumed without run_dir",
@@ -50,6 +53,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
 
     if resume == "never":
         return new_run_dir(name)
+
     return run_of(Path(resume))
 
 
@@ -92,8 +96,10 @@ def run_of(path: Path) -> Path:
     """Return the run folder that `path`, a run or one of its checkpoints, belongs to."""
     if is_checkpoint(path) and path.resolve().parent.name == "checkpoints":
         return path.resolve().parent.parent
+
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return path
+
     raise UserError(
         f"--resume {path} names neither a run's folder nor one of its checkpoints",
         "a folder with other contents" if path.exists() else "no such folder",
@@ -140,10 +146,12 @@ def lock(run: Path, patience: float = 10.0) -> Any:
                     f"a process that trains there right now ({_holder(run)})",
                     "wait for it, stop it, or type another run_dir",
                 ) from None
+
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
+
             return None
 
     # For the message that the next process gets.
@@ -167,6 +175,7 @@ def latest(checkpoints: Path) -> Path | None:
         name = (checkpoints / "latest").read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
+
     return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
 
 
@@ -182,13 +191,16 @@ def ask_for_size(run: Path, count: int) -> None:
         raise UserError(
             f"{asked}: {run} is not the folder of a run", "no file .lock in it", "type lockstep resize RUN N"
         )
+
     if count < 1:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
     try:
         free = lock(run, patience=0.0)
     except UserError:
-        free = None  # the run holds its lock, as it should
+        # The run holds its lock, as it should.
+        free = None
+
     if free is not None:
         free.close()
         raise UserError(

@@ -77,7 +77,9 @@ def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[i
             # An answer that has not grown between two looks is complete.
             if text and text == answers[rank]:
                 waiting.discard(rank)
+
             answers[rank] = text
+
     return answers
 
 
@@ -99,6 +101,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
             frames = []
         elif found := _FRAME.match(line):
             frames.append(Frame(*found.groups()))
+
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
 
 
@@ -117,9 +120,11 @@ def _ask(pid: int) -> bool:
         registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
         if not registered or "\nState:\tT" in status:
             return False
+
         os.kill(pid, SIGNAL)
     except (FileNotFoundError, ProcessLookupError):
         return False
+
     return True
 
 

@@ -39,16 +39,33 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.watchdog import Limits, Watchdog
 
-GATHER_S = 300.0  # how long nodes may take to come
-SETTLE_S = 3.0  # after a node came or went, others may follow
-OTHERS_S = 1.0  # after an error, how long to wait for the one that caused it
-WARN_S = 45.0  # without a step, before the screen says so
-TOGETHER_S = 20.0  # from the first rank that has stopped on request to the last
-QUIET_S = 2.0  # nodes send a heartbeat every second
-STOP_S = 10.0  # for killed ranks to be gone
-STACKS_S = 5.0  # for nodes to answer with stacks
+# How long nodes may take to come.
+GATHER_S = 300.0
+
+# After a node came or went, others may follow.
+SETTLE_S = 3.0
+
+# After an error, how long to wait for the one that caused it.
+OTHERS_S = 1.0
+
+# Without a step, before the screen says so.
+WARN_S = 45.0
+
+# From the first rank that has stopped on request to the last.
+TOGETHER_S = 20.0
+
+# Nodes send a heartbeat every second.
+QUIET_S = 2.0
+
+# For killed ranks to be gone.
+STOP_S = 10.0
+
+# For nodes to answer with stacks.
+STACKS_S = 5.0
 HOUR_S = 3600.0
-TIMES_IN_A_ROW = 3  # a rank slot that fails so often without a new checkpoint is dropped, if the job may shrink
+
+# A rank slot that fails so often without a new checkpoint is dropped, if the job may shrink.
+TIMES_IN_A_ROW = 3
 
 
 # Whether to restart
@@ -61,7 +78,9 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     restart_hangs: bool = True
     per_hour: int = 10
-    grace: float = 600.0  # seconds to save and stop
+
+    # Seconds to save and stop.
+    grace: float = 600.0
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Settings:
@@ -80,9 +99,12 @@ class Settings:
 class Situation:
     """The state of the job at the moment of a failure."""
 
-    started_from: int | None  # the newest checkpoint when the attempt began
+    # The newest checkpoint when the attempt began.
+    started_from: int | None
     saved: int | None  # and now
-    stop_request: str | None  # the signal that asked the job to stop
+
+    # The signal that asked the job to stop.
+    stop_request: str | None
     too_few_nodes: str | None
 
 
@@ -91,8 +113,12 @@ class Restarts:
 
     def __init__(self) -> None:
         self.total = 0
-        self._recent: deque[float] = deque()  # when the restarts of the last hour happened
-        self._last_culprit: tuple[object, int | None] = (None, None)  # rank slot, and the newest checkpoint then
+
+        # When the restarts of the last hour happened.
+        self._recent: deque[float] = deque()
+
+        # Rank slot, and the newest checkpoint then.
+        self._last_culprit: tuple[object, int | None] = (None, None)
         self._in_a_row = 0
 
     def refusal(self, failure: Failure, now: float, settings: Settings, situation: Situation) -> str | None:
@@ -102,20 +128,29 @@ class Restarts:
 
         if failure.for_user:
             return "the program would say the same again"
+
         if situation.stop_request:
             return f"the job was asked to stop ({situation.stop_request})"
+
         if situation.too_few_nodes:
             return situation.too_few_nodes
+
         if failure.kind == SMALLER:
-            return None  # requested by micro_batch=auto, and it comes to an end: the sizes only go down
+            # Requested by micro_batch=auto, and it comes to an end: the sizes only go down.
+            return None
+
         if failure.kind == HANG and not settings.restart_hangs:
             return "hang.action is stop"
+
         if failure.from_python and situation.saved == situation.started_from:
             return "no checkpoint was saved since the last start, so the same error would come again"
+
         if settings.per_hour == 0:
             return "restart.per_hour is 0"
+
         if len(self._recent) >= settings.per_hour:
             return f"{len(self._recent)} restarts within the last hour, which is the limit"
+
         return None
 
     def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
@@ -123,11 +158,13 @@ class Restarts:
         self.total += 1
         if failure.kind == SMALLER:
             return False
+
         self._recent.append(now)
         self._in_a_row = self._in_a_row + 1 if self._last_culprit == (slot, saved) else 1
         self._last_culprit = (slot, saved)
         if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
             return False
+
         self._in_a_row = 0
         return True
 
@@ -156,7 +193,9 @@ class Cluster:
         self.bounds = bounds
         self.nodes: dict[int, Node] = {}
         self.wanted: dict[int, int] = {}  # node -> ranks
-        self._changed = now  # when a node last came or went
+
+        # When a node last came or went.
+        self._changed = now
 
     def add(self, node: Node, now: float) -> None:
         self.nodes[node.number] = node
@@ -212,7 +251,9 @@ class Attempt:
         slots = [(node, local) for node, count in ranks.items() for local in range(count)]
         self.number = number
         self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
-        self.started_from = started_from  # the newest checkpoint when it began
+
+        # The newest checkpoint when it began.
+        self.started_from = started_from
         self.exits: dict[int, Exit] = {}
         self.watchdog = Watchdog(limits)
 
@@ -262,9 +303,15 @@ class JobStateMachine:
         self.attempt = Attempt(-1, {}, None, self.settings.limits)  # none has begun
         self.phase = Phase.GATHER
         self._deadline = now + GATHER_S  # of this phase
-        self._last_beat: dict[int, float] = {}  # node -> when its last heartbeat came
-        self._unanswered: set[int] = set()  # nodes that still owe an answer
-        self._stop_request: str | None = None  # the signal that asked the job to stop
+
+        # Node -> when its last heartbeat came.
+        self._last_beat: dict[int, float] = {}
+
+        # Nodes that still owe an answer.
+        self._unanswered: set[int] = set()
+
+        # The signal that asked the job to stop.
+        self._stop_request: str | None = None
         self._after_stop: Ending | None = None  # None: another attempt
         self._commands: list[Command] = []
 
@@ -284,6 +331,7 @@ class JobStateMachine:
         if node.number:
             nodes = _number(len(self.cluster.nodes), "node")
             self._say(f"node {node.number} ({node.host}) is here, {nodes} now")
+
         if self.phase in (Phase.RUN, Phase.ASK):
             self._say("asking the ranks to save, to continue with the new node")
             self._preempt(now)
@@ -292,6 +340,7 @@ class JobStateMachine:
         node = self.cluster.nodes.get(number)
         if node is None or self.phase is Phase.OVER:
             return
+
         self.cluster.remove(number, now)
         self._last_beat.pop(number, None)
         self._unanswered.discard(number)
@@ -309,6 +358,7 @@ class JobStateMachine:
             if self.phase is Phase.GATHER:
                 self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.again}")
                 self._end(self._after_stop)
+
         self._continue_if_stopped(now)
 
     def _gather(self, now: float) -> None:
@@ -332,6 +382,7 @@ class JobStateMachine:
     def exited(self, event: Exited, now: float) -> None:
         if event.attempt != self.attempt.number or self.phase not in ACTIVE:
             return
+
         failure = Failure.from_json(event.failure) if event.failure else None
         end = Exit(event.code, event.seen, failure)
         self.attempt.exits[event.rank] = end
@@ -343,14 +394,17 @@ class JobStateMachine:
             # The cause may be elsewhere, and about to show.
             if self.phase is Phase.ASK:
                 self.phase = Phase.RUN
+
             self._deadline = min(self._deadline, now + OTHERS_S)
         elif end.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves, and not this launcher.
             if self.phase is not Phase.PREEMPT:
                 self._stop_request = "SIGTERM"
                 self._await_preemption(now)
+
             # Ranks stop together; a single one stopped before the others knew of each other.
             self._deadline = min(self._deadline, now + TOGETHER_S)
+
         if not self.attempt.running:
             self._all_exited(now)
 
@@ -393,8 +447,10 @@ class JobStateMachine:
         """Check for hangs; called about once a second."""
         if self.phase is not Phase.RUN:
             return
+
         if warning := self.attempt.watchdog.warning(WARN_S):
             self._say(warning)
+
         if self.attempt.watchdog.suspicious(self.attempt.running, now):
             self._enter(Phase.ASK, now + STACKS_S)
             self._unanswered = self._nodes_of_attempt()
@@ -435,10 +491,12 @@ class JobStateMachine:
         if not bounds.least <= ranks <= bounds.most:
             self._say(f"not resized to {_number(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
+
         before = self.cluster.ranks
         self.cluster.resize(ranks)
         if before == ranks:
             return
+
         self._say(f"from {before} to {_number(ranks, 'rank')}: asking the ranks to save")
         self._commands.append(LogEvent({"event": "resize", "from": before, "to": ranks}))
         # Nodes can import torch for the new ranks while the present ones still save.
@@ -470,8 +528,10 @@ class JobStateMachine:
         """Start an attempt that is ready, and act on the deadline of the present phase."""
         if self.phase is Phase.GATHER:
             self._start_if_ready(now)
+
         if now < self._deadline:
             return
+
         if self.phase is Phase.GATHER:
             found = f"only {_number(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
             self._say(f"{found}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
@@ -514,6 +574,7 @@ class JobStateMachine:
             self._report(failure, f"not restarted: {reason}{self._what_to_type(failure, saved)}")
         else:
             self._plan_restart(failure, saved, now)
+
         self._stop(now)
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
@@ -521,6 +582,7 @@ class JobStateMachine:
         keeps_failing = self.restarts.note(failure, slot, saved, now)
         if keeps_failing and slot is not None:
             self.cluster.drop_slot(slot[0])
+
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
         count = self.restarts.count(failure, self.settings)
@@ -542,6 +604,7 @@ class JobStateMachine:
             victims = f"{_number(others, 'other rank')} stopped because of it." if others > 0 else ""
             log = f"Its log: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
+
         self._commands.append(Announce("\n".join(lines)))
         event = {"event": "failure", "attempt": self.attempt.number, **failure.to_json()}
         del event["log"]
@@ -562,6 +625,7 @@ class JobStateMachine:
     def _continue_if_stopped(self, now: float) -> None:
         if self.phase is not Phase.STOP or self._unanswered:
             return
+
         if self._after_stop is not None:
             self._end(self._after_stop)
         elif self._stop_request:

@@ -54,9 +54,15 @@ from lockstep.launch.state_machine import JobStateMachine, Node
 __all__ = ["Ending", "supervise"]
 
 POLL_S = 0.05
-OURS = 0  # the coordinating node's number
-MOST_RANKS = 4096  # on a node: a limit on what another node may make us count to
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # each asks the job to save and stop
+
+# The coordinating node's number.
+OURS = 0
+
+# On a node: a limit on what another node may make us count to.
+MOST_RANKS = 4096
+
+# Each asks the job to save and stop.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def supervise(job: Job) -> Ending:
@@ -67,14 +73,17 @@ def supervise(job: Job) -> Ending:
             "no address where the nodes meet",
             "type the same on every node, with one node's address: --join HOST:29400",
         )
+
     name = job.host or socket.gethostname()
     with Signals() as signals:
         if job.join is None:
             return Coordinator(job, name, signals, None, "127.0.0.1").run()
+
         # The node that can bind the address coordinates; the others follow.
         listener = protocol.claim(job.join)
         if listener is None:
             return follow(job, name, signals)
+
         address = listener.getsockname()[0]
         return Coordinator(job, name, signals, Hub(listener), address).run()
 
@@ -137,6 +146,7 @@ class Coordinator:
         try:
             while self._ending is None:
                 self._turn()
+
             return self._ending
         finally:
             self._agent.close()
@@ -148,16 +158,20 @@ class Coordinator:
         sockets = self._agent.sockets()
         if self._hub is not None:
             sockets += self._hub.sockets()
+
         select.select(sockets, [], [], POLL_S)
         now = time.monotonic()
 
         for name in self._signals.take():
             self._machine.stop_requested(name, now)
+
         for message in self._agent.poll():
             self._handle(OURS, message, now)
+
         if self._hub is not None:
             for number, message in self._hub.poll(now):
                 self._receive(self._hub, number, message, now)
+
         if now >= self._next_beat:
             self._next_beat = now + protocol.BEAT_S
             self._beat(now)
@@ -178,6 +192,7 @@ class Coordinator:
             request.unlink()
         except OSError:
             return
+
         if text.isascii() and text.isdigit():
             self._machine.resize(int(text), now)
         else:
@@ -209,9 +224,11 @@ class Coordinator:
         elif not 1 <= hello.least <= hello.first <= hello.most <= MOST_RANKS:
             found = f"{hello.least}..{hello.most}, beginning with {hello.first}"
             refused = Refused(f"{join}: impossible number of ranks", found, same)
+
         if refused:
             hub.send(number, refused)
             return
+
         hub.send(number, Welcome(str(self._job.run_dir), self._job.decided))
         count = Count(hello.least, hello.most, hello.first)
         self._machine.joined(Node(number, hello.host, count), now)
@@ -311,10 +328,12 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
         for message in _received(connection):
             if isinstance(message, Refused):
                 raise UserError(message.problem, message.found, message.fix)
+
             if isinstance(message, Welcome):
                 adopted = replace(job, run_dir=Path(message.run_dir), spec=_adopt(job.spec, message.decided))
             else:
                 orders.append(message)
+
     return adopted, orders
 
 
@@ -333,6 +352,7 @@ def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[M
             if isinstance(message, JobEnded):
                 failure = Failure.from_json(message.failure) if message.failure else None
                 return Ending(message.code, failure, message.restarts)
+
             if isinstance(message, Print):
                 say(message.text)
             else:
@@ -340,11 +360,14 @@ def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[M
 
         for name in signals.take():
             connection.send(SignalReceived(name))
+
         for event in agent.poll():
             connection.send(event)
+
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + protocol.BEAT_S
             connection.send(agent.beat())
+
         orders = _received(connection, *agent.sockets())
 
 

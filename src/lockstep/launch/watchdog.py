@@ -28,19 +28,34 @@ from lockstep.launch.protocol import Stacks
 from lockstep.launch.stacks import Frame, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 
-WAITING = ("join", "exchange", "agree")  # phases in which a rank waits for the others
-STEADY = ("compute", "exchange", "update", "agree")  # phases of every step, which take about as long each time
+# Phases in which a rank waits for the others.
+WAITING = ("join", "exchange", "agree")
+
+# Phases of every step, which take about as long each time.
+STEADY = ("compute", "exchange", "update", "agree")
 # Phases without a history in this process, and user code, which may do something long once in a while.
 UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
-PATIENT = 6.0  # times `least`, for the other phases: they read and write files
-AT_WORK = 12.0  # times `least`, for a rank that uses the processor or a disk, or while no rank waits for another
-STOPPED_S = 3.0  # a process may be stopped for a moment, or be dead before its launcher has looked
-COMPILING_S = 10.0  # how long a rank that compiles is left alone, before it is asked again
-AWAY_S = 3.0  # a launcher that did not look for so long was stopped or starved itself, and perhaps so were its ranks
+
+# Times `least`, for the other phases: they read and write files.
+PATIENT = 6.0
+
+# Times `least`, for a rank that uses the processor or a disk, or while no rank waits for another.
+AT_WORK = 12.0
+
+# A process may be stopped for a moment, or be dead before its launcher has looked.
+STOPPED_S = 3.0
+
+# How long a rank that compiles is left alone, before it is asked again.
+COMPILING_S = 10.0
+
+# A launcher that did not look for so long was stopped or starved itself, and perhaps so were its ranks.
+AWAY_S = 3.0
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model that runs has no such
 # frame.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
-NAMED = 8  # ranks described in a message
+
+# Ranks described in a message.
+NAMED = 8
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "Z": "dead", "": "gone"}
 
 
@@ -48,9 +63,12 @@ STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stop
 class Limits:
     """Seconds without a heartbeat (`hang.first`, `hang.least`), and `hang.factor`."""
 
-    first: float = 900.0  # a phase that has not been seen before: compiling, connecting, reading for the first time
+    # A phase that has not been seen before: compiling, connecting, reading for the first time.
+    first: float = 900.0
     least: float = 5.0
-    factor: float = 5.0  # times the longest stay so far
+
+    # Times the longest stay so far.
+    factor: float = 5.0
 
 
 # One rank
@@ -63,15 +81,21 @@ class RankView:
     rank: int
     host: str
     pid: int
-    state: str  # the letter in /proc/PID/stat; "" when there is no such process
+
+    # The letter in /proc/PID/stat; "" when there is no such process.
+    state: str
     beats: int
-    age: float  # seconds since the last heartbeat
+
+    # Seconds since the last heartbeat.
+    age: float
     step: int
     steps: int
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)
-    stopped: float = 0.0  # seconds for which a `HangDetector` has seen it stopped or dead
+
+    # Seconds for which a `HangDetector` has seen it stopped or dead.
+    stopped: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -84,8 +108,10 @@ class RankView:
         wanted = {spec.name: types[str(spec.type)] for spec in dataclasses.fields(RankView)}
         if values.keys() != wanted.keys() or not all(isinstance(values[name], wanted[name]) for name in wanted):
             raise ValueError(f"not a view of a rank: {values}")
+
         if not all(isinstance(seconds, number) for seconds in values["longest"].values()):
             raise ValueError(f"not a view of a rank: {values['longest']}")
+
         return RankView(**values)
 
     @property
@@ -104,9 +130,11 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     seen = heartbeat.read(folder / f"heartbeat-{rank}")
     if seen is None and not state:
         return None
+
     if seen is None:
         age = _seconds_since_start(pid)
         seen = heartbeat.View(beats=0, age=age, step=0, steps=0, phase="start", detail="")
+
     return RankView(rank=rank, host=host, pid=pid, state=state, **dataclasses.asdict(seen))
 
 
@@ -138,7 +166,9 @@ class Suspicion:
     """A job that seems to hang."""
 
     reason: str
-    odd: list[int]  # the ranks that the others wait for; empty if all of them wait at the same point
+
+    # The ranks that the others wait for; empty if all of them wait at the same point.
+    odd: list[int]
     views: list[RankView]
 
     def view(self, rank: int) -> RankView:
@@ -160,6 +190,7 @@ def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
     # One rank within its limit is enough: the others may be waiting for it.
     if not working or any(view.age <= _patience(view, working, limits) for view in working):
         return None
+
     last = min(working, key=lambda view: view.age)
     limit = max(_patience(view, working, limits) for view in working)
     return Suspicion(f"no rank has advanced for {last.age:.1f} s (limit {limit:.1f} s)", odd_ranks(working), working)
@@ -177,11 +208,13 @@ def limit_of(view: RankView, views: list[RankView], limits: Limits) -> float:
     """Return how many seconds this rank may stay in its phase."""
     if view.phase in UNKNOWN or view.steps == 0 or not view.longest.get(view.phase):
         return limits.first
+
     if view.phase in STEADY:
         # A collective waits for whatever the other ranks still do before they enter it.
         least, alike = limits.least, {view.phase, "compute", "data"}
     else:
         least, alike = PATIENT * limits.least, {view.phase}
+
     longest = max(other.longest.get(phase, 0.0) for other in views for phase in alike)
     return max(least, limits.factor * longest)
 
@@ -192,11 +225,13 @@ def odd_ranks(views: list[RankView]) -> list[int]:
     odd = [view.rank for view in views if view.phase not in WAITING or view.step < newest]
     if odd:
         return odd
+
     # All of them wait: the odd ones are those in a collective of their own, if that is clear.
     waits = Counter((view.phase, view.detail) for view in views)
     fewest = min(waits.values())
     if len(waits) == 1 or list(waits.values()).count(fewest) > 1:
         return []
+
     return [view.rank for view in views if waits[view.phase, view.detail] == fewest]
 
 
@@ -208,9 +243,11 @@ def excuse(suspicion: Suspicion, stacks: dict[int, str], limits: Limits) -> str 
     """
     if any(suspicion.view(rank).halted for rank in suspicion.odd):
         return None
+
     for view in suspicion.views:
         if view.age <= limits.first and _COMPILING.search(stacks.get(view.rank, "")):
             return f"rank {view.rank} is compiling"
+
     return None
 
 
@@ -246,12 +283,15 @@ def _who(suspicion: Suspicion, odd: list[int]) -> str:
     if len(odd) == 1:
         view = suspicion.view(odd[0])
         return f"rank {view.rank} on {view.host} is the odd one: {_describe(view)}"
+
     if not odd:
         return f"no rank stands out, all wait for each other: {_describe(suspicion.views[0])}"
+
     head = "the odd ones" if len(odd) < len(suspicion.views) else "every rank is busy by itself"
     parts = [f"rank {rank} on {suspicion.view(rank).host}, {_describe(suspicion.view(rank))}" for rank in odd[:NAMED]]
     if len(odd) > NAMED:
         parts.append(f"{len(odd) - NAMED} more")
+
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -271,6 +311,7 @@ def _stacks_of(odd: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> 
             lines.append(f"rank {rank} is stopped and cannot show its stack; SIGCONT would let it continue")
         else:
             lines.append(f"rank {rank} did not show its stack")
+
     return lines
 
 
@@ -280,10 +321,12 @@ def _groups_of(groups: list[tuple[tuple[Frame, ...], list[int]]], odd: list[int]
         ranks = [rank for rank in members if rank not in odd]
         if not ranks:
             continue
+
         phases = sorted({suspicion.view(rank).phase for rank in ranks})
         count = "1 rank waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait"
         listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         lines.append(f"{count} at: {line_of(frames)} ({listed}), phase {', '.join(phases)}")
+
     return lines
 
 
@@ -306,11 +349,13 @@ class HangDetector:
         if now - self._last_look > AWAY_S:
             self._watched_since = now
             self._halted = {}
+
         self._last_look = now
 
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
         if now < self._quiet_until:
             return None
+
         return judge([self._observed(view, now) for view in views], self.limits)
 
     def excused(self, suspicion: Suspicion, stacks: dict[int, str]) -> str | None:
@@ -352,7 +397,9 @@ class Watchdog:
         """Return whether to collect stacks. `living` are the ranks of all nodes that still run."""
         views = [view for view in self._all_views if view.rank in living]
         if len(views) < len(living):
-            return False  # some have not been seen yet
+            # Some have not been seen yet.
+            return False
+
         self._suspicion = self._detector.look(views, now)
         self._stacks = {}
         self._collectives = {}
@@ -363,6 +410,7 @@ class Watchdog:
         views = self._all_views
         if self._warned or not views or min(view.age for view in views) < age:
             return None
+
         self._warned = True
         # The rank to name is one that does not wait for others, if there is one.
         view = min(views, key=lambda view: (view.phase in WAITING, view.rank))
@@ -392,6 +440,7 @@ class Watchdog:
         # A stopped rank does not answer, and then there is nothing to compare.
         if len(self._collectives) < len(suspicion.views):
             return []
+
         try:
             return flight_recorder.analyse(self._collectives)
         except (KeyError, TypeError, ValueError):  # a torch with another format: the stacks must do

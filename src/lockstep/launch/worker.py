@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from lockstep.launch import failure, flight_recorder, stacks
 from lockstep.runtime.heartbeat import FOLDER
 
-LIFELINE = "LOCKSTEP_LIFELINE"  # a pipe that closes when the launcher dies, whatever killed it
+# A pipe that closes when the launcher dies, whatever killed it.
+LIFELINE = "LOCKSTEP_LIFELINE"
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoReturn:
@@ -37,13 +38,17 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoRetu
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, 0):
             exit_without_teardown(0)
+
         if code == failure.PREEMPTED:
             exit_without_teardown(failure.PREEMPTED)
+
         failure.record(folder, rank, error)
         # Rank 0 has the terminal, where the launcher prints the first failure.
         if rank != 0:
             traceback.print_exc()
+
         exit_without_teardown(1)
+
     exit_without_teardown(0)
 
 
@@ -70,9 +75,11 @@ def exit_without_teardown(code: int) -> NoReturn:
         # Executors let their threads go, and then all threads that are not daemons are waited for.
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
+
     # Files that the user left open. There is no list of them but the garbage collector's.
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
             with contextlib.suppress(ValueError, OSError):
                 thing.flush()
+
     os._exit(code)

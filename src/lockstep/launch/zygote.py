@@ -34,11 +34,15 @@ from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
 
 SEND_S = 3.0
-READY_S = 600.0  # for its imports, from a slow shared disk
+
+# For its imports, from a slow shared disk.
+READY_S = 600.0
 ANSWER_S = 15.0  # for a fork
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _LENGTH = struct.Struct("<I")
-_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # meant for the launcher or for a rank
+
+# Meant for the launcher or for a rank.
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 Work = Callable[[dict[str, Any]], None]
 
@@ -48,10 +52,16 @@ class Zygote:
 
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
-        self.ready = False  # whether its imports are done
-        self._waiting: list[tuple[bytes, list[int]]] = []  # requests that were not sent yet, with their files
+
+        # Whether its imports are done.
+        self.ready = False
+
+        # Requests that were not sent yet, with their files.
+        self._waiting: list[tuple[bytes, list[int]]] = []
         self._unanswered = 0
-        self._since = time.monotonic()  # when the oldest unanswered request was made
+
+        # When the oldest unanswered request was made.
+        self._since = time.monotonic()
         self._unread = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(SEND_S)
@@ -63,6 +73,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's
             )
+
         self.alive = True
 
     @property
@@ -78,6 +89,7 @@ class Zygote:
         self._waiting.append((request.encode(), [os.dup(file) for file in fds]))
         if not self._unanswered:
             self._since = time.monotonic()
+
         self._unanswered += 1
         self._send()
 
@@ -94,6 +106,7 @@ class Zygote:
             limit = ANSWER_S if self.ready else READY_S
             if time.monotonic() - self._since > limit:
                 self.kill()
+
         if not self.alive:
             return []
 
@@ -102,7 +115,9 @@ class Zygote:
             if not data:
                 self.alive = False
                 break
+
             self._unread += data
+
         *lines, self._unread = self._unread.split(b"\n")
         reports = [json.loads(line) for line in lines]
 
@@ -112,6 +127,7 @@ class Zygote:
             reports = reports[1:]
             self._since = time.monotonic()
             self._send()
+
         self._unanswered -= sum("code" not in report for report in reports)
         return reports
 
@@ -167,6 +183,7 @@ def main(arguments: Sequence[str]) -> None:
     work = getattr(importlib.import_module(module), function)
     for name in preload:
         importlib.import_module(name)
+
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -190,12 +207,14 @@ def _serve(control: socket.socket, work: Work) -> None:
             if woken in readable:
                 os.read(woken, 4096)
                 _reap(control, children)
+
             if control in readable:
                 request, fds = _next_request(control)
                 pid = os.fork()
                 if pid == 0:
                     _close([control.detach(), woken, bell])
                     _become(request, fds, work)
+
                 _close(fds)
                 children[pid] = request["rank"]
                 folders.add(request["env"][FOLDER])
@@ -205,8 +224,10 @@ def _serve(control: socket.socket, work: Work) -> None:
     for pid in children:
         _kill_group(pid)
         os.waitpid(pid, 0)
+
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
     os._exit(0)
 
 
@@ -227,7 +248,9 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
         part = control.recv(size - len(data))
         if not part:
             raise ConnectionResetError("the launcher is gone")
+
         data += part
+
     return data
 
 
@@ -238,6 +261,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
         seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
             return
+
         _kill_group(seen.si_pid)
         _, status = os.waitpid(seen.si_pid, 0)
         rank = children.pop(seen.si_pid)
@@ -270,22 +294,28 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     """Turn the new process into the rank."""
     try:
         die_with_parent()
-        os.setsid()  # a process group of its own: a signal to it reaches the loader processes, and no other rank
+
+        # A process group of its own: a signal to it reaches the loader processes, and no other rank.
+        os.setsid()
         _reset_signals()
         os.environ.clear()
         os.environ.update(request["env"])
         os.environ[worker.LIFELINE] = str(fds[0])
         if len(fds) > 1:
             os.environ[LISTEN_FD] = str(fds[1])
+
         if request["log"]:
             _write_to(request["log"])
+
         # Or all ranks would draw the same numbers. `random` reseeds itself after a fork, numpy does not.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
+
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)
         worker.main(request["spec"], work)
     except BaseException:
         traceback.print_exc()
+
     os._exit(1)
 
 

@@ -16,7 +16,9 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
 HOPPER = (9, 0)
-BEST = ("cudnn", "flash", "efficient", "math")  # on Hopper; a call that one kernel cannot do goes to the next
+
+# On Hopper; a call that one kernel cannot do goes to the next.
+BEST = ("cudnn", "flash", "efficient", "math")
 
 
 def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> tuple[str, ...] | None:
@@ -31,7 +33,9 @@ def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> t
                 "a run on a CPU, where torch has flash and math",
                 "leave attention out",
             )
+
         return (asked,)
+
     return BEST if capability == HOPPER and not repeatable else None
 
 
@@ -43,6 +47,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
     if names is None:
         yield
         return
+
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {

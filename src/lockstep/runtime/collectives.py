@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-SMALL = 2**16  # bytes: for a smaller tensor the message costs more than its contents
+# bytes: for a smaller tensor the message costs more than its contents.
+SMALL = 2**16
 
 
 class Collectives:
@@ -76,15 +77,18 @@ class Collectives:
         """Gather every rank's `values` (*shape, equal on all ranks) into a tensor (ranks, *shape) on their device."""
         if self.world.alone:
             return values.unsqueeze(0)
+
         gathered = values.new_empty(self.world.size, *values.shape)
         with self._waiting_in("gather"):
             dist.all_gather(list(gathered.unbind()), values, group=self.group)
+
         return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Overwrite the `tensors` (any shapes and dtypes) of all ranks with those of `source`."""
         if self.world.alone:
             return
+
         with self._waiting_in("broadcast"):
             for batch in _batches(tensors):
                 # As bytes: gloo does not support every dtype.
@@ -109,6 +113,7 @@ class Collectives:
         if not self.world.alone:
             with self._waiting_in("farewell"):
                 dist.barrier(self.group)
+
             time.sleep(0.05)
 
 
@@ -118,5 +123,6 @@ def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
     if not small:
         return large
+
     # Wide numbers first, so that each begins at a multiple of its width and can be viewed in place.
     return [sorted(small, key=lambda tensor: -tensor.element_size()), *large]

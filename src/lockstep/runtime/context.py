@@ -24,8 +24,12 @@ from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
-LEAST_PATIENCE = timedelta(minutes=30)  # of a collective; NCCL's own is less than compiling may take
-_DEVICE_CHECKS = count()  # how often the ranks have compared their devices, for a fresh name in the store each time
+
+# Of a collective; NCCL's own is less than compiling may take.
+LEAST_PATIENCE = timedelta(minutes=30)
+
+# How often the ranks have compared their devices, for a fresh name in the store each time.
+_DEVICE_CHECKS = count()
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,15 @@ class Runtime:
 
     world: World
     device: torch.device
-    backend: str  # "none" in a world of one
+
+    # "none" in a world of one.
+    backend: str
     collectives: Collectives
     threads: int
     heartbeat: Heartbeat
-    notice: PreemptionNotice  # whether a signal asked this rank to save and stop
+
+    # Whether a signal asked this rank to save and stop.
+    notice: PreemptionNotice
 
     @property
     def is_main(self) -> bool:
@@ -52,6 +60,7 @@ class Runtime:
         """
         if self.world.alone:
             return True
+
         store = dist.distributed_c10d._get_default_store()
         time = store.add(f"{point}/times/{self.world.rank}", 1)
         store.set(f"{point}/{time}/{self.world.rank}", "here")
@@ -59,6 +68,7 @@ class Runtime:
             store.wait([f"{point}/{time}/{rank}" for rank in range(self.world.size)], patience)
         except dist.DistStoreError:
             return False
+
         return True
 
 
@@ -73,12 +83,15 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # Before anything touches CUDA, or every rank opens a context on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
     _set_numerics(config, device)
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
     heartbeat.beat("join")
-    joined = dist.is_initialized()  # by a script, which will also destroy the group
+
+    # By a script, which will also destroy the group.
+    joined = dist.is_initialized()
     if joined:
         _check_joined(world)
         backend = dist.get_backend()
@@ -92,6 +105,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             notice = contexts.enter_context(handle_signals())
             if device.type == "cuda":
                 contexts.enter_context(_own_stream(device))
+
             contexts.enter_context(attention(config, device))
             contexts.enter_context(_limited_memory(config.gpu_memory, device))
             contexts.enter_context(_attention_fastpath(enabled=not config.exact))
@@ -99,6 +113,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     finally:
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
+
         if backend != "none" and not joined:
             dist.destroy_process_group()
 
@@ -116,6 +131,7 @@ def join(
     """Join the process group. Returns the back-end: the one `asked` for by name, or the one that suits the devices."""
     if world.alone:
         return "none"
+
     if store is None:
         assert world.master_addr is not None
         assert world.master_port is not None
@@ -158,8 +174,10 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
     store = dist.PrefixStore(f"devices/{next(_DEVICE_CHECKS)}", store)
     if store.add(name, 1) > 1:
         store.add("shared", 1)
+
     if store.add("ranks", 1) == world.size:
         store.set("complete", "")
+
     store.wait(["complete"])
     return store.add("shared", 0) > 0
 
@@ -184,8 +202,10 @@ def choose_device(asked: str, world: World) -> torch.device:
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
         raise UserError("device=cuda needs a GPU", "torch sees no CUDA device here", "type device=cpu, or device=auto")
+
     if asked == "cpu" or not available:
         return torch.device("cpu")
+
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
@@ -206,6 +226,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     own.wait_stream(before)
     with torch.cuda.stream(own):
         yield
+
     before.wait_stream(own)
 
 
@@ -215,8 +236,10 @@ def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[N
     if gibibytes is None:
         yield
         return
+
     if device.type != "cuda":
         raise UserError(f"gpu_memory={gibibytes:g} needs a GPU", f"a run on {device.type}", "leave gpu_memory out")
+
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     if gibibytes > total:
         raise UserError(
@@ -224,6 +247,7 @@ def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[N
             f"{total:.1f} GiB on the GPU",
             f"type gpu_memory={int(total)}, or leave it out",
         )
+
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(gibibytes / total, device)
     try:
@@ -266,6 +290,7 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not same_bits
+
     if same_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -18,7 +18,9 @@ from lockstep.runtime.heartbeat import Heartbeat
 # Phases of every step. `data` is then the time for which the device was idle because its batch was late; the time that
 # a host which runs ahead waits for does not count.
 TIMED = frozenset({"data", "compute", "exchange", "update", "agree", "yours"})
-MOST = 512  # stays not yet read: a device that is so far behind hangs
+
+# Stays not yet read: a device that is so far behind hangs.
+MOST = 512
 
 
 class Event(Protocol):
@@ -35,8 +37,12 @@ class DeviceHeartbeat(Heartbeat):
     def __init__(self, path: Path | None = None, event: Callable[[], Event] | None = None):
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._free: list[Event] = []  # to be used again
-        self._entered: Event | None = None  # when the device began the present phase; None: it is not timed
-        self._unread: deque[tuple[str, Event, Event]] = deque()  # phase, its begin, its end
+
+        # When the device began the present phase; None: it is not timed.
+        self._entered: Event | None = None
+
+        # phase, its begin, its end.
+        self._unread: deque[tuple[str, Event, Event]] = deque()
         super().__init__(path)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -49,8 +55,10 @@ class DeviceHeartbeat(Heartbeat):
             now.record()
             if begin:
                 self._unread.append((self.phase, begin, now))
+
             if phase in TIMED:
                 self._entered = now
+
         super().beat(phase, step)
 
     def _leave_phase(self, now: float) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FOLDER = "LOCKSTEP_FOLDER"  # shared by a rank and its launcher: heartbeats, failure records, stacks, settings
+# Shared by a rank and its launcher: heartbeats, failure records, stacks, settings.
+FOLDER = "LOCKSTEP_FOLDER"
 
 PHASES = (
     "start",  # importing, reading the configuration
@@ -36,9 +37,12 @@ PHASES = (
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 # The layout of the file.
-_HEAD = struct.Struct("<QdqqB")  # beats, time of the last one, step, steps ended by this process, phase
+# beats, time of the last one, step, steps ended by this process, phase.
+_HEAD = struct.Struct("<QdqqB")
 _DETAIL = struct.Struct("<64s")
-_LONGEST = struct.Struct(f"<{len(PHASES)}d")  # the longest stay in each phase so far, without the first ones
+
+# The longest stay in each phase so far, without the first ones.
+_LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 
@@ -47,9 +51,13 @@ class View:
     """What a launcher reads of one rank."""
 
     beats: int
-    age: float  # seconds since the last beat
+
+    # Seconds since the last beat.
+    age: float
     step: int
-    steps: int  # ended by this process: 0 while the first one compiles
+
+    # Ended by this process: 0 while the first one compiles.
+    steps: int
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)
@@ -67,6 +75,7 @@ class Heartbeat:
             os.ftruncate(file, SIZE)
             self._memory = mmap.mmap(file, SIZE)
             os.close(file)
+
         self.step = 0
         self.phase = "start"
         self.beats = 0
@@ -92,6 +101,7 @@ class Heartbeat:
         if step is not None and step != self.step:
             self.step = step
             self._steps += 1
+
         self._write(now)
         if self.hook is not None:
             self.hook(self.step, phase)
@@ -122,11 +132,14 @@ def read(path: Path) -> View | None:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
+
     if len(data) < SIZE:
         return None
+
     beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None
+
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
     longest = _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size)
     return View(

@@ -12,7 +12,8 @@ from types import FrameType
 
 from lockstep.runtime.heartbeat import FOLDER
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send some time before they kill
+# What schedulers send some time before they kill.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionNotice:
@@ -27,10 +28,12 @@ class PreemptionNotice:
         # A loader process forked from this one ignores it: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
+
         # A second Ctrl-C does not wait.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             print("\nlockstep: saving after this step, then stopping; Ctrl-C again to stop at once", flush=True)
+
         self.signal = signal.Signals(number).name
 
 

@@ -38,6 +38,8 @@ class World:
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> World:
         """Return the world that the environment describes, or that of a single process."""
-        from lockstep.runtime import environments  # its readers make worlds, and so import this module
+
+        # Its readers make worlds, and so import this module.
+        from lockstep.runtime import environments
 
         return environments.detect(env) or World()

@@ -26,6 +26,7 @@ def read(env: Mapping[str, str]) -> World | None:
     tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
     if tasks < 2 or "SLURM_PROCID" not in env:
         return None
+
     rank = whole_number(env, "SLURM_PROCID")
     if not 0 <= rank < tasks:
         raise UserError(
@@ -33,6 +34,7 @@ def read(env: Mapping[str, str]) -> World | None:
             "tasks go from 0 to SLURM_STEP_NUM_TASKS - 1",
             "start the processes with srun, or with `lockstep train --nproc N`",
         )
+
     port = whole_number(env, "MASTER_PORT", _port(env))
     return World(
         rank=rank,
@@ -58,6 +60,7 @@ def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int:
         node = whole_number(env, "SLURM_NODEID", 0)
         if node < len(counts):
             return counts[node]
+
     return whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
 
 
@@ -77,6 +80,7 @@ def _node_list(env: Mapping[str, str]) -> str:
             "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set",
             "export MASTER_ADDR=HOST, the host of rank 0",
         )
+
     return nodes
 
 

@@ -8,12 +8,14 @@ from lockstep.errors import UserError
 from lockstep.runtime.environments.variables import whole_number
 from lockstep.runtime.world import World
 
-LISTEN_FD = "LOCKSTEP_LISTEN_FD"  # rank 0 inherits our launcher's listening socket: no port is ever guessed
+# Rank 0 inherits our launcher's listening socket: no port is ever guessed.
+LISTEN_FD = "LOCKSTEP_LISTEN_FD"
 
 
 def read(env: Mapping[str, str]) -> World | None:
     if not World.launched(env):
         return None
+
     rank = whole_number(env, "RANK")
     size = whole_number(env, "WORLD_SIZE")
     if not 0 <= rank < size:
@@ -22,6 +24,7 @@ def read(env: Mapping[str, str]) -> World | None:
             "ranks go from 0 to WORLD_SIZE - 1",
             "start the processes with `lockstep train --nproc N` or torchrun, or correct the two variables",
         )
+
     listen_fd = env.get(LISTEN_FD)
     return World(
         rank=rank,

@@ -12,6 +12,7 @@ def whole_number(env: Mapping[str, str], name: str, default: int | None = None) 
     text = env.get(name)
     if text is None and default is not None:
         return default
+
     try:
         return int(text or "")
     except ValueError:
