@@ -148,6 +148,7 @@ def planned() -> list[Fault]:
     global _faults
     if _faults is None:
         _faults = from_text(os.environ.get(VARIABLE) or "[]")
+
     return _faults
 
 

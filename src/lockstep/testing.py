@@ -74,6 +74,7 @@ def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
     marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
     for fault in marked:
         Path(str(fault.marks)).mkdir(parents=True)
+
     return marked
 
 
@@ -88,4 +89,5 @@ def _restore(before: str | None) -> None:
         del os.environ[faults.VARIABLE]
     else:
         os.environ[faults.VARIABLE] = before
+
     faults.reset()

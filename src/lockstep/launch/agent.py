@@ -39,18 +39,18 @@ from lockstep.launch.zygote import Zygote
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores
 
+# Which attempt a rank belongs to, counted from 0. `observe.run_folder` reads it.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 
-# For killed ranks to be gone.
+# How long killed ranks may take until the zygote has reported their end.
 STOP_S = 5.0
 
-# How long ranks have to write their stacks.
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so both
+# together must stay below the silence after which a node counts as lost.
 STACKS_S = 2.0
-
-# Both together stay below the silence after which a node counts as lost.
 COLLECTIVES_S = 2.0
 
-# Of the flight recorder, from each rank.
+# How many entries of each rank's flight recorder are sent to the coordinator.
 ENTRIES = 100
 
 
@@ -58,9 +58,10 @@ ENTRIES = 100
 class RankProcess:
     """One rank of this node."""
 
+    # What is needed to examine its end.
     scene: failure.Scene
 
-    # None until it is started.
+    # None until the zygote has forked it.
     pid: int | None = None
     ended: bool = False
 
@@ -69,7 +70,7 @@ class RankProcess:
         if self.pid is None:
             return
 
-        # In its first moment it does not lead a group yet.
+        # In its first moment a rank does not lead a group yet, so the process itself is killed, too.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -81,16 +82,19 @@ class LocalAttempt:
     def __init__(self, number: int):
         self.number = number
 
-        # Readable by this user alone.
+        # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-        # Every rank of the attempt ends when the pipe does.
+        # A pipe to which nothing is written. Ranks read from `alive`; when the other end is closed, by us or by the
+        # kernel because we are dead, they kill themselves.
         self.alive, self._lifeline = os.pipe()
         self.ranks: dict[int, RankProcess] = {}
 
         # Whether the ranks were asked to save and stop.
         self.preempted = False
-        self.stopping: float | None = None  # since when
+
+        # Since when they are being killed, and whether the coordinator knows that they are gone.
+        self.stopping: float | None = None
         self.stop_reported = False
 
     @property
@@ -110,6 +114,7 @@ class LocalAttempt:
     def close(self) -> None:
         for rank in self.living:
             rank.kill()
+
         self.cut_lifeline()
         os.close(self.alive)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -122,16 +127,18 @@ class Agent:
         self._job = job
         self._name = name
 
-        # Ranks of the next attempt.
+        # The number of ranks of the next attempt. A zygote is started at once: it imports torch while nodes gather.
         self._count = job.nproc.first
         self._zygote = self._new_zygote(self._count)
 
-        # For another number of ranks, while the present ones still run.
+        # A zygote for another number of ranks, which imports while the present ranks still run.
         self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
 
-        # Whether a new zygote would end the same way.
+        # Whether a zygote ended during its imports: a new one would end the same way.
         self._hopeless = False
+
+        # What the next `poll` returns.
         self._events: list[Message] = []
 
     # Orders of the coordinator
@@ -161,6 +168,7 @@ class Agent:
             self._zygote.close()
             self._zygote, self._next_zygote = self._next_zygote, None
 
+        # The run's folder may be gone, or on a disk that only this node cannot write to.
         self._current = current = LocalAttempt(start.attempt)
         logs = self._job.run_dir / "logs"
         try:
@@ -169,13 +177,19 @@ class Agent:
             raise not_writable(self._job.run_dir, error) from None
 
         shared = self._environment(start, current.folder)
+
+        # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
         oom_kills = failure.oom_kills()
         for local in range(start.count):
             rank = start.base + local
-            log = logs / f"rank-{rank}.log" if rank else None  # rank 0 has the terminal
+
+            # Rank 0 has the terminal. Logs are appended to over attempts, so remember where this one begins.
+            log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
             scene = failure.Scene(rank, self._name, current.folder, log, began, oom_kills)
             current.ranks[rank] = RankProcess(scene)
+
+            # Rank 0 inherits the open socket of the rendezvous, and the zygote passes it on.
             fds = [current.alive]
             if listener and rank == 0:
                 fds.append(listener.fileno())
@@ -197,8 +211,10 @@ class Agent:
         return flight_recorder.environment(folder) | self._zygote.env | rendezvous
 
     def _prepare(self, count: int) -> None:
-        """Have a zygote for `count` ranks. Torch reads the number of threads when it is imported, so another number
-        of ranks may need another zygote."""
+        """Have a zygote for `count` ranks.
+
+        Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
+        """
         self._count = count
         current = self._next_zygote or self._zygote
         if current.alive and current.env == _environment_for(count):
@@ -230,6 +246,8 @@ class Agent:
         """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
         current.stopping = time.monotonic()
         self._zygote.forget()
+
+        # Before the zygote is ready no rank exists, and none will be reported.
         if not self._zygote.ready:
             for rank in current.ranks.values():
                 rank.ended = True
@@ -259,6 +277,7 @@ class Agent:
             self._events.append(Stopped(current.number))
 
         events, self._events = self._events, []
+
         return events
 
     def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
@@ -304,7 +323,10 @@ class Agent:
         current = self._current
         if current is None:
             return NodeBeat()
+
+        # A rank that has just been forked may have no heartbeat, and no process any more.
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
+
         return NodeBeat([view.to_json() for view in views if view is not None], _settings(current.folder))
 
     def sockets(self) -> list[Any]:
@@ -332,6 +354,7 @@ def _collect_stacks(current: LocalAttempt) -> Stacks:
     found = stacks.collect(current.folder, current.pids, STACKS_S)
     answering = [rank for rank, text in found.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
+
     return Stacks(
         current.number,
         {str(rank): text for rank, text in found.items()},
@@ -345,4 +368,5 @@ def _settings(folder: Path) -> dict[str, Any]:
         values = json.loads((folder / "settings.json").read_text())
     except (OSError, ValueError):
         return {}
+
     return values if isinstance(values, dict) else {}

@@ -87,7 +87,9 @@ class Failure:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
         if self.kind in (NODE, ZYGOTE):
             return f"lockstep: {self.message} ({when})"
+
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
+
         return f"lockstep: rank {self.rank} on {self.host} failed at {where}{when}: {self.kind}: {self.message}"
 
     def text(self) -> str:
@@ -100,6 +102,7 @@ class Failure:
             return self.headline
 
         detail = self.traceback.rstrip() or self.log.rstrip()
+
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
     def to_json(self) -> dict[str, Any]:
@@ -112,6 +115,7 @@ class Failure:
         missing = sorted(_REQUIRED - values.keys())
         if wrong or missing:
             raise ValueError(f"not a failure record: {wrong or missing}")
+
         return Failure(**values)
 
 
@@ -188,6 +192,7 @@ def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
         candidates = [end for end in exits.values() if not end.clean]
 
     failures = [end.failure for end in candidates if end.failure is not None]
+
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
@@ -219,6 +224,7 @@ def examine(scene: Scene, code: int, seen: float) -> Exit:
         phase=view.phase if view else None,
         log=_last_lines(scene.log, scene.log_began),
     )
+
     return Exit(code, seen, complete)
 
 
@@ -326,4 +332,5 @@ def _free_bytes(path: str) -> int:
         status = os.statvfs(path)
     except OSError:
         return 0
+
     return status.f_bavail * status.f_frsize

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 REQUEST = "dump-request"
+
+# How often a rank looks for a request.
 POLL_S = 0.5
 
-# Collectives that torch keeps.
+# How many collectives torch keeps.
 ENTRIES = 2000
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -61,6 +63,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
 
 def write(folder: Path, rank: int, request: str = "") -> None:
     """Write this rank's collectives, as the answer to `request`."""
+    # Renamed when complete: the launcher never reads half an answer.
     staged = folder / f"flight-{rank}.json.tmp"
     staged.write_text(json.dumps({"request": request, "entries": recorded()}))
     os.replace(staged, folder / f"flight-{rank}.json")
@@ -83,6 +86,7 @@ def recorded() -> list[dict[str, Any]]:
 
 def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
+    # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
     request = str(time.time_ns())
     staged = folder / f"{REQUEST}.tmp"
     staged.write_text(request)
@@ -133,6 +137,7 @@ class Collective:
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
     lines = []
+    # The most telling explanation first: a mismatch makes ranks wait, and so does a rank that is missing.
     for name, history in sorted(_by_group(dumps).items()):
         found = _mismatch(history) or _missing(history) or _stuck(history)
         if found:
@@ -188,6 +193,7 @@ def _missing(history: History) -> str | None:
     if waited is None:
         return None
 
+    # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
     inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
     late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
     if not late:
@@ -195,6 +201,7 @@ def _missing(history: History) -> str | None:
 
     verb = "waits" if len(inside) == 1 else "wait"
     lasts = [f"{_ranks([rank])} never entered it ({_last(history[rank])})" for rank in late]
+
     return f"{_ranks(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
 
 

@@ -96,6 +96,7 @@ def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
     for _ in range(ranks - sum(given.values())):
         room = [number for number, count in counts.items() if given[number] < count.most]
         given[min(room, key=lambda number: given[number])] += 1
+
     return given
 
 
@@ -160,6 +161,7 @@ def _range(text: str, between: str) -> tuple[int, int]:
     match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
     if not match:
         return 0, 0
+
     return int(match[1]), int(match[2] or match[1])
 
 

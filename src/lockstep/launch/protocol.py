@@ -143,7 +143,7 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """The node will soon be told to start this many ranks."""
+    """The node will soon start this many ranks, and can import torch for them now."""
 
     count: int
 
@@ -223,6 +223,7 @@ def decode(line: bytes) -> Message:
     if kind is None:
         raise ValueError("a message of unknown kind")
 
+    # Exactly the fields of the dataclass, each of its type.
     wanted = {item.name: _TYPES[str(item.type)] for item in fields(kind)}
     if wanted.keys() != values.keys():
         raise ValueError(f"{kind.__name__} with the fields {sorted(values)}")
@@ -309,6 +310,8 @@ class Connection:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+
+        # The beginning of a message of which the rest has not arrived, and what the socket has not taken yet.
         self._unread = b""
         self._unsent = b""
         self.last_received = now
@@ -338,6 +341,7 @@ class Connection:
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
+        # A message ends with a newline; what follows the last one is incomplete.
         ended = self._read()
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LARGEST:
@@ -444,6 +448,7 @@ class Hub:
 
 def claim(join: str) -> socket.socket | None:
     """Bind the meeting point. Returns None if it belongs to another node, or to another process of this one."""
+    # Only this address is bound, not all of the machine's.
     host, port = parse_join(join)
     family, _, _, _, address = _resolve(join, host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -452,6 +457,7 @@ def claim(join: str) -> socket.socket | None:
         listener.bind(address)
         listener.listen(128)
     except OSError as error:
+        # Another node's address, or one that is taken here: this node follows.
         listener.close()
         if error.errno in _NOT_OURS:
             return None
@@ -468,8 +474,9 @@ def claim(join: str) -> socket.socket | None:
 def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
     """Connect to the coordinating node, which may not have been started yet."""
     host, port = parse_join(join)
+    # Nodes may be started in any order: retry, and say so once.
     began = time.monotonic()
-    told = False
+    announced = False
     why = ""
     while time.monotonic() - began < CONNECT_S:
         try:
@@ -478,8 +485,8 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
         except OSError as error:
             why = error.strerror or str(error)
 
-        if not told and time.monotonic() - began > 1.0:
-            told = True
+        if not announced and time.monotonic() - began > 1.0:
+            announced = True
             say(f"lockstep: no answer from {join} yet ({why}); trying for {CONNECT_S / 60:.0f} minutes")
 
         time.sleep(0.2)

@@ -81,6 +81,7 @@ def newest_unfinished(name: str) -> Path | None:
     ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
     runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
+
     return max(unfinished, key=lambda run: (run / "metrics.jsonl").stat().st_mtime, default=None)
 
 
@@ -158,6 +159,7 @@ def lock(run: Path, patience: float = 10.0) -> Any:
     file.truncate(0)
     file.write(f"{os.uname().nodename} {os.getpid()}\n")
     file.flush()
+
     return file
 
 

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+# How often answers are looked for.
 _POLL_S = 0.05
+
+# Lines of faulthandler's output.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
@@ -32,6 +35,7 @@ def register(path: Path) -> None:
 
     It works while the main thread hangs in C++ and holds the GIL: faulthandler runs no Python.
     """
+    # The file stays open for as long as the process lives: faulthandler keeps only its descriptor.
     file = path.open("a")
     faulthandler.enable(file)
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
@@ -42,6 +46,8 @@ class Frame:
     """One line of a stack."""
 
     file: str
+
+    # Text, because faulthandler writes ??? for a line that it does not know.
     line: str
     function: str
 
@@ -89,6 +95,7 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     for rank, text in sorted(stacks.items()):
         if frames := main_thread(text):
             groups.setdefault(frames, []).append(rank)
+
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
 
 
@@ -107,6 +114,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 def line_of(frames: tuple[Frame, ...]) -> str:
     """Return the one line to look at: the user's own if there is one, or else the most recent."""
+    # Deep inside a library the most recent frame says little; the user's line says what was being done.
     users = [frame for frame in frames if frame.users]
     return str((users or frames)[0])
 
@@ -135,6 +143,7 @@ def _size(path: Path) -> int:
 def _read_from(path: Path, offset: int) -> str:
     if not path.exists():
         return ""
+
     with path.open("rb") as file:
         file.seek(offset)
         return file.read().decode(errors="replace")
@@ -144,6 +153,8 @@ def _short(file: str) -> str:
     """Shorten a path: relative to this package, to site-packages, or to the working directory."""
     if file.startswith(_PACKAGE):
         return "lockstep/" + file.removeprefix(_PACKAGE)
+
     if "-packages/" in file:
         return file.rpartition("-packages/")[2]
+
     return file.removeprefix(os.getcwd() + "/")

@@ -4,8 +4,15 @@ Events go in, commands come out; time is an argument, and nothing here starts a 
 ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
-`JobStateMachine` has the phases and their transitions. It uses `Cluster` (the nodes, and how many ranks each should
-run), `Attempt` (the ranks that run now) and `Restarts` (whether a failure is followed by another attempt).
+`JobStateMachine` has the phases and their transitions:
+
+    GATHER --all nodes are here--> RUN --all ranks finished--> OVER
+    RUN --no rank advances--> ASK --stacks are here--> RUN, or STOP if it is a hang
+    RUN, ASK --signal, resize or new node--> PREEMPT --all ranks saved--> OVER or GATHER
+    RUN, ASK, PREEMPT --failure--> STOP --all ranks are gone--> GATHER (the next attempt) or OVER
+
+It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
+(whether a failure is followed by another attempt).
 """
 
 from __future__ import annotations
@@ -39,29 +46,31 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.watchdog import Limits, Watchdog
 
-# How long nodes may take to come.
+# How long the job waits for its nodes.
 GATHER_S = 300.0
 
-# After a node came or went, others may follow.
+# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
 SETTLE_S = 3.0
 
-# After an error, how long to wait for the one that caused it.
+# After an exception, how long to wait for the failure that caused it: a peer's death may be noticed later.
 OTHERS_S = 1.0
 
-# Without a step, before the screen says so.
+# How long no rank advances before the screen says so.
 WARN_S = 45.0
 
-# From the first rank that has stopped on request to the last.
+# How long the other ranks may take when the first has stopped on request.
 TOGETHER_S = 20.0
 
-# Nodes send a heartbeat every second.
+# A node that is silent for longer may be about to turn out lost: it sends a heartbeat every second.
 QUIET_S = 2.0
 
-# For killed ranks to be gone.
+# How long nodes have to report that their killed ranks are gone.
 STOP_S = 10.0
 
-# For nodes to answer with stacks.
+# How long nodes have to answer with stacks.
 STACKS_S = 5.0
+
+# The window in which restarts are counted.
 HOUR_S = 3600.0
 
 # A rank slot that fails so often without a new checkpoint is dropped, if the job may shrink.
@@ -75,18 +84,25 @@ TIMES_IN_A_ROW = 3
 class Settings:
     """The part of the task's configuration that concerns the launcher, once rank 0 has read it."""
 
+    # Of the watchdog.
     limits: Limits = field(default_factory=Limits)
+
+    # Whether a hang is followed by a restart (hang.action).
     restart_hangs: bool = True
+
+    # Restarts within an hour; 0 means never.
     per_hour: int = 10
 
-    # Seconds to save and stop.
+    # Seconds that ranks have to save and stop.
     grace: float = 600.0
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Settings:
+        """Return the settings from the parts `hang` and `restart` of a configuration; missing ones have defaults."""
         hangs = values.get("hang", {})
         restart = values.get("restart", {})
         limits = {name: float(hangs[name]) for name in ("first", "least", "factor") if name in hangs}
+
         return Settings(
             limits=Limits(**limits),
             restart_hangs=hangs.get("action", "restart") == "restart",
@@ -99,12 +115,14 @@ class Settings:
 class Situation:
     """The state of the job at the moment of a failure."""
 
-    # The newest checkpoint when the attempt began.
+    # The newest checkpoint's step when the attempt began, and now. Equal ones mean no progress.
     started_from: int | None
-    saved: int | None  # and now
+    saved: int | None
 
-    # The signal that asked the job to stop.
+    # The signal that asked the job to stop, if there was one.
     stop_request: str | None
+
+    # Why the remaining nodes are not enough, if they are not.
     too_few_nodes: str | None
 
 
@@ -114,18 +132,20 @@ class Restarts:
     def __init__(self) -> None:
         self.total = 0
 
-        # When the restarts of the last hour happened.
+        # The times of the restarts within the last hour.
         self._recent: deque[float] = deque()
 
-        # Rank slot, and the newest checkpoint then.
+        # The rank slot that failed last, with the newest checkpoint at that time, and how often that has repeated.
         self._last_culprit: tuple[object, int | None] = (None, None)
         self._in_a_row = 0
 
     def refusal(self, failure: Failure, now: float, settings: Settings, situation: Situation) -> str | None:
         """Return why the job ends here, or None if it restarts."""
+        # The window slides: restarts of more than an hour ago no longer count.
         while self._recent and now - self._recent[0] > HOUR_S:
             self._recent.popleft()
 
+        # Reasons that hold whatever the settings say.
         if failure.for_user:
             return "the program would say the same again"
 
@@ -135,13 +155,14 @@ class Restarts:
         if situation.too_few_nodes:
             return situation.too_few_nodes
 
+        # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
         if failure.kind == SMALLER:
-            # Requested by micro_batch=auto, and it comes to an end: the sizes only go down.
             return None
 
         if failure.kind == HANG and not settings.restart_hangs:
             return "hang.action is stop"
 
+        # A deterministic program comes to the same exception again, unless it has made progress in between.
         if failure.from_python and situation.saved == situation.started_from:
             return "no checkpoint was saved since the last start, so the same error would come again"
 
@@ -160,15 +181,19 @@ class Restarts:
             return False
 
         self._recent.append(now)
+
+        # A new checkpoint, or another culprit, resets the count.
         self._in_a_row = self._in_a_row + 1 if self._last_culprit == (slot, saved) else 1
         self._last_culprit = (slot, saved)
         if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
             return False
 
         self._in_a_row = 0
+
         return True
 
     def count(self, failure: Failure, settings: Settings) -> str:
+        """Describe the restart that `note` has just counted, for the screen."""
         if failure.kind == SMALLER:
             return "not counted as a restart"
         return f"restart {len(self._recent)} of {settings.per_hour} in an hour"
@@ -183,16 +208,23 @@ class Node:
 
     number: int
     host: str
+
+    # How many ranks it can run.
     count: Count
 
 
 class Cluster:
-    """The nodes that are present, and how many ranks each should run in the next attempt."""
+    """The nodes that are present, and how many ranks each should run in the next attempt.
+
+    `bounds` are those of `--nnodes`.
+    """
 
     def __init__(self, bounds: Count, now: float):
         self.bounds = bounds
         self.nodes: dict[int, Node] = {}
-        self.wanted: dict[int, int] = {}  # node -> ranks
+
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
 
         # When a node last came or went.
         self._changed = now
@@ -209,10 +241,12 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the next attempt."""
         return sum(self.wanted.values())
 
     @property
     def full(self) -> bool:
+        """Whether no further node may join."""
         return len(self.nodes) >= self.bounds.most
 
     @property
@@ -228,10 +262,12 @@ class Cluster:
 
     @property
     def rank_bounds(self) -> Count:
+        """How many ranks the present nodes can run together."""
         counts = [node.count for node in self.nodes.values()]
         return Count(sum(count.least for count in counts), sum(count.most for count in counts))
 
     def resize(self, ranks: int) -> None:
+        """Divide this many ranks over the nodes."""
         counts = {number: node.count for number, node in sorted(self.nodes.items())}
         self.wanted = divide(ranks, counts)
 
@@ -245,20 +281,26 @@ class Cluster:
 
 
 class Attempt:
-    """The ranks of one attempt. `slots` says where each runs: node, and rank on that node."""
+    """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
 
     def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: Limits):
-        slots = [(node, local) for node, count in ranks.items() for local in range(count)]
         self.number = number
+
+        # Rank -> its slot: the node, and the rank on that node. A slot means the same machine in the next attempt,
+        # where a rank's number may be another one.
+        slots = [(node, local) for node, count in ranks.items() for local in range(count)]
         self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
 
-        # The newest checkpoint when it began.
+        # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
+
+        # The ranks that have ended so far.
         self.exits: dict[int, Exit] = {}
         self.watchdog = Watchdog(limits)
 
     @property
     def running(self) -> set[int]:
+        """The ranks that have not ended."""
         return self.slots.keys() - self.exits.keys()
 
     def ranks_on(self, node: int) -> list[int]:
@@ -271,6 +313,7 @@ class Attempt:
 
     @property
     def any_preempted(self) -> bool:
+        """Whether a rank has saved and stopped on request."""
         return any(end.code == PREEMPTED for end in self.exits.values())
 
 
@@ -288,11 +331,16 @@ class Phase(Enum):
     OVER = "over"
 
 
+# Phases in which ranks are running.
 ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
 
 
 class JobStateMachine:
-    """The state of a job. `committed` returns the newest checkpoint's step."""
+    """The state of a job.
+
+    Every public method but `take` is an event; what follows from it are commands, which `take` returns. `committed` is
+    a function that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    """
 
     def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
         self.job = job
@@ -300,19 +348,25 @@ class JobStateMachine:
         self.cluster = Cluster(job.nnodes, now)
         self.settings = Settings()
         self.restarts = Restarts()
-        self.attempt = Attempt(-1, {}, None, self.settings.limits)  # none has begun
+
+        # A placeholder until the first attempt starts, so that there is always one to ask.
+        self.attempt = Attempt(-1, {}, None, self.settings.limits)
+
+        # Every phase but RUN has a deadline; RUN is watched by heartbeats.
         self.phase = Phase.GATHER
-        self._deadline = now + GATHER_S  # of this phase
+        self._deadline = now + GATHER_S
 
         # Node -> when its last heartbeat came.
         self._last_beat: dict[int, float] = {}
 
-        # Nodes that still owe an answer.
+        # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in STOP.
         self._unanswered: set[int] = set()
 
-        # The signal that asked the job to stop.
+        # The first signal that asked the job to stop.
         self._stop_request: str | None = None
-        self._after_stop: Ending | None = None  # None: another attempt
+
+        # How the job ends once all ranks are stopped; None if another attempt follows.
+        self._after_stop: Ending | None = None
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
@@ -327,6 +381,7 @@ class JobStateMachine:
     # Nodes come and go
 
     def joined(self, node: Node, now: float) -> None:
+        """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
         self.cluster.add(node, now)
         if node.number:
             nodes = _number(len(self.cluster.nodes), "node")
@@ -337,6 +392,7 @@ class JobStateMachine:
             self._preempt(now)
 
     def gone(self, number: int, why: str, now: float) -> None:
+        """A node is lost: that is a failure of the attempt if ranks were still running there."""
         node = self.cluster.nodes.get(number)
         if node is None or self.phase is Phase.OVER:
             return
@@ -345,6 +401,7 @@ class JobStateMachine:
         self._last_beat.pop(number, None)
         self._unanswered.discard(number)
 
+        # The failure names the first rank that was lost, for messages and for the count of culprits.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
         failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
         if self.phase in ACTIVE and lost:
@@ -367,6 +424,7 @@ class JobStateMachine:
         missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
             self._say(f"waiting for {_number(missing, 'more node')} at {self.job.join}")
+
         self._start_if_ready(now)
 
     # An attempt
@@ -374,18 +432,23 @@ class JobStateMachine:
     def _start_if_ready(self, now: float) -> None:
         if not self.cluster.ready(now):
             return
+
         self._enter(Phase.RUN)
         ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
         self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.limits)
         self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
+        """A rank has ended: finished, saved and stopped, or failed."""
+        # Messages of an earlier attempt may still arrive.
         if event.attempt != self.attempt.number or self.phase not in ACTIVE:
             return
 
         failure = Failure.from_json(event.failure) if event.failure else None
         end = Exit(event.code, event.seen, failure)
         self.attempt.exits[event.rank] = end
+
+        # Nothing that other ranks may still report can be the reason for this exit.
         if end.is_cause:
             self._fail(root_cause(self.attempt.exits), now)
             return
@@ -409,6 +472,7 @@ class JobStateMachine:
             self._all_exited(now)
 
     def _all_exited(self, now: float) -> None:
+        """End the job, or start the next attempt after a resize or with a new node."""
         if not self.attempt.all_clean:
             self._fail(root_cause(self.attempt.exits), now)
         elif not self.attempt.any_preempted:
@@ -433,6 +497,7 @@ class JobStateMachine:
     # Heartbeats and hangs
 
     def beat(self, node: int, beat: NodeBeat, now: float) -> None:
+        """A node has sent its heartbeat, with those of its ranks and the task's settings."""
         self._last_beat[node] = now
         self.attempt.watchdog.update(node, beat.views)
         if beat.settings:
@@ -448,6 +513,7 @@ class JobStateMachine:
         if self.phase is not Phase.RUN:
             return
 
+        # For a user in front of the screen, long before a limit ends.
         if warning := self.attempt.watchdog.warning(WARN_S):
             self._say(warning)
 
@@ -457,14 +523,17 @@ class JobStateMachine:
             self._send_all(CollectStacks(self.attempt.number))
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
+        """A node has answered with its ranks' stacks; with those of all nodes the hang can be judged."""
         if event.attempt != self.attempt.number or self.phase is not Phase.ASK:
             return
+
         self.attempt.watchdog.learn(event)
         self._unanswered.discard(node)
         if not self._unanswered:
             self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
+        """Fail the attempt if it hangs. It goes back to RUN if some rank has advanced, or compiles."""
         self._enter(Phase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
@@ -473,6 +542,7 @@ class JobStateMachine:
 
     def stop_requested(self, signal: str, now: float) -> None:
         """Have the ranks save and stop. A second Ctrl-C does not wait for them."""
+        # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
         at_once = self._stop_request == signal == "SIGINT"
         self._stop_request = self._stop_request or signal
         if self.phase is Phase.GATHER:
@@ -509,6 +579,7 @@ class JobStateMachine:
         self._send_all(Preempt(self.attempt.number))
 
     def _await_preemption(self, now: float) -> None:
+        """Wait until the ranks have saved and stopped; `tick` kills them when the grace period is over."""
         self._enter(Phase.PREEMPT, now + self.settings.grace)
 
     @property
@@ -516,6 +587,7 @@ class JobStateMachine:
         return 130 if self._stop_request == "SIGINT" else PREEMPTED
 
     def _end_preempted(self) -> None:
+        """End a job that was asked to stop, and say how to resume it."""
         step = self.committed()
         saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
         self._say(f"{saved}; to resume: {self.job.again}")
@@ -532,6 +604,7 @@ class JobStateMachine:
         if now < self._deadline:
             return
 
+        # The deadline of this phase has passed.
         if self.phase is Phase.GATHER:
             found = f"only {_number(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
             self._say(f"{found}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
@@ -544,6 +617,7 @@ class JobStateMachine:
                 self.gone(number, f"vanished: its ranks did not end within {STOP_S:.0f} s", now)
         elif self.attempt.all_clean:
             self._fail(self._overdue(), now)
+        # An exception may come of a node that is about to turn out lost; its loss is then the better reason.
         elif not self._some_node_is_quiet(now):
             self._fail(root_cause(self.attempt.exits), now)
 
@@ -553,6 +627,7 @@ class JobStateMachine:
         first = min(late)
         host = self.cluster.nodes[self.attempt.slots[first][0]].host
         text = f"{_number(len(late), 'rank')} had not stopped in time, and were killed"
+
         return Failure(first, host, time.time(), "SIGKILL", text)
 
     # Failures
@@ -578,6 +653,7 @@ class JobStateMachine:
         self._stop(now)
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
+        """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
         slot = self.attempt.slots.get(failure.rank)
         keeps_failing = self.restarts.note(failure, slot, saved, now)
         if keeps_failing and slot is not None:
@@ -591,8 +667,10 @@ class JobStateMachine:
         self._commands.append(LogEvent(event))
 
     def _what_to_type(self, failure: Failure, saved: int | None) -> str:
+        """Return the command that continues the job, as the end of a sentence, or "" if none would help."""
         if saved is not None:
             return f". To resume: {self.job.again}"
+
         # From its beginning the same program would come to the same error.
         return "" if failure.from_python else f". To start over: {self.job.again}"
 
@@ -611,6 +689,7 @@ class JobStateMachine:
         self._commands.append(LogEvent(event))
 
     def _stop(self, now: float) -> None:
+        """Have all ranks killed. `_after_stop` says what follows when they are gone."""
         self._enter(Phase.STOP, now + STOP_S)
         self._unanswered = self._nodes_of_attempt()
         self._send_all(Stop(self.attempt.number))
@@ -640,6 +719,7 @@ class JobStateMachine:
     # Commands
 
     def _nodes_of_attempt(self) -> set[int]:
+        """Return the nodes that have ranks of this attempt and are still present."""
         return {node for node, _ in self.attempt.slots.values() if node in self.cluster.nodes}
 
     def _send_all(self, message: Message) -> None:

@@ -53,15 +53,16 @@ from lockstep.launch.state_machine import JobStateMachine, Node
 
 __all__ = ["Ending", "supervise"]
 
+# How long a turn of the loop waits for something to happen.
 POLL_S = 0.05
 
 # The coordinating node's number.
 OURS = 0
 
-# On a node: a limit on what another node may make us count to.
+# The most ranks of one node: a limit on what another node may make us count to.
 MOST_RANKS = 4096
 
-# Each asks the job to save and stop.
+# Signals that ask the job to save and stop. Schedulers send the first two, a terminal the third.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -95,7 +96,10 @@ class Signals:
     """Collects signals while it is entered. Only a process's main thread can do that; elsewhere it stays empty."""
 
     def __init__(self) -> None:
+        # Names, in the order in which they came.
         self._received: list[str] = []
+
+        # The handlers to be restored.
         self._before: dict[signal.Signals, object] = {}
 
     def take(self) -> list[str]:
@@ -121,6 +125,7 @@ def say(text: str) -> None:
     # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
+
     print(text, file=sys.stderr, flush=True)
 
 
@@ -133,12 +138,20 @@ class Coordinator:
     def __init__(self, job: Job, name: str, signals: Signals, hub: Hub | None, address: str):
         self._job = job
         self._signals = signals
-        self._hub = hub  # None on a single node
+
+        # The other nodes; None on a single node.
+        self._hub = hub
+
+        # Where the ranks' rendezvous is bound.
         self._address = address
         self._agent = Agent(job, name)
+
+        # This node joins its own job like any other.
         now = time.monotonic()
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
         self._machine.joined(Node(OURS, name, job.nproc), now)
+
+        # Set by the last command.
         self._ending: Ending | None = None
         self._next_beat = now
 
@@ -162,6 +175,7 @@ class Coordinator:
         select.select(sockets, [], [], POLL_S)
         now = time.monotonic()
 
+        # Events of this node and of the others.
         for name in self._signals.take():
             self._machine.stop_requested(name, now)
 
@@ -176,6 +190,7 @@ class Coordinator:
             self._next_beat = now + protocol.BEAT_S
             self._beat(now)
 
+        # Time is an event, too; then all commands that have come together are carried out.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
@@ -186,6 +201,7 @@ class Coordinator:
         self._send_to_nodes(NodeBeat())
         self._machine.look(now)
 
+        # `lockstep resize` leaves a file with a number, which is consumed here.
         request = self._job.run_dir / "resize"
         try:
             text = request.read_text().strip()
@@ -225,6 +241,7 @@ class Coordinator:
             found = f"{hello.least}..{hello.most}, beginning with {hello.first}"
             refused = Refused(f"{join}: impossible number of ranks", found, same)
 
+        # The node prints the refusal and ends, and the connection with it.
         if refused:
             hub.send(number, refused)
             return
@@ -341,13 +358,16 @@ def _adopt(spec: dict[str, Any], decided: list[Any]) -> dict[str, Any]:
     """Replace what this node's launcher decided by what the coordinator decided."""
     if "layers" not in spec:
         return spec
+
     others = [layer for layer in spec["layers"] if layer[0] != FROM_LAUNCHER]
     return {**spec, "layers": others + decided}
 
 
 def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[Message]) -> Ending:
+    """Carry out orders and report what happens, until the job ends."""
     next_beat = 0.0
     while True:
+        # The first orders came with the welcome.
         for message in orders:
             if isinstance(message, JobEnded):
                 failure = Failure.from_json(message.failure) if message.failure else None
@@ -358,6 +378,7 @@ def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[M
             else:
                 agent.do(message)
 
+        # A signal at any node is a stop request for the whole job.
         for name in signals.take():
             connection.send(SignalReceived(name))
 

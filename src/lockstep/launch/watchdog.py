@@ -28,7 +28,7 @@ from lockstep.launch.protocol import Stacks
 from lockstep.launch.stacks import Frame, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 
-# Phases in which a rank waits for the others.
+# Phases in which a rank waits for the others: it is never the reason for a hang there.
 WAITING = ("join", "exchange", "agree")
 
 # Phases of every step, which take about as long each time.
@@ -36,13 +36,13 @@ STEADY = ("compute", "exchange", "update", "agree")
 # Phases without a history in this process, and user code, which may do something long once in a while.
 UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
 
-# Times `least`, for the other phases: they read and write files.
+# The least limit, times `least`, of phases that are neither steady nor unknown: they read and write files.
 PATIENT = 6.0
 
-# Times `least`, for a rank that uses the processor or a disk, or while no rank waits for another.
+# The least limit, times `least`, of a rank that uses the processor or a disk, and of all while no rank waits.
 AT_WORK = 12.0
 
-# A process may be stopped for a moment, or be dead before its launcher has looked.
+# For how long a process must be seen stopped or dead. It may be stopped for a moment, or its exit be reported soon.
 STOPPED_S = 3.0
 
 # How long a rank that compiles is left alone, before it is asked again.
@@ -54,7 +54,7 @@ AWAY_S = 3.0
 # frame.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
-# Ranks described in a message.
+# How many ranks are described in a message.
 NAMED = 8
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "Z": "dead", "": "gone"}
 
@@ -63,12 +63,12 @@ STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stop
 class Limits:
     """Seconds without a heartbeat (`hang.first`, `hang.least`), and `hang.factor`."""
 
-    # A phase that has not been seen before: compiling, connecting, reading for the first time.
+    # For a phase that has not been seen before: compiling, connecting, reading for the first time.
     first: float = 900.0
-    least: float = 5.0
 
-    # Times the longest stay so far.
+    # For a phase that has been seen: so many times the longest stay, and never less than `least`.
     factor: float = 5.0
+    least: float = 5.0
 
 
 # One rank
@@ -84,9 +84,9 @@ class RankView:
 
     # The letter in /proc/PID/stat; "" when there is no such process.
     state: str
-    beats: int
 
-    # Seconds since the last heartbeat.
+    # The fields of its heartbeat; `age` is in seconds since the last one.
+    beats: int
     age: float
     step: int
     steps: int
@@ -103,6 +103,7 @@ class RankView:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RankView:
         """Return the view. Raises ValueError unless `values` is what `to_json` makes: it comes from another machine."""
+        # The types are those of the annotations above, where every int is a float, too.
         number = (int, float)
         types = {"int": int, "str": str, "float": number, "dict[str, float]": dict}
         wanted = {spec.name: types[str(spec.type)] for spec in dataclasses.fields(RankView)}
@@ -126,6 +127,7 @@ class RankView:
 
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     """Read a rank's heartbeat and process state. Returns None for a process that is gone and never had a heartbeat."""
+    # A process without a heartbeat has not come that far: it counts as starting, since it was forked.
     state = _state(pid)
     seen = heartbeat.read(folder / f"heartbeat-{rank}")
     if seen is None and not state:
@@ -154,7 +156,9 @@ def _seconds_since_start(pid: int) -> float:
     fields = _stat(pid)
     if not fields:
         return 0.0
+
     uptime = float(Path("/proc/uptime").read_text().split()[0])
+
     return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
@@ -178,7 +182,9 @@ class Suspicion:
 def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes."""
     working = [view for view in views if not view.finished]
-    if any(view.state == "t" for view in working):  # in a debugger
+
+    # In a debugger: a person is looking at the job already.
+    if any(view.state == "t" for view in working):
         return None
 
     # A stopped or dead process is the reason by itself, whatever the others do.
@@ -193,6 +199,7 @@ def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
 
     last = min(working, key=lambda view: view.age)
     limit = max(_patience(view, working, limits) for view in working)
+
     return Suspicion(f"no rank has advanced for {last.age:.1f} s (limit {limit:.1f} s)", odd_ranks(working), working)
 
 
@@ -201,6 +208,7 @@ def _patience(view: RankView, views: list[RankView], limits: Limits) -> float:
     limit = limit_of(view, views, limits)
     none_waits = not any(other.phase in WAITING for other in views)
     busy = view.phase not in WAITING and view.state in ("R", "D")
+
     return max(limit, AT_WORK * limits.least) if busy or none_waits else limit
 
 
@@ -216,11 +224,13 @@ def limit_of(view: RankView, views: list[RankView], limits: Limits) -> float:
         least, alike = PATIENT * limits.least, {view.phase}
 
     longest = max(other.longest.get(phase, 0.0) for other in views for phase in alike)
+
     return max(least, limits.factor * longest)
 
 
 def odd_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: those that do not wait themselves, or are behind."""
+    # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
     odd = [view.rank for view in views if view.phase not in WAITING or view.step < newest]
     if odd:
@@ -256,10 +266,12 @@ def excuse(suspicion: Suspicion, stacks: dict[int, str], limits: Limits) -> str 
 
 def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[str] = ()) -> Failure:
     """Return a failure that names the odd rank first, then where the others wait, then `collectives`."""
+    # If the phases do not tell who is odd, the stacks may. Without either the longest silence is named.
     groups = group(stacks)
     odd = suspicion.odd or _smallest(groups)
     culprit = suspicion.view(odd[0]) if odd else max(suspicion.views, key=lambda view: view.age)
     detail = [*_stacks_of(odd, suspicion, stacks), *_groups_of(groups, odd, suspicion), *collectives]
+
     return Failure(
         rank=culprit.rank,
         host=culprit.host,
@@ -338,10 +350,16 @@ class HangDetector:
 
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
+
+        # Since when the launcher has looked without a long break, and when it looked last.
         self._watched_since = -math.inf
         self._last_look = -math.inf
+
+        # No suspicion before this time: some rank was found compiling.
         self._quiet_until = -math.inf
-        self._halted: dict[int, float] = {}  # rank -> since when
+
+        # Rank -> since when it was seen stopped or dead.
+        self._halted: dict[int, float] = {}
 
     def look(self, views: list[RankView], now: float | None = None) -> Suspicion | None:
         now = time.monotonic() if now is None else now
@@ -363,6 +381,7 @@ class HangDetector:
         reason = excuse(suspicion, stacks, self.limits)
         if reason:
             self._quiet_until = self._last_look + COMPILING_S
+
         return reason
 
     def _observed(self, view: RankView, now: float) -> RankView:
@@ -376,9 +395,15 @@ class Watchdog:
 
     def __init__(self, limits: Limits):
         self._detector = HangDetector(limits)
-        self._views: dict[int, list[RankView]] = {}  # by node
-        self._suspicion: Suspicion | None = None
+
+        # Node -> its ranks, as of its last heartbeat.
+        self._views: dict[int, list[RankView]] = {}
+
+        # Whether the screen says that no rank advances.
         self._warned = False
+
+        # The present suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
+        self._suspicion: Suspicion | None = None
         self._stacks: dict[int, str] = {}
         self._collectives: dict[int, list[dict[str, Any]]] = {}
 
@@ -396,13 +421,15 @@ class Watchdog:
     def suspicious(self, living: Collection[int], now: float) -> bool:
         """Return whether to collect stacks. `living` are the ranks of all nodes that still run."""
         views = [view for view in self._all_views if view.rank in living]
+
+        # Without a view of every rank nothing is certain: the missing one may be at work.
         if len(views) < len(living):
-            # Some have not been seen yet.
             return False
 
         self._suspicion = self._detector.look(views, now)
         self._stacks = {}
         self._collectives = {}
+
         return self._suspicion is not None
 
     def warning(self, age: float) -> str | None:
@@ -416,6 +443,7 @@ class Watchdog:
         view = min(views, key=lambda view: (view.phase in WAITING, view.rank))
         limit = max(limit_of(view, views, self._detector.limits) for view in views)
         where = f"rank {view.rank} has been in phase {view.phase} of step {view.step} for {view.age:.0f} s"
+
         return f"nothing has moved for a while: {where}; the limit is {limit:.0f} s"
 
     def learn(self, seen: Stacks) -> None:
@@ -428,6 +456,7 @@ class Watchdog:
         assert self._suspicion is not None
         if self._has_moved(self._suspicion) or self._detector.excused(self._suspicion, self._stacks):
             return None
+
         return explain(self._suspicion, self._stacks, self._differences(self._suspicion))
 
     def _has_moved(self, suspicion: Suspicion) -> bool:

@@ -33,15 +33,18 @@ from lockstep.launch.failure import PREEMPTED
 from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
 
+# How long one request may take to be written to the socket.
 SEND_S = 3.0
 
-# For its imports, from a slow shared disk.
+# How long its imports may take, from a slow shared disk, and how long a fork.
 READY_S = 600.0
-ANSWER_S = 15.0  # for a fork
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+ANSWER_S = 15.0
+
+# From <sys/prctl.h>.
+PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
 
-# Meant for the launcher or for a rank.
+# Signals that are meant for the launcher or for a rank, never for the zygote.
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 Work = Callable[[dict[str, Any]], None]
@@ -53,15 +56,15 @@ class Zygote:
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
 
-        # Whether its imports are done.
+        # Whether its imports are done. Requests wait here until then, with the files that belong to them.
         self.ready = False
-
-        # Requests that were not sent yet, with their files.
         self._waiting: list[tuple[bytes, list[int]]] = []
-        self._unanswered = 0
 
-        # When the oldest unanswered request was made.
+        # Requests without an answer, and since when: a zygote that does not answer in time is killed.
+        self._unanswered = 0
         self._since = time.monotonic()
+
+        # The beginning of a line of which the rest has not arrived.
         self._unread = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(SEND_S)
@@ -97,11 +100,13 @@ class Zygote:
         """Drop the requests that were not sent yet."""
         for _, fds in self._waiting:
             _close(fds)
+
         self._unanswered -= len(self._waiting)
         self._waiting.clear()
 
     def poll(self) -> list[dict[str, int]]:
         """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        # A zygote that is stopped, or stuck in an import, answers no request.
         if self.alive and self._unanswered:
             limit = ANSWER_S if self.ready else READY_S
             if time.monotonic() - self._since > limit:
@@ -110,6 +115,7 @@ class Zygote:
         if not self.alive:
             return []
 
+        # Read everything that is there; no data means that the process has ended.
         while select.select([self._socket], [], [], 0)[0]:
             data = self._receive()
             if not data:
@@ -129,6 +135,7 @@ class Zygote:
             self._send()
 
         self._unanswered -= sum("code" not in report for report in reports)
+
         return reports
 
     def kill(self) -> None:
@@ -204,6 +211,8 @@ def _serve(control: socket.socket, work: Work) -> None:
         _report(control, {"ready": os.getpid()})
         while True:
             readable, _, _ = select.select([control, woken], [], [])
+
+            # First the dead, then new requests: a rank of the next attempt must not be reaped with the last one's.
             if woken in readable:
                 os.read(woken, 4096)
                 _reap(control, children)
@@ -211,6 +220,8 @@ def _serve(control: socket.socket, work: Work) -> None:
             if control in readable:
                 request, fds = _next_request(control)
                 pid = os.fork()
+
+                # The rank keeps nothing of the zygote's.
                 if pid == 0:
                     _close([control.detach(), woken, bell])
                     _become(request, fds, work)
@@ -236,9 +247,11 @@ def _report(control: socket.socket, values: dict[str, int]) -> None:
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    # The files come with the first byte; the rest of the request is plain data.
     head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
     head += _read_exactly(control, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
+
     return json.loads(_read_exactly(control, length)), fds
 
 
@@ -295,9 +308,11 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     try:
         die_with_parent()
 
-        # A process group of its own: a signal to it reaches the loader processes, and no other rank.
+        # A process group of its own: a signal to it reaches the rank's loader processes, and no other rank.
         os.setsid()
         _reset_signals()
+
+        # Exactly the environment of the request, whatever the imports have added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
         os.environ[worker.LIFELINE] = str(fds[0])
@@ -311,6 +326,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
 
+        # From here on signals that were sent in the meantime are delivered.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)
         worker.main(request["spec"], work)
     except BaseException:

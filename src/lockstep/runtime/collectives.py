@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-# bytes: for a smaller tensor the message costs more than its contents.
+# Bytes. For a smaller tensor the message costs more than its contents, so several travel together.
 SMALL = 2**16
 
 
@@ -39,6 +39,7 @@ class Collectives:
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
         """Show the launcher where this rank waits for the others."""
+        # The phase returns to what it was, so that the time of a collective is not counted as that of its caller.
         before = self.heartbeat.phase
         self.heartbeat.beat("agree")
         self.heartbeat.set_detail(collective)
@@ -50,10 +51,12 @@ class Collectives:
         """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code."""
         if self.world.alone:
             return [value]
+
         with self._waiting_in("gather_json"):
             return self._gather_json(value)
 
     def _gather_json(self, value: Any) -> list[Any]:
+        # Lengths first: ranks do not know how much the others have to say.
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
@@ -64,6 +67,7 @@ class Collectives:
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in range(self.world.size)]
         dist.all_gather(parts, padded, group=self.group)
+
         return [json.loads(bytes(part[:size].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
@@ -71,6 +75,7 @@ class Collectives:
         if not self.world.alone:
             with self._waiting_in("sum"):
                 dist.all_reduce(values, group=self.group)
+
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -95,6 +100,8 @@ class Collectives:
                 parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
                 sent = torch.cat(parts) if len(parts) > 1 else parts[0]
                 dist.broadcast(sent, group=self.group, group_src=source)
+
+                # A single contiguous tensor was received in place; the others are copied out of the message.
                 for tensor, part in zip(batch, sent.split([len(part) for part in parts]), strict=True):
                     if part.data_ptr() != tensor.data_ptr():
                         tensor.detach().copy_(part.view(tensor.dtype).view_as(tensor))

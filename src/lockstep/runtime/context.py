@@ -152,6 +152,7 @@ def join(
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id, timeout=timeout
     )
+
     return backend
 
 
@@ -164,6 +165,7 @@ def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
     """NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory."""
     if device.type != "cuda":
         return "gloo"
+
     # More ranks than GPUs that this one sees: they share some, or each was given one of its own to see.
     doubtful = world.local_size > torch.cuda.device_count()
     return "gloo" if doubtful and share_devices(world, device_name(device), store) else "nccl"
@@ -179,6 +181,7 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
         store.set("complete", "")
 
     store.wait(["complete"])
+
     return store.add("shared", 0) > 0
 
 
@@ -265,6 +268,7 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
         torch.set_num_threads(asked)
     elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
         torch.set_num_threads(max(1, available_cores() // world.local_size))
+
     return torch.get_num_threads()
 
 

@@ -41,7 +41,7 @@ class DeviceHeartbeat(Heartbeat):
         # When the device began the present phase; None: it is not timed.
         self._entered: Event | None = None
 
-        # phase, its begin, its end.
+        # Phases that the device has not finished yet: name, begin, end.
         self._unread: deque[tuple[str, Event, Event]] = deque()
         super().__init__(path)
 

@@ -37,7 +37,7 @@ PHASES = (
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 # The layout of the file.
-# beats, time of the last one, step, steps ended by this process, phase.
+# Beats, time of the last one, step, steps ended by this process, phase.
 _HEAD = struct.Struct("<QdqqB")
 _DETAIL = struct.Struct("<64s")
 
@@ -142,6 +142,7 @@ def read(path: Path) -> View | None:
 
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
     longest = _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size)
+
     return View(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),

@@ -16,6 +16,7 @@ def available_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of host memory that are still free; where the system does not say (macOS), all there are."""
+    # Linux counts what it could reclaim from caches, too.
     known = Path("/proc/meminfo")
     if known.exists():
         for line in known.read_text().splitlines():
@@ -27,7 +28,9 @@ def available_memory() -> int:
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, or that the driver lists."""
+    # As CUDA reads it: an empty list, or -1, hides all GPUs.
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip() and part.strip() != "-1"])
+
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

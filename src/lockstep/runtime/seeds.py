@@ -11,6 +11,7 @@ import torch
 
 def derive(seed: int, stream: str, *keys: int) -> int:
     """Return a 63-bit seed that is a pure function of the arguments, stable over platforms and versions."""
+    # A cryptographic hash, not Python's: neighbouring keys must give unrelated streams.
     text = f"{seed}/{stream}/" + "/".join(map(str, keys))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -33,5 +34,6 @@ def seed_everything(value: int) -> None:
 
 def seed_host(value: int) -> None:
     """Seed the generators of `random` and numpy."""
+    # numpy takes 32 bits.
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

@@ -28,4 +28,5 @@ def detect(env: Mapping[str, str]) -> World | None:
         world = read(env)
         if world is not None:
             return replace(world, environment=name)
+
     return None

@@ -36,6 +36,7 @@ def read(env: Mapping[str, str]) -> World | None:
         )
 
     port = whole_number(env, "MASTER_PORT", _port(env))
+
     return World(
         rank=rank,
         size=tasks,
@@ -69,6 +70,7 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
+
     return counts
 
 
