@@ -82,6 +82,7 @@ class Fault:
 
     def due(self, phase: str, step: int, rank: int) -> bool:
         """Return whether the fault happens now, and count it if so."""
+        # A returned kind has one home, whether the phase is given or not.
         home = RETURNED.get(self.how, self.phase)
         here = home in (None, phase) and self.rank in (None, rank) and self.step in (None, step)
         return here and self._claim()
@@ -95,6 +96,7 @@ class Fault:
 
 def _created(path: Path) -> bool:
     """Create the file. Returns whether it was this process that did."""
+    # Exclusive creation is atomic between processes, also over restarts.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
@@ -160,6 +162,7 @@ def fire(phase: str, step: int) -> str | None:
 
     A kind that only the caller can carry out (`RETURNED`) is returned; it can only be one that belongs to `phase`.
     """
+    # The usual case, in every phase of every step: no faults, and no time lost.
     if _faults == []:
         return None
 
@@ -177,6 +180,7 @@ def fire(phase: str, step: int) -> str | None:
 
 def install(heartbeat: Any) -> None:
     """Have every beat of this rank carry out the faults that are due. Without faults nothing is installed."""
+    # A misspelt phase must not go unnoticed.
     faults = planned()
     check_phases(faults, heartbeat.spent)
     if faults:

@@ -43,9 +43,11 @@ def fail_at(
     if times == "default":
         times = None if how == "slow" else 1
 
+    # Checked before anything is changed.
     fault = Fault(how, rank, step, phase, times, seconds)
     before = os.environ.get(faults.VARIABLE)
     earlier = faults.from_text(before or "[]")
+    # Ranks are other processes: the faults reach them in the environment, and their count is kept in files.
     with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as marks:
         added = _marked([fault], Path(marks))
         os.environ[faults.VARIABLE] = faults.to_text([*earlier, *added])

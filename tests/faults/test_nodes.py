@@ -45,7 +45,7 @@ def test_nodes_form_one_world(nodes, tmp_path):
     assert [(tmp_path / f"0-{rank}").read_text().split()[1] for rank in (0, 1)] == ["00", "10"]
 
 
-def test_a_failure_on_one_node_is_told_on_all_and_restarted(nodes, tmp_path):
+def test_a_failure_on_one_node_is_shown_on_all_and_restarted(nodes, tmp_path):
     both = nodes(2, "me.note()\nif me.attempt == 0:\n if me.rank == 1: me.kill()\n time.sleep(600)")
     assert [node.wait() for node in both] == [0, 0]
     for node in both:
@@ -79,7 +79,7 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     until(lambda: not alive(ranks[1]))
 
 
-def test_a_job_that_may_goes_on_with_fewer_nodes_and_welcomes_new_ones(nodes, tmp_path):
+def test_a_job_may_continue_with_fewer_nodes_and_welcome_new_ones(nodes, tmp_path):
     code = "me.note(str(me.world)); me.train(0 if (me.run_dir / 'enough').exists() else 600)"
     first, second = nodes(2, code, (1, 2))
     attempt = int(until(lambda: sorted(tmp_path.glob("?-1")))[0].name[0])  # 1 if the second came late: a busy machine
@@ -118,7 +118,7 @@ def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     assert first.process.poll() is second.process.poll() is None
 
 
-def test_noise_at_the_meeting_point_hurts_nobody(nodes, tmp_path):
+def test_noise_at_the_meeting_point_does_no_harm(nodes, tmp_path):
     (first,) = nodes(1)
     port = int(first.process.args[-1].partition("127.0.0.1:")[2].partition('"')[0])
     for noise in (

@@ -28,7 +28,7 @@ PREEMPTED = Preempted.CODE
 # The only exception that does not repeat itself after a restart.
 SMALLER = SmallerMicroBatch.__name__
 
-# Of a rank's log that are shown.
+# How many lines of a rank's log are shown.
 LOG_LINES = 10
 
 # Kinds of failures that are neither an exception nor a signal.
@@ -65,7 +65,7 @@ class Failure:
     message: str
     traceback: str = ""
 
-    # The message says what to do: no traceback needed.
+    # Whether the message says what to do; then no traceback is shown.
     for_user: bool = False
     step: int | None = None
     phase: str | None = None
@@ -129,7 +129,7 @@ def stamp(error: BaseException) -> None:
     clear which error caused the other.
     """
 
-    # An exception class that takes no attributes.
+    # Some exception classes take no attributes.
     with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
 
@@ -187,6 +187,7 @@ def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
     A killed process leaves no record, and its peers record their complaints within milliseconds: time alone would
     blame one of them.
     """
+    # Ranks that certainly did not fail because of another one, or else all that failed.
     candidates = [end for end in exits.values() if end.is_cause]
     if not candidates:
         candidates = [end for end in exits.values() if not end.clean]
@@ -216,6 +217,7 @@ def examine(scene: Scene, code: int, seen: float) -> Exit:
         return Exit(code, seen)
 
     failure = _read_record(scene) or _without_record(scene, code, seen)
+    # The record knows the error; where the rank was is in its heartbeat.
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
     complete = replace(
         failure,
@@ -271,6 +273,7 @@ def _crash_stack(scene: Scene) -> str:
     except OSError:
         return ""
 
+    # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
     frames = stacks.main_thread(text)
     if not frames:
         return ""
@@ -318,7 +321,7 @@ def _memory_files() -> list[Path]:
 
     found = []
     for _, controllers, group in groups:
-        # Control groups version 2.
+        # Version 2 has one group for all controllers, version 1 has one for each.
         if not controllers:
             found += [root / group.strip("/") / "memory.events", root / "memory.events"]
         elif "memory" in controllers.split(","):

@@ -78,6 +78,7 @@ def refuse_another_run(run: Path, resume: str) -> None:
 
 def newest_unfinished(name: str) -> Path | None:
     """Return the folder that was written to last, among those of this name that hold no summary."""
+    # Only names that `new_run_dir` gives: other runs may begin with the same word.
     ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
     runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
@@ -95,6 +96,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def run_of(path: Path) -> Path:
     """Return the run folder that `path`, a run or one of its checkpoints, belongs to."""
+    # A checkpoint may have been copied elsewhere, and then it belongs to no run.
     if is_checkpoint(path) and path.resolve().parent.name == "checkpoints":
         return path.resolve().parent.parent
 
@@ -112,6 +114,7 @@ def prepare(run: Path) -> None:
     """Make the folder, and check that it can be written to."""
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
+        # The only way to find out is to write: permissions do not tell about full or read-only disks.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -211,6 +214,7 @@ def ask_for_size(run: Path, count: int) -> None:
             f"resume it: --nproc {count} --resume {run}",
         )
 
+    # Renamed when complete: the launcher looks for the file once a second.
     staged = run / ".resize.tmp"
     staged.write_text(f"{count}\n")
     staged.rename(run / "resize")

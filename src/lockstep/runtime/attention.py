@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 
 HOPPER = (9, 0)
 
-# On Hopper; a call that one kernel cannot do goes to the next.
+# The order on Hopper: a call that one kernel cannot do goes to the next.
 BEST = ("cudnn", "flash", "efficient", "math")
 
 
@@ -48,6 +48,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         yield
         return
 
+    # Imported late: most runs leave the choice to torch.
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {

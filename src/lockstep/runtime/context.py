@@ -25,7 +25,7 @@ from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
 
-# Of a collective; NCCL's own is less than compiling may take.
+# The least timeout of a collective. NCCL's default is less than compiling may take.
 LEAST_PATIENCE = timedelta(minutes=30)
 
 # How often the ranks have compared their devices, for a fresh name in the store each time.
@@ -61,6 +61,7 @@ class Runtime:
         if self.world.alone:
             return True
 
+        # Each rank counts its own visits: the n-th visit of one meets the n-th visit of all others.
         store = dist.distributed_c10d._get_default_store()
         time = store.add(f"{point}/times/{self.world.rank}", 1)
         store.set(f"{point}/{time}/{self.world.rank}", "here")
@@ -85,12 +86,13 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         torch.cuda.set_device(device)
 
     _set_numerics(config, device)
+
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
     heartbeat.beat("join")
 
-    # By a script, which will also destroy the group.
+    # A script may have made the process group itself. It will also destroy it.
     joined = dist.is_initialized()
     if joined:
         _check_joined(world)
@@ -102,6 +104,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
 
     try:
         with ExitStack() as contexts:
+            # Left in the opposite order: signals are handled until everything else is restored.
             notice = contexts.enter_context(handle_signals())
             if device.type == "cuda":
                 contexts.enter_context(_own_stream(device))
@@ -111,6 +114,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             contexts.enter_context(_attention_fastpath(enabled=not config.exact))
             yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
     finally:
+        # The process may train again, with other settings.
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
 
@@ -174,6 +178,7 @@ def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
 def share_devices(world: World, name: str, store: dist.Store) -> bool:
     """Return whether two ranks share a device. Collective: every rank must call it."""
     store = dist.PrefixStore(f"devices/{next(_DEVICE_CHECKS)}", store)
+    # The second rank on a device reports it; the last rank to come lets all of them read the result.
     if store.add(name, 1) > 1:
         store.add("shared", 1)
 
@@ -224,6 +229,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
     than the work.
     """
+    # The two streams wait for each other at both ends, so that no work overtakes other work.
     before = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)
     own.wait_stream(before)

@@ -19,7 +19,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 # a host which runs ahead waits for does not count.
 TIMED = frozenset({"data", "compute", "exchange", "update", "agree", "yours"})
 
-# Stays not yet read: a device that is so far behind hangs.
+# How many phases may wait to be read: a device that is further behind hangs.
 MOST = 512
 
 

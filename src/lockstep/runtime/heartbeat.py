@@ -56,7 +56,7 @@ class View:
     age: float
     step: int
 
-    # Ended by this process: 0 while the first one compiles.
+    # Steps that this process has ended: 0 while the first one compiles.
     steps: int
     phase: str
     detail: str
@@ -71,6 +71,7 @@ class Heartbeat:
         if path is None:
             self._memory = bytearray(SIZE)
         else:
+            # A mapped file outlives the process: the launcher can read it after a crash.
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, SIZE)
             self._memory = mmap.mmap(file, SIZE)
@@ -103,6 +104,8 @@ class Heartbeat:
             self._steps += 1
 
         self._write(now)
+
+        # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
 
@@ -133,6 +136,7 @@ def read(path: Path) -> View | None:
     except FileNotFoundError:
         return None
 
+    # The file exists a moment before it has its size.
     if len(data) < SIZE:
         return None
 

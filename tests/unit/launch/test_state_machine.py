@@ -58,8 +58,8 @@ class Stage:
 
     def exit(self, rank: int, code: int, **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
-        told = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
-        failed = Failure(rank=rank, **told).to_json() if code not in (0, 75) else None
+        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
+        failed = Failure(rank=rank, **values).to_json() if code not in (0, 75) else None
         self.machine.exited(Exited(self.machine.attempt.number, rank, code, time.time(), failed), self.now)
 
     def stop(self, *nodes: int) -> None:
