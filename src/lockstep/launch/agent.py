@@ -168,7 +168,7 @@ class Agent:
             self._zygote.close()
             self._zygote, self._next_zygote = self._next_zygote, None
 
-        # The run's folder may be gone, or on a disk that only this node cannot write to.
+        # The run's folder may have been removed, or be on a disk that this node cannot write to.
         self._current = current = LocalAttempt(start.attempt)
         logs = self._job.run_dir / "logs"
         try:

@@ -212,7 +212,6 @@ def _serve(control: socket.socket, work: Work) -> None:
         while True:
             readable, _, _ = select.select([control, woken], [], [])
 
-            # First the dead, then new requests: a rank of the next attempt must not be reaped with the last one's.
             if woken in readable:
                 os.read(woken, 4096)
                 _reap(control, children)

@@ -34,6 +34,7 @@ def seed_everything(value: int) -> None:
 
 def seed_host(value: int) -> None:
     """Seed the generators of `random` and numpy."""
-    # numpy takes 32 bits.
     random.seed(value)
+
+    # numpy takes 32 bits.
     np.random.seed(value & 0xFFFFFFFF)

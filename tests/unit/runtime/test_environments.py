@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.errors import UserError
 from lockstep.runtime.environments import READERS, detect
 from lockstep.runtime.environments.slurm import FIRST_PORT, PORTS, first_host, tasks_per_node
 from lockstep.runtime.world import World
+from ports import free_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -142,3 +147,32 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("3,2", [3, 2])])
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
+
+
+TASK = """
+import torch, torch.distributed as dist
+from lockstep.runtime.context import join
+from lockstep.runtime.world import World
+world = World.from_env()
+join(world, torch.device("cpu"))
+ranks = torch.tensor([world.rank + 1])
+dist.all_reduce(ranks)
+print(world.rank, world.local_size, int(ranks))
+dist.destroy_process_group()
+"""
+
+
+def test_processes_with_the_variables_of_a_slurm_step_form_a_process_group() -> None:
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    shared |= {"SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TASK],
+            env=env | shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    assert [task.communicate(timeout=120)[0] for task in tasks] == ["0 2 3\n", "1 2 3\n"]
