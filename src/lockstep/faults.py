@@ -29,6 +29,7 @@ PLACES = (
     "latest",  # a checkpoint is renamed, and `latest` does not know
     "committed",  # everything about a checkpoint is done
 )
+
 # Faults that only the calling code can carry out: `fire` returns them, and each belongs to one point.
 RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
 

@@ -47,6 +47,7 @@ def fail_at(
     fault = Fault(how, rank, step, phase, times, seconds)
     before = os.environ.get(faults.VARIABLE)
     earlier = faults.from_text(before or "[]")
+
     # Ranks are other processes: the faults reach them in the environment, and their count is kept in files.
     with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as marks:
         added = _marked([fault], Path(marks))

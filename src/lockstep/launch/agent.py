@@ -231,6 +231,7 @@ class Agent:
     def _preempt(self, current: LocalAttempt) -> None:
         """Ask the ranks to save and stop. Only the ranks themselves: they need their loader processes until then."""
         current.preempted = True
+
         # Before the zygote is ready nothing has begun: the ranks have stopped without ever running.
         if not self._zygote.ready:
             self._zygote.forget()
@@ -284,6 +285,7 @@ class Agent:
         """Take over the zygote's report that a rank has started or ended."""
         if "code" not in report:
             rank.pid = report["pid"]
+
             # Orders that came before the rank existed.
             if current.stopping is not None:
                 rank.kill()

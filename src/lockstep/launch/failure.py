@@ -145,6 +145,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
     )
+
     # Renamed into place, so that the launcher never reads half a record.
     staged = folder / f"rank-{rank}.json.tmp"
     staged.write_text(json.dumps(failure.to_json()))
@@ -217,6 +218,7 @@ def examine(scene: Scene, code: int, seen: float) -> Exit:
         return Exit(code, seen)
 
     failure = _read_record(scene) or _without_record(scene, code, seen)
+
     # The record knows the error; where the rank was is in its heartbeat.
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
     complete = replace(

@@ -25,8 +25,10 @@ POLL_S = 0.5
 
 # How many collectives torch keeps.
 ENTRIES = 2000
+
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
 # Collectives whose inputs must have equal sizes on all ranks.
 EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
@@ -137,6 +139,7 @@ class Collective:
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
     lines = []
+
     # The most telling explanation first: a mismatch makes ranks wait, and so does a rank that is missing.
     for name, history in sorted(_by_group(dumps).items()):
         found = _mismatch(history) or _missing(history) or _stuck(history)
@@ -159,6 +162,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
 
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
+
             # Every rank belongs to the default group, including one that has not entered any of its collectives.
             members = sorted(dumps) if description == "default_pg" else [rank]
             group = groups.setdefault(name, {})

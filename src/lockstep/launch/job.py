@@ -62,6 +62,7 @@ class Job:
 
     # This node's name and address, where its own choice would be wrong.
     host: str | None = None
+
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
     # layers above it.
     entry: str = "lockstep.api:work"
@@ -169,6 +170,7 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     """Append an event to the run's events.jsonl."""
     line = json.dumps({"time": time.time(), **event}, allow_nan=False) + "\n"
     run_dir.mkdir(parents=True, exist_ok=True)
+
     # One line, one write: ranks append to the same file.
     file = os.open(run_dir / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -474,6 +474,7 @@ def claim(join: str) -> socket.socket | None:
 def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
     """Connect to the coordinating node, which may not have been started yet."""
     host, port = parse_join(join)
+
     # Nodes may be started in any order: retry, and say so once.
     began = time.monotonic()
     announced = False

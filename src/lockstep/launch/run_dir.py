@@ -114,6 +114,7 @@ def prepare(run: Path) -> None:
     """Make the folder, and check that it can be written to."""
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
+
         # The only way to find out is to write: permissions do not tell about full or read-only disks.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
@@ -137,6 +138,7 @@ def lock(run: Path, patience: float = 10.0) -> Any:
     locks; there only the owner's token guards the checkpoints.
     """
     file = (run / ".lock").open("a+")
+
     # A predecessor that was just killed releases its lock within moments: try for a while.
     deadline = time.monotonic() + patience
     while True:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+
 # How often answers are looked for.
 _POLL_S = 0.05
 
@@ -23,6 +24,7 @@ _POLL_S = 0.05
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
+
 # Frames that lead to the user's code in every stack, and never explain anything.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
@@ -70,6 +72,7 @@ class Frame:
 def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is stopped."""
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
+
     # Answers are appended: earlier ones end where the file ends now.
     before = {rank: _size(path) for rank, path in files.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
@@ -80,6 +83,7 @@ def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[i
         time.sleep(_POLL_S)
         for rank in sorted(waiting):
             text = _read_from(files[rank], before[rank])
+
             # An answer that has not grown between two looks is complete.
             if text and text == answers[rank]:
                 waiting.discard(rank)
@@ -124,6 +128,7 @@ def _ask(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+
         # A rank that has not registered yet would die of the signal, and a stopped one cannot answer.
         registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
         if not registered or "\nState:\tT" in status:

@@ -569,6 +569,7 @@ class JobStateMachine:
 
         self._say(f"from {before} to {_number(ranks, 'rank')}: asking the ranks to save")
         self._commands.append(LogEvent({"event": "resize", "from": before, "to": ranks}))
+
         # Nodes can import torch for the new ranks while the present ones still save.
         self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
         if self.phase in (Phase.RUN, Phase.ASK):
@@ -636,6 +637,7 @@ class JobStateMachine:
         """Stop all ranks, and decide whether another attempt follows."""
         assert failure is not None
         saved = self.committed()
+
         # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
         if self._stop_request and (saved is not None or self.attempt.any_preempted) and not failure.for_user:
             self._report(failure, "the job was asked to stop: not restarted")

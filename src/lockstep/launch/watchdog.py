@@ -33,6 +33,7 @@ WAITING = ("join", "exchange", "agree")
 
 # Phases of every step, which take about as long each time.
 STEADY = ("compute", "exchange", "update", "agree")
+
 # Phases without a history in this process, and user code, which may do something long once in a while.
 UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
 
@@ -50,12 +51,15 @@ COMPILING_S = 10.0
 
 # A launcher that did not look for so long was stopped or starved itself, and perhaps so were its ranks.
 AWAY_S = 3.0
+
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model that runs has no such
 # frame.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
 # How many ranks are described in a message.
 NAMED = 8
+
+# The letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "Z": "dead", "": "gone"}
 
 
@@ -363,6 +367,7 @@ class HangDetector:
 
     def look(self, views: list[RankView], now: float | None = None) -> Suspicion | None:
         now = time.monotonic() if now is None else now
+
         # Ranks are not blamed for time in which the launcher did not look.
         if now - self._last_look > AWAY_S:
             self._watched_since = now
@@ -439,6 +444,7 @@ class Watchdog:
             return None
 
         self._warned = True
+
         # The rank to name is one that does not wait for others, if there is one.
         view = min(views, key=lambda view: (view.phase in WAITING, view.rank))
         limit = max(limit_of(view, views, self._detector.limits) for view in views)

@@ -43,6 +43,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoRetu
             exit_without_teardown(failure.PREEMPTED)
 
         failure.record(folder, rank, error)
+
         # Rank 0 has the terminal, where the launcher prints the first failure.
         if rank != 0:
             traceback.print_exc()
@@ -57,6 +58,7 @@ def _die_with_launcher(alive: int) -> None:
 
     def watch() -> None:
         os.read(alive, 1)
+
         # With its loader processes: each rank leads its own process group.
         os.killpg(os.getpid(), signal.SIGKILL)
 

@@ -165,6 +165,7 @@ class Zygote:
         self.alive = False
         self.forget()
         self._socket.close()
+
         # While it imports, it does not notice that the socket is closed.
         try:
             self._process.wait(timeout=2.0 if self.ready else 0.0)
@@ -180,6 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     """Import everything, then fork ranks until the launcher closes the socket."""
     descriptor, entry, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
+
     # Blocked, not ignored: a rank inherits the mask, and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
 
@@ -337,6 +339,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     # Until the engine handles preemption there is nothing to be saved.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _exit_preempted)
@@ -352,6 +355,7 @@ def _write_to(log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
     # Line by line, so that a killed process leaves its last lines behind.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

@@ -147,10 +147,12 @@ def join(
             timeout=timeout or START_TIMEOUT,
             master_listen_fd=world.listen_fd,
         )
+
         # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     backend = asked if asked != "auto" else _backend_for(world, device, store)
+
     # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
     device_id = device if backend == "nccl" else None
     dist.init_process_group(
@@ -178,6 +180,7 @@ def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
 def share_devices(world: World, name: str, store: dist.Store) -> bool:
     """Return whether two ranks share a device. Collective: every rank must call it."""
     store = dist.PrefixStore(f"devices/{next(_DEVICE_CHECKS)}", store)
+
     # The second rank on a device reports it; the last rank to come lets all of them read the result.
     if store.add(name, 1) > 1:
         store.add("shared", 1)
@@ -304,5 +307,6 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
     if same_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
         # It costs time and changes no result: only for `deterministic`, which asks for it by name.
         torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

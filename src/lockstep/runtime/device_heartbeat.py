@@ -64,6 +64,7 @@ class DeviceHeartbeat(Heartbeat):
     def _leave_phase(self, now: float) -> None:
         on_device = self.spent[self.phase]
         super()._leave_phase(now)
+
         # What the host has just added is not the device's time.
         if self.phase in TIMED:
             self.spent[self.phase] = on_device

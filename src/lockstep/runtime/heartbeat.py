@@ -36,12 +36,11 @@ PHASES = (
 )
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
-# The layout of the file.
-# Beats, time of the last one, step, steps ended by this process, phase.
+# The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
 _HEAD = struct.Struct("<QdqqB")
-_DETAIL = struct.Struct("<64s")
 
-# The longest stay in each phase so far, without the first ones.
+# Then the detail, as text, and the longest stay in each phase so far, without the first ones.
+_DETAIL = struct.Struct("<64s")
 _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
@@ -81,9 +80,15 @@ class Heartbeat:
         self.phase = "start"
         self.beats = 0
         self.spent = dict.fromkeys(PHASES, 0.0)
-        self.hook: Callable[[int, str], None] | None = None  # fault injection
+
+        # Called with the step and the phase at every beat: fault injection.
+        self.hook: Callable[[int, str], None] | None = None
+
+        # The longest stay in each phase, and how often it was entered.
         self._longest = dict.fromkeys(PHASES, 0.0)
         self._visits = dict.fromkeys(PHASES, 0)
+
+        # Steps ended by this process, and since when it is in the present phase.
         self._steps = 0
         self._since = time.monotonic()
         self._write(self._since)
@@ -119,6 +124,7 @@ class Heartbeat:
         self.spent[phase] += stayed
         self._since = now
         self._visits[phase] += 1
+
         # The first visits compile, allocate and connect: they say nothing about later ones.
         if stayed > self._longest[phase] and self._visits[phase] > 2:
             self._longest[phase] = stayed

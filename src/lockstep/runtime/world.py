@@ -18,6 +18,7 @@ class World:
     master_addr: str | None = None
     master_port: int | None = None
     listen_fd: int | None = None
+
     # Which reader of `runtime.environments` made it. Not part of a comparison: a rank is the same rank, whatever
     # started it.
     environment: str = field(default="none", compare=False)
