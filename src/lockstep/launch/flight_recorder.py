@@ -185,7 +185,7 @@ def _mismatch(history: History) -> str | None:
                 seen.setdefault(done[number].signature, []).append(rank)
 
         if len(seen) > 1:
-            parts = [f"{_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
+            parts = [f"{listed(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
             return f"collective {number} differs: {'; '.join(parts)}"
 
     return None
@@ -204,9 +204,9 @@ def _missing(history: History) -> str | None:
         return None
 
     verb = "waits" if len(inside) == 1 else "wait"
-    lasts = [f"{_ranks([rank])} never entered it ({_last(history[rank])})" for rank in late]
+    lasts = [f"{listed([rank])} never entered it ({_last(history[rank])})" for rank in late]
 
-    return f"{_ranks(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
+    return f"{listed(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
 
 
 def _stuck(history: History) -> str | None:
@@ -232,7 +232,8 @@ def _last(done: dict[int, Collective]) -> str:
     return f"its last was {newest}, {done[newest]}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def listed(ranks: list[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2"."""
     noun = "ranks" if len(ranks) > 1 else "rank"
     return f"{noun} {', '.join(map(str, ranks))}"
 

@@ -340,8 +340,8 @@ def _groups_of(groups: list[tuple[tuple[Frame, ...], list[int]]], odd: list[int]
 
         phases = sorted({suspicion.view(rank).phase for rank in ranks})
         count = "1 rank waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait"
-        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        lines.append(f"{count} at: {line_of(frames)} ({listed}), phase {', '.join(phases)}")
+        named = flight_recorder.listed(ranks)
+        lines.append(f"{count} at: {line_of(frames)} ({named}), phase {', '.join(phases)}")
 
     return lines
 
