@@ -22,7 +22,7 @@ ROWS = [
     {"engine"},
     {"targets"},
     {"api"},
-    {"worker", "classic"},
+    {"classic"},
     {"verify"},
     {"cli"},
 ]

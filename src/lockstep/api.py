@@ -146,6 +146,17 @@ def typed_again(command: Sequence[str], arguments: Sequence[str], resume: Sequen
     return again
 
 
+def work(spec: dict[str, Any]) -> None:
+    """Run a launcher's job in this process, which is one of its ranks (`launch.job.Job.entry` names this function)."""
+    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
+    layers = [(source, values) for source, values in spec["layers"]]
+    if "task" in spec:
+        fit_shipped(spec["task"], layers)
+    else:
+        sys.argv = [spec["target"]]
+        run_target(spec["target"], layers)
+
+
 def run_target(target: str, layers: list[Layer]) -> None:
     """In this process: a task's run, or a script's own loop."""
     if targets.is_script(target):

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
+"""Injected faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
 
 The description travels in the environment, since the ranks are other processes. How often a fault has already
 happened is kept in files, since a rank that was killed comes back knowing nothing.
@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_FAULTS"
 
-# Beside the phases of a heartbeat, a fault may happen in these places.
+# In addition to the phases of a heartbeat, a fault may happen at these points.
 PLACES = (
     "loss",  # a loss has been computed
     "write",  # a checkpoint's file is half written
@@ -29,58 +29,101 @@ PLACES = (
     "latest",  # a checkpoint is renamed, and `latest` does not know
     "committed",  # everything about a checkpoint is done
 )
-# What only the code at the place itself can do wrong: `fire` returns these, and each belongs to one place.
+
+# Faults that only the calling code can carry out: `fire` returns them, and each belongs to one point.
 RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
 
 
 @dataclass
 class Fault:
-    """`None` for rank, step or phase: any. `times` counts over all ranks and restarts; None: every time."""
+    """A fault and the moment at which it happens. `None` for rank, step or phase means any."""
 
     how: str
     rank: int | None = None
     step: int | None = None
     phase: str | None = None
+
+    # Counted over all ranks and restarts; None: every time.
     times: int | None = 1
     seconds: float | None = None  # for "slow"
-    marks: str | None = None  # the folder that knows how often it has happened; None: each process counts for itself
+
+    # The folder that counts how often it has happened; None: each process counts for itself.
+    marks: str | None = None
     _untried: Iterator[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        asked = f"a fault with how={self.how!r}"
         if self.how not in HOW:
-            raise UserError(asked, "no such fault", f"use one of: {', '.join(HOW)}")
+            raise UserError(
+                f"how={self.how!r} is not a fault", f"faults are {', '.join(HOW)}", f"use one of: {', '.join(HOW)}"
+            )
+
         if (self.how == "slow") != (self.seconds is not None):
-            raise UserError(asked, f"seconds={self.seconds}", 'give seconds=0.5 to how="slow", and only to it')
+            raise UserError(
+                'a fault with how="slow", and no other, has seconds',
+                f"how={self.how!r} with seconds={self.seconds}",
+                'give seconds=0.5 to how="slow", and only to it',
+            )
+
         home = RETURNED.get(self.how)
         if home and self.phase not in (None, home):
-            raise UserError(asked, f"phase={self.phase!r}", f"leave phase out, or use phase={home!r}")
+            raise UserError(
+                f"the fault how={self.how!r} can only happen in phase={home!r}",
+                f"phase={self.phase!r}",
+                f"leave phase out, or use phase={home!r}",
+            )
+
         if self.times is not None and self.times < 1:
-            raise UserError(asked, f"times={self.times}", "use a count from 1, or times=None for every time")
+            raise UserError(
+                f"a fault cannot happen times={self.times}",
+                f"how={self.how!r}",
+                "use a count from 1, or times=None for every time",
+            )
+
         self._untried = iter(range(self.times or 0))
 
     def due(self, phase: str, step: int, rank: int) -> bool:
+        """Return whether the fault happens now, and count it if so."""
+        # A returned kind has one home, whether the phase is given or not.
         home = RETURNED.get(self.how, self.phase)
         here = home in (None, phase) and self.rank in (None, rank) and self.step in (None, step)
         return here and self._claim()
 
     def _claim(self) -> bool:
-        """Take one of the `times`, against all other ranks that try the same."""
+        """Take one of the `times`, in competition with all other ranks."""
         if self.times is None:
             return True
         return any(self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
 
 
+def _created(path: Path) -> bool:
+    """Create the file. Returns whether it was this process that did."""
+    # Exclusive creation is atomic between processes, also over restarts.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+
+    return True
+
+
+# The environment variable
+
+
 def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
-    """A phase that never comes would be a fault that never happens, and a test that proves nothing."""
+    """Refuse a phase that never comes: the fault would never happen, and its test would prove nothing."""
     known = [*phases, *PLACES]
     for fault in faults:
         if fault.phase is not None and fault.phase not in known:
-            raise UserError(f"a fault in phase={fault.phase!r}", "no such phase", f"use one of: {', '.join(known)}")
+            raise UserError(
+                f"phase={fault.phase!r} of a fault does not exist",
+                f"a fault with how={fault.how!r}",
+                f"use one of: {', '.join(known)}",
+            )
 
 
 def to_text(faults: Collection[Fault]) -> str:
-    """The environment variable's value: a JSON list of objects with the fields of `Fault`."""
+    """Return the environment variable's value: a JSON list of objects with the fields of `Fault`."""
     names = [spec.name for spec in dataclasses.fields(Fault) if spec.init]
     return json.dumps([{name: getattr(fault, name) for name in names} for fault in faults])
 
@@ -90,10 +133,11 @@ def from_text(text: str) -> list[Fault]:
         return [Fault(**fields) for fields in json.loads(text)]
     except (ValueError, TypeError) as error:
         fix = f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'"""
-        raise UserError(f"{VARIABLE}={text}", str(error), fix) from None
+        raise UserError(f"{VARIABLE}={text} is not a list of faults", str(error), fix) from None
 
 
-_faults: list[Fault] | None = None  # None: the environment has not been read
+# None: the environment has not been read.
+_faults: list[Fault] | None = None
 
 
 def reset() -> None:
@@ -103,10 +147,15 @@ def reset() -> None:
 
 
 def planned() -> list[Fault]:
+    """Return the faults of the environment, which is read once."""
     global _faults
     if _faults is None:
         _faults = from_text(os.environ.get(VARIABLE) or "[]")
+
     return _faults
+
+
+# In the ranks
 
 
 def fire(phase: str, step: int) -> str | None:
@@ -114,8 +163,10 @@ def fire(phase: str, step: int) -> str | None:
 
     A kind that only the caller can carry out (`RETURNED`) is returned; it can only be one that belongs to `phase`.
     """
+    # The usual case, in every phase of every step: no faults, and no time lost.
     if _faults == []:
         return None
+
     rank = int(os.environ.get("RANK", "0"))
     returned = None
     for fault in planned():
@@ -124,24 +175,17 @@ def fire(phase: str, step: int) -> str | None:
                 returned = fault.how
             else:
                 ACTS[fault.how](fault)
+
     return returned
 
 
 def install(heartbeat: Any) -> None:
-    """From now on every beat of this rank may be its last. Without faults nothing is installed."""
+    """Have every beat of this rank carry out the faults that are due. Without faults nothing is installed."""
+    # A misspelt phase must not go unnoticed.
     faults = planned()
     check_phases(faults, heartbeat.spent)
     if faults:
         heartbeat.hook = lambda step, phase: fire(phase, step)
-
-
-def _created(path: Path) -> bool:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return False
-    return True
 
 
 def _signal(number: int) -> Callable[[Fault], None]:

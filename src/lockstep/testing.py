@@ -35,16 +35,20 @@ def fail_at(
     times: int | Literal["default"] | None = "default",
     seconds: float | None = None,
 ) -> Iterator[None]:
-    """Ranks started inside fail like this. May be nested, for several faults.
+    """Make ranks that are started inside the block fail. Blocks may be nested, for several faults.
 
     A fault that never happened is an error at the end of the block: such a test would prove nothing.
     `times` counts over all ranks and all restarts: by default once, for "slow" every time, which is `times=None`.
     """
     if times == "default":
         times = None if how == "slow" else 1
+
+    # Checked before anything is changed.
     fault = Fault(how, rank, step, phase, times, seconds)
     before = os.environ.get(faults.VARIABLE)
     earlier = faults.from_text(before or "[]")
+
+    # Ranks are other processes: the faults reach them in the environment, and their count is kept in files.
     with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as marks:
         added = _marked([fault], Path(marks))
         os.environ[faults.VARIABLE] = faults.to_text([*earlier, *added])
@@ -53,29 +57,34 @@ def fail_at(
             yield
         finally:
             _restore(before)
-        if fault.times is not None and not any(Path(marks).rglob("fired-*")):
-            raise AssertionError(f"the fault never happened: no rank came to {_place(fault)}")
 
-
-def _place(fault: Fault) -> str:
-    wanted = {"rank": fault.rank, "step": fault.step, "phase": fault.phase}
-    return ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None) or "any place"
+        happened = any(Path(marks).rglob("fired-*"))
+        if fault.times is not None and not happened:
+            raise AssertionError(f"the fault never happened: no rank came to {_moment(fault)}")
 
 
 def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
-    """The same as environment variables, for a process that you start yourself.
+    """Return the faults as environment variables, for a process that you start yourself.
 
-    `marks` is a folder of yours that keeps how often each fault has happened; a new one for every test.
+    `marks` is a folder of yours that keeps how often each fault has happened; use a new one for every test.
     """
     return {faults.VARIABLE: faults.to_text(_marked(list(planned), marks))}
 
 
 def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
+    """Give each fault a folder of its own, in which all ranks count how often it has happened."""
     faults.check_phases(planned, PHASES)
     marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
     for fault in marked:
         Path(str(fault.marks)).mkdir(parents=True)
+
     return marked
+
+
+def _moment(fault: Fault) -> str:
+    wanted = {"rank": fault.rank, "step": fault.step, "phase": fault.phase}
+    parts = [f"{name} {value}" for name, value in wanted.items() if value is not None]
+    return ", ".join(parts) or "any phase"
 
 
 def _restore(before: str | None) -> None:
@@ -83,4 +92,5 @@ def _restore(before: str | None) -> None:
         del os.environ[faults.VARIABLE]
     else:
         os.environ[faults.VARIABLE] = before
+
     faults.reset()

@@ -26,10 +26,10 @@ class Launcher:
     def __init__(self, run_dir: Path, code: str, name: str = "node", **job: Any):
         run_dir.mkdir(exist_ok=True)
         self.run_dir, self._output = run_dir, run_dir / f"{name}.txt"
-        told = {"code": code, "run_dir": str(run_dir), **job}
+        described = {"code": code, "run_dir": str(run_dir), **job}
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "puppet.py"), json.dumps(told)],
+                [sys.executable, str(HERE / "puppet.py"), json.dumps(described)],
                 env=os.environ | {"PYTHONPATH": MODULES},
                 stdout=output,
                 stderr=output,

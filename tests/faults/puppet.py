@@ -4,10 +4,8 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-from lockstep import worker
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime.heartbeat import Heartbeat
 
@@ -42,7 +40,7 @@ class Puppet:
         time.sleep(600)
 
     def train(self, seconds: float = 600.0) -> None:
-        """Until asked to leave: then save and leave, as the engine does."""
+        """Train until a stop request, then save and stop, as the engine does."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.heartbeat.beat("compute")
@@ -57,27 +55,24 @@ def play(spec):
     exec(spec["code"], {"me": me, "os": os, "sys": sys, "time": time, "UserError": UserError})
 
 
-main = partial(worker.main, work=play)
-
-
 if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
     import json
 
     from lockstep.launch.job import Count, Job
     from lockstep.launch.supervisor import supervise
 
-    told = json.loads(sys.argv[1])
-    nproc, nnodes = Count(*told.pop("nproc")), Count(*told.pop("nnodes", (1, 1)))
+    described = json.loads(sys.argv[1])
+    nproc, nnodes = Count(*described.pop("nproc")), Count(*described.pop("nnodes", (1, 1)))
     try:
         ending = supervise(
             Job(
-                {"code": told["code"], "run_dir": told["run_dir"], "again": "type it again"},
-                Path(told["run_dir"]),
+                {"code": described["code"], "run_dir": described["run_dir"], "again": "type it again"},
+                Path(described["run_dir"]),
                 nproc,
                 nnodes,
-                told.get("join"),
-                told.get("host"),
-                worker="puppet",
+                described.get("join"),
+                described.get("host"),
+                entry="puppet:play",
                 preload=(),
             )
         )

@@ -26,17 +26,17 @@ def test_eight_three_five_one(tmp_path: Path) -> None:
     assert undisturbed.code == 0, undisturbed.output
     assert "1 to 8 ranks" in undisturbed.output
     folder = tmp_path / "elastic"
-    left: Ended | None = None
-    for nproc, leaves_after, kill in (
+    stopped: Ended | None = None
+    for nproc, stops_after, kill in (
         (8, 7, None),
         (3, 12, Fault("kill", rank=1, step=10, phase="exchange")),
         (5, 17, None),
     ):
-        faults = (Fault("term", rank=0, step=leaves_after, phase="compute"), *([kill] if kill else []))
-        left = train(folder, *WORDS, "--resume", "auto", nproc=nproc, faults=faults)
-        assert left.code == 75, left.output
-        assert ("SIGKILL" in left.output) == (kill is not None)
-    assert left is not None
+        faults = (Fault("term", rank=0, step=stops_after, phase="compute"), *([kill] if kill else []))
+        stopped = train(folder, *WORDS, "--resume", "auto", nproc=nproc, faults=faults)
+        assert stopped.code == 75, stopped.output
+        assert ("SIGKILL" in stopped.output) == (kill is not None)
+    assert stopped is not None
     ended = train(folder, *WORDS, "--resume", "auto", nproc=1)
     assert ended.code == 0, ended.output
     assert "written by 5 ranks" in ended.output

@@ -32,13 +32,13 @@ CASES = {
 }
 MORE = {"nan": ("nonfinite.policy=stop",), "killed-while-saving": ("checkpoint.asynchronous=false",)}
 WHAT_MUST_BE_SAID = {
-    "killed": ("rank 1", "step 12", "phase exchange", "SIGKILL", "To go on: lockstep train"),
-    "killed-while-saving": ("rank 0", "step 10", "phase snapshot", "SIGKILL", "To go on: lockstep train"),
-    "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To go on"),
-    "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To go on"),
-    "exit": ("rank 1", "step 12", "phase compute", "ended with code 3", "To go on"),
-    "stopped": ("rank 1", "step 12", "phase compute", "stopped by a signal", "To go on"),
-    "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To go on"),
+    "killed": ("rank 1", "step 12", "phase exchange", "SIGKILL", "To resume: lockstep train"),
+    "killed-while-saving": ("rank 0", "step 10", "phase snapshot", "SIGKILL", "To resume: lockstep train"),
+    "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To resume"),
+    "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To resume"),
+    "exit": ("rank 1", "step 12", "phase compute", "ended with code 3", "To resume"),
+    "stopped": ("rank 1", "step 12", "phase compute", "stopped by a signal", "To resume"),
+    "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To resume"),
     "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
     "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training continues", "step-00000005"),
 }

@@ -19,10 +19,10 @@ def run(tmp_path, monkeypatch):
     """Run a job here and now."""
     monkeypatch.setenv("PYTHONPATH", MODULES)
 
-    def run(code: str, nproc: int | Count = 2, worker: str = "puppet") -> Ending:
+    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play") -> Ending:
         count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
-        return supervise(Job(spec, tmp_path, count, worker=worker, preload=()))
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=()))
 
     return run
 
@@ -41,7 +41,7 @@ def launch(tmp_path):
         launcher.end()
 
 
-def test_every_rank_gets_its_place_and_its_log(run, tmp_path, monkeypatch):
+def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     code = f"print(' '.join(os.environ[k] for k in {names}), 'LOCKSTEP_LISTEN_FD' in os.environ)"
@@ -78,11 +78,11 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
 
 
 def test_a_rank_ends_as_any_python_process_does(launch, tmp_path):
-    """Threads are waited for, those of executors told to go, and exit handlers run. torch's compiler has all three."""
+    """Threads are waited for, those of executors end, and exit handlers run. torch's compiler has all three."""
     code = """
     import atexit, threading
     from concurrent.futures import ThreadPoolExecutor
-    executor = ThreadPoolExecutor(1)  # nobody shuts it down
+    executor = ThreadPoolExecutor(1)  # never shut down
     executor.submit(int).result()
     threading.Thread(target=lambda: (time.sleep(0.2), me.note("a thread"))).start()
     atexit.register(lambda: me.note((me.run_dir / f"0-{me.rank}").read_text() + ", then the handlers"))
@@ -169,24 +169,24 @@ def test_an_exit_code_is_a_failure(run, capfd):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_asked_to_leave_every_rank_saves_first(launch, tmp_path, number, code):
+def test_on_a_stop_request_every_rank_saves_first(launch, tmp_path, number, code):
     launcher = launch("me.note(); me.train()")
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     launcher.signal(number)
     assert launcher.wait() == code
-    assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to go on: type it again")
+    assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to resume: type it again")
     assert events(tmp_path)[-1]["event"] == "preempted"
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_ranks_that_are_asked_one_by_one_have_left_too(launch, tmp_path):
+def test_ranks_that_are_signalled_one_by_one_stop_too(launch, tmp_path):
     launcher = launch("me.note(); me.train()")
     for rank in (0, 1):
         os.kill(pid_of(tmp_path, 0, rank), signal.SIGTERM)
     assert launcher.wait() == 75
 
 
-def test_loader_processes_live_until_their_rank_has_left_and_no_longer(launch, tmp_path):
+def test_loader_processes_live_until_their_rank_has_stopped_and_no_longer(launch, tmp_path):
     code = """
     import subprocess
     loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -216,7 +216,7 @@ def test_a_second_interrupt_does_not_wait(launch, tmp_path):
     assert launcher.wait() == 130
 
 
-def test_asked_before_anything_has_begun(launch, tmp_path):
+def test_a_stop_request_before_anything_has_begun(launch, tmp_path):
     launcher = launch("me.train()")
     until(lambda: (tmp_path / "logs").exists())
     launcher.signal(signal.SIGTERM)
@@ -237,10 +237,10 @@ def test_no_rank_outlives_its_launcher(launch, tmp_path, stopped):
     pids = [*(pid_of(tmp_path, 0, rank) for rank in (0, 1)), launcher.zygote()]
     if stopped:
         os.kill(pids[0], signal.SIGSTOP)
-        os.kill(pids[2], signal.SIGKILL)  # and nobody is left who could stop it
+        os.kill(pids[2], signal.SIGKILL)  # and no process is left that could stop it
     launcher.signal(signal.SIGKILL)
     until(lambda: not any(alive(pid) for pid in pids))
-    if not stopped:  # somebody was left to tidy up
+    if not stopped:  # the zygote was left to clean up
         until(lambda: not Path((tmp_path / "0-0").read_text().split()[1]).exists())
 
 
@@ -257,7 +257,7 @@ def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.watchdog.STOPPED_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 60.0)  # nobody waits for it who can answer
+    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.STOP_S", 0.3)
 
 
@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_made(run, tmp_path):
 
 
 def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
-    ending = run("", worker="no_such_module")
+    ending = run("", entry="no_such_module:work")
     assert (ending.code, ending.restarts) == (1, 0)
     assert "No module named 'no_such_module'" in (text := capfd.readouterr().err)
     assert "it would end the same way" in text
@@ -304,13 +304,13 @@ def test_resize(launch, tmp_path):
     pid_of(tmp_path, 1, 2)
     (tmp_path / "resize").write_text("1")
     assert launcher.wait() == 0
-    assert "held no number: 'many'" in launcher.said
+    assert "must hold a number; it held 'many'" in launcher.said
     assert [(e["from"], e["to"]) for e in events(tmp_path) if e["event"] == "resize"] == [(2, 3), (3, 1)]
     assert [len(list(tmp_path.glob(f"{attempt}-*"))) for attempt in range(3)] == [2, 3, 1]
     assert "restarting" not in launcher.said
 
 
-def test_a_rank_that_keeps_failing_is_left_out(run, tmp_path):
+def test_a_rank_slot_that_keeps_failing_is_dropped(run, tmp_path):
     ending = run("me.note()\nif me.rank == 1: me.kill()\ntime.sleep(600 if me.world == 2 else 0)", Count(1, 2))
     assert (ending.code, ending.restarts) == (0, 3)
     assert {path.name for path in tmp_path.glob("3-?")} == {"3-0"}

@@ -45,7 +45,7 @@ def test_nodes_form_one_world(nodes, tmp_path):
     assert [(tmp_path / f"0-{rank}").read_text().split()[1] for rank in (0, 1)] == ["00", "10"]
 
 
-def test_a_failure_on_one_node_is_told_on_all_and_restarted(nodes, tmp_path):
+def test_a_failure_on_one_node_is_shown_on_all_and_restarted(nodes, tmp_path):
     both = nodes(2, "me.note()\nif me.attempt == 0:\n if me.rank == 1: me.kill()\n time.sleep(600)")
     assert [node.wait() for node in both] == [0, 0]
     for node in both:
@@ -59,7 +59,7 @@ def test_a_signal_at_any_node_reaches_all(nodes, tmp_path):
         pid_of(tmp_path, 0, rank)
     both[1].signal(signal.SIGTERM)
     assert [node.wait() for node in both] == [75, 75]
-    assert all("saved at step 7; to go on: type it again" in node.said for node in both)
+    assert all("saved at step 7; to resume: type it again" in node.said for node in both)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -69,17 +69,17 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     second.signal(how)
     assert first.wait() == 1
     assert "(127.0.0.2) vanished: " in first.said
-    assert "not restarted: 1 node left, and 2 needed. To begin again: type it again" in first.said
+    assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in first.said
     assert not alive(ranks[0])
     if how == signal.SIGSTOP:
-        assert "no sign of life for 5 s" in first.said
+        assert "no heartbeat for 5 s" in first.said
         second.signal(signal.SIGCONT)
         assert second.wait() == 1
         assert "the coordinating node (127.0.0.1:" in second.said
     until(lambda: not alive(ranks[1]))
 
 
-def test_a_job_that_may_goes_on_with_fewer_nodes_and_welcomes_new_ones(nodes, tmp_path):
+def test_a_job_may_continue_with_fewer_nodes_and_welcome_new_ones(nodes, tmp_path):
     code = "me.note(str(me.world)); me.train(0 if (me.run_dir / 'enough').exists() else 600)"
     first, second = nodes(2, code, (1, 2))
     attempt = int(until(lambda: sorted(tmp_path.glob("?-1")))[0].name[0])  # 1 if the second came late: a busy machine
@@ -90,7 +90,7 @@ def test_a_job_that_may_goes_on_with_fewer_nodes_and_welcomes_new_ones(nodes, tm
     (third,) = nodes(1, code, (1, 2))
     assert [first.wait(), third.wait()] == [0, 0]
     assert (tmp_path / f"{attempt + 2}-1").read_text().endswith(" 2")
-    assert "asking the ranks to save, to go on with the new node" in first.said
+    assert "asking the ranks to save, to continue with the new node" in first.said
     assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
 
 
@@ -100,7 +100,7 @@ def test_a_lost_coordinator_is_said_plainly(nodes, tmp_path):
     first.signal(signal.SIGKILL)
     assert second.wait() == 1
     assert "the coordinating node (127.0.0.1:" in second.said
-    assert "To go on, on every node: type it again" in second.said
+    assert "To resume, on every node: type it again" in second.said
     until(lambda: not any(alive(pid) for pid in ranks))
 
 
@@ -118,7 +118,7 @@ def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     assert first.process.poll() is second.process.poll() is None
 
 
-def test_noise_at_the_meeting_point_hurts_nobody(nodes, tmp_path):
+def test_noise_at_the_meeting_point_does_no_harm(nodes, tmp_path):
     (first,) = nodes(1)
     port = int(first.process.args[-1].partition("127.0.0.1:")[2].partition('"')[0])
     for noise in (

@@ -1,4 +1,4 @@
-"""One rank runs out of memory: nobody hangs, and the end says what to type; or the run goes on with less."""
+"""One rank runs out of memory: no rank hangs, and the error says what to type; or the run continues with less."""
 
 import json
 from pathlib import Path

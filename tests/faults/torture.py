@@ -1,4 +1,4 @@
-"""Kill ranks again and again, and compare what is left with a run that nobody disturbed.
+"""Kill ranks again and again, and compare the result with an undisturbed run.
 
 As a benchmark:  python tests/faults/torture.py --kills 200
 """

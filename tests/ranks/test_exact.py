@@ -175,7 +175,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
         (share,) = [share for share, _ in zip(run.shares(), range(1), strict=False)]
 
         def loss(model: nn.Module, batch: Any) -> Loss:
-            waiting.append(len(driver.order.tree.roots))
+            waiting.append(len(driver.hook.tree.roots))
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(share, loss)

@@ -37,7 +37,7 @@ def walk(env, rank=0):
 @pytest.mark.parametrize(
     ("how", "code"), [("kill", -signal.SIGKILL), ("exit", 3), ("segfault", -signal.SIGSEGV), ("term", -signal.SIGTERM)]
 )
-def test_a_rank_ends_where_it_was_told_to(tmp_path, how, code):
+def test_a_rank_ends_at_the_chosen_moment(tmp_path, how, code):
     process = walk(faults_environment(tmp_path / "marks", Fault(how, step=2, phase="compute")))
     out, _ = process.communicate(timeout=60)
     assert process.returncode == code
@@ -97,7 +97,7 @@ def test_faults_nest_and_are_gone_afterwards():
     assert faults.planned() == []
 
 
-def test_without_faults_a_pulse_keeps_no_hook():
+def test_without_faults_a_heartbeat_has_no_hook():
     heartbeat = Heartbeat()
     faults.install(heartbeat)
     assert heartbeat.hook is None
@@ -132,7 +132,7 @@ def test_slow_is_slow_every_time_and_times_none_never_ends():
         ({"how": "kill", "times": 0}, "times=None"),
     ],
 )
-def test_wrong_arguments_are_told_what_is_right(wrong, named):
+def test_errors_for_wrong_arguments_name_the_right_ones(wrong, named):
     with pytest.raises(UserError) as error, fail_at(**wrong):
         pass
     assert named in error.value.fix

@@ -16,7 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
-from lockstep.launch.restarts import Restarts, Settings, Situation
+from lockstep.launch.state_machine import Restarts, Settings, Situation
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall

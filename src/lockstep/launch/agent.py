@@ -1,4 +1,8 @@
-"""One node's ranks: start them, watch them, ask them to leave, stop them."""
+"""The agent of one node: it starts the node's ranks, watches them, asks them to save and stop, and kills them.
+
+It decides nothing. Messages of the coordinator go in (`do`), and messages for the coordinator come out (`poll`,
+`beat`), on the coordinating node and on all others alike.
+"""
 
 from __future__ import annotations
 
@@ -15,283 +19,356 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
-from lockstep.launch import failure, flight_recorder, watchdog
+from lockstep.launch import failure, flight_recorder, stacks, watchdog
 from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
-    AskStacks,
-    Beat,
-    Broke,
+    CollectStacks,
     Exited,
-    Leave,
     Message,
+    NodeBeat,
+    Preempt,
     Prepare,
     Stacks,
     Start,
     Stop,
     Stopped,
+    ZygoteLost,
 )
+from lockstep.launch.run_dir import not_writable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores
 
+# Which attempt a rank belongs to, counted from 0. `observe.run_folder` reads it.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
-STOP_S = 5.0  # for killed ranks to be gone
-STACKS_S = 2.0  # how long ranks have to write their stacks
-COLLECTIVES_S = 2.0  # both together stay below the silence after which a node counts as lost
-ENTRIES = 100  # of the flight recorder, from each rank
+
+# How long killed ranks may take until the zygote has reported their end.
+STOP_S = 5.0
+
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so both
+# together must stay below the silence after which a node counts as lost.
+STACKS_S = 2.0
+COLLECTIVES_S = 2.0
+
+# How many entries of each rank's flight recorder are sent to the coordinator.
+ENTRIES = 100
 
 
 @dataclass
-class Rank:
+class RankProcess:
+    """One rank of this node."""
+
+    # What is needed to examine its end.
     scene: failure.Scene
-    pid: int | None = None  # None until it is started
+
+    # None until the zygote has forked it.
+    pid: int | None = None
     ended: bool = False
 
+    def kill(self) -> None:
+        """Kill the rank with its loader processes, which are in its process group."""
+        if self.pid is None:
+            return
 
-class Round:
-    """The ranks of one attempt on this node, with the folder where they and their launcher meet."""
+        # In its first moment a rank does not lead a group yet, so the process itself is killed, too.
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
 
-    def __init__(self, start: Start):
-        self.attempt = start.attempt
-        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))  # readable by this user alone
-        self.alive, self._lifeline = os.pipe()  # its end is the end of every rank of this attempt
-        self.ranks: dict[int, Rank] = {}
-        self.leaving = self.told = False
-        self.stopping: float | None = None  # since when
+
+class LocalAttempt:
+    """The ranks of one attempt on this node, with the folder that they share with their launcher."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+        # Heartbeats, failure records, stacks and settings. Readable by this user alone.
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+
+        # A pipe to which nothing is written. Ranks read from `alive`; when the other end is closed, by us or by the
+        # kernel because we are dead, they kill themselves.
+        self.alive, self._lifeline = os.pipe()
+        self.ranks: dict[int, RankProcess] = {}
+
+        # Whether the ranks were asked to save and stop.
+        self.preempted = False
+
+        # Since when they are being killed, and whether the coordinator knows that they are gone.
+        self.stopping: float | None = None
+        self.stop_reported = False
 
     @property
-    def living(self) -> list[Rank]:
+    def living(self) -> list[RankProcess]:
         return [rank for rank in self.ranks.values() if not rank.ended]
 
-    def cut(self) -> None:
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of all ranks that were started and have not ended."""
+        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
+
+    def cut_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
 
     def close(self) -> None:
-        self.cut()
+        for rank in self.living:
+            rank.kill()
+
+        self.cut_lifeline()
         os.close(self.alive)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Agent:
+    """The ranks of one node, over all attempts."""
+
     def __init__(self, job: Job, name: str):
-        self._job, self._name = job, name
+        self._job = job
+        self._name = name
+
+        # The number of ranks of the next attempt. A zygote is started at once: it imports torch while nodes gather.
         self._count = job.nproc.first
         self._zygote = self._new_zygote(self._count)
-        self._next: Zygote | None = None  # for another number of ranks, while the present ones still run
-        self._round: Round | None = None
+
+        # A zygote for another number of ranks, which imports while the present ranks still run.
+        self._next_zygote: Zygote | None = None
+        self._current: LocalAttempt | None = None
+
+        # Whether a zygote ended during its imports: a new one would end the same way.
         self._hopeless = False
+
+        # What the next `poll` returns.
         self._events: list[Message] = []
 
-    # What the coordinator wants
+    # Orders of the coordinator
 
     def do(self, message: Message, listener: socket.socket | None = None) -> None:
-        """`listener`: the meeting point, on the node of rank 0. What belongs to a past attempt is left alone."""
+        """Carry out an order. `listener` is the socket of the ranks' rendezvous, on the node of rank 0."""
+        current = self._current
         if isinstance(message, Start):
             self._start(message, listener)
         elif isinstance(message, Prepare):
             self._prepare(message.count)
-        elif self._round is not None and getattr(message, "attempt", None) == self._round.attempt:
-            if isinstance(message, Leave):
-                self._leave(self._round)
+        elif current is not None and getattr(message, "attempt", None) == current.number:
+            if isinstance(message, Preempt):
+                self._preempt(current)
             elif isinstance(message, Stop):
-                self._stop(self._round)
-            elif isinstance(message, AskStacks):
-                self._events.append(_look_inside(self._round))
+                self._stop(current)
+            elif isinstance(message, CollectStacks):
+                self._events.append(_collect_stacks(current))
         elif isinstance(message, Stop):
+            # An attempt that this node knows nothing of has no ranks here.
             self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
-        self._end_round()
+        self._close_attempt()
         self._prepare(start.count)
-        if self._next is not None:
+        if self._next_zygote is not None:
             self._zygote.close()
-            self._zygote, self._next = self._next, None
-        self._round = Round(start)
+            self._zygote, self._next_zygote = self._next_zygote, None
+
+        # The run's folder may have been removed, or be on a disk that this node cannot write to.
+        self._current = current = LocalAttempt(start.attempt)
         logs = self._job.run_dir / "logs"
-        _make(logs)
-        shared = self._environment(start, self._round.folder)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise not_writable(self._job.run_dir, error) from None
+
+        shared = self._environment(start, current.folder)
+
+        # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
         oom_kills = failure.oom_kills()
         for local in range(start.count):
             rank = start.base + local
-            log = logs / f"rank-{rank}.log" if rank else None  # rank 0 has the terminal
+
+            # Rank 0 has the terminal. Logs are appended to over attempts, so remember where this one begins.
+            log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
-            scene = failure.Scene(rank, self._name, self._round.folder, log, began, oom_kills)
-            self._round.ranks[rank] = Rank(scene)
-            fds = [self._round.alive] + ([listener.fileno()] if listener and rank == 0 else [])
+            scene = failure.Scene(rank, self._name, current.folder, log, began, oom_kills)
+            current.ranks[rank] = RankProcess(scene)
+
+            # Rank 0 inherits the open socket of the rendezvous, and the zygote passes it on.
+            fds = [current.alive]
+            if listener and rank == 0:
+                fds.append(listener.fileno())
+
             own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
             self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
 
     def _environment(self, start: Start, folder: Path) -> dict[str, str]:
-        return (
-            flight_recorder.environment(folder)
-            | self._zygote.env
-            | {
-                "WORLD_SIZE": str(start.world),
-                "LOCAL_WORLD_SIZE": str(start.count),
-                "GROUP_RANK": str(start.group),
-                "MASTER_ADDR": start.address,
-                "MASTER_PORT": str(start.port),
-                FOLDER: str(folder),
-                ATTEMPT: str(start.attempt),
-            }
-        )
+        """Return the variables that all ranks of this node share."""
+        rendezvous = {
+            "WORLD_SIZE": str(start.world),
+            "LOCAL_WORLD_SIZE": str(start.count),
+            "GROUP_RANK": str(start.group),
+            "MASTER_ADDR": start.address,
+            "MASTER_PORT": str(start.port),
+            FOLDER: str(folder),
+            ATTEMPT: str(start.attempt),
+        }
+        return flight_recorder.environment(folder) | self._zygote.env | rendezvous
 
     def _prepare(self, count: int) -> None:
-        """torch reads the number of threads when it is imported: another number needs another process."""
+        """Have a zygote for `count` ranks.
+
+        Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
+        """
         self._count = count
-        current = self._next or self._zygote
+        current = self._next_zygote or self._zygote
         if current.alive and current.env == _environment_for(count):
             return
-        if self._next is not None:
-            self._next.close()
-        self._next = self._new_zygote(count)
+
+        if self._next_zygote is not None:
+            self._next_zygote.close()
+
+        self._next_zygote = self._new_zygote(count)
 
     def _new_zygote(self, count: int) -> Zygote:
-        return Zygote(self._job.worker, self._job.preload, _environment_for(count))
+        return Zygote(self._job.entry, self._job.preload, _environment_for(count))
 
-    def _leave(self, current: Round) -> None:
-        """Only the ranks themselves: their loader processes must live until they have left."""
-        current.leaving = True
-        if not self._zygote.ready:  # nothing has begun
+    def _preempt(self, current: LocalAttempt) -> None:
+        """Ask the ranks to save and stop. Only the ranks themselves: they need their loader processes until then."""
+        current.preempted = True
+
+        # Before the zygote is ready nothing has begun: the ranks have stopped without ever running.
+        if not self._zygote.ready:
             self._zygote.forget()
             for number, rank in current.ranks.items():
                 rank.ended = True
-                self._events.append(Exited(current.attempt, number, failure.LEFT, time.time(), None))
-        for rank in current.living:
-            if rank.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(rank.pid, signal.SIGTERM)
+                self._events.append(Exited(current.number, number, failure.PREEMPTED, time.time(), None))
 
-    def _stop(self, current: Round) -> None:
-        """State on disk is consistent at any moment, so there is nothing to wait for."""
+        for pid in current.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _stop(self, current: LocalAttempt) -> None:
+        """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
         current.stopping = time.monotonic()
         self._zygote.forget()
+
+        # Before the zygote is ready no rank exists, and none will be reported.
         if not self._zygote.ready:
             for rank in current.ranks.values():
                 rank.ended = True
-        current.cut()
-        for rank in current.living:
-            _kill(rank)
 
-    # What happens
+        current.cut_lifeline()
+        for rank in current.living:
+            rank.kill()
+
+    # What happens on the node
 
     def poll(self) -> list[Message]:
-        current = self._round
+        """Return what has happened since the last call."""
+        current = self._current
         for report in self._zygote.poll():
             if current is not None and report["rank"] in current.ranks:
                 self._note(current, current.ranks[report["rank"]], report)
+
+        # A zygote that does not report the end of killed ranks is stopped or stuck.
         if current and current.stopping and current.living and time.monotonic() - current.stopping > STOP_S:
-            self._zygote.kill()  # it does not tell how they ended
+            self._zygote.kill()
+
         if not self._zygote.alive and not self._hopeless:
             self._replace_zygote()
-        if current is not None and current.stopping and not current.living and not current.told:
-            current.told = True
-            self._events.append(Stopped(current.attempt))
+
+        if current is not None and current.stopping and not current.living and not current.stop_reported:
+            current.stop_reported = True
+            self._events.append(Stopped(current.number))
+
         events, self._events = self._events, []
+
         return events
 
-    def _note(self, current: Round, rank: Rank, report: Mapping[str, int]) -> None:
+    def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
+        """Take over the zygote's report that a rank has started or ended."""
         if "code" not in report:
             rank.pid = report["pid"]
+
+            # Orders that came before the rank existed.
             if current.stopping is not None:
-                _kill(rank)
-            elif current.leaving:
+                rank.kill()
+            elif current.preempted:
                 os.kill(rank.pid, signal.SIGTERM)
         elif rank.pid == report["pid"]:
-            self._events.append(self.beat())  # with the settings, which may be as young as the rank was
+            # The last heartbeat goes first: it may carry settings that no earlier one had.
+            self._events.append(self.beat())
             rank.ended = True
             end = failure.examine(rank.scene, report["code"], time.time())
-            told = end.failure.to_json() if end.failure else None
-            self._events.append(Exited(current.attempt, rank.scene.rank, end.code, end.seen, told))
+            failed = end.failure.to_json() if end.failure else None
+            self._events.append(Exited(current.number, rank.scene.rank, end.code, end.seen, failed))
 
     def _replace_zygote(self) -> None:
-        """Its ranks have lost their parent: nobody would learn how they end."""
-        pid, began = self._zygote.pid, self._zygote.ready
-        self._hopeless = not began
+        """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
+        pid = self._zygote.pid
+        was_ready = self._zygote.ready
+        self._hopeless = not was_ready
         self._zygote.close()
-        attempt = self._round.attempt if self._round else -1
-        if self._round is not None:
-            for rank in self._round.living:
-                _kill(rank)
+        attempt = -1
+        if self._current is not None:
+            attempt = self._current.number
+            for rank in self._current.living:
+                rank.kill()
                 rank.ended = True
-            self._round.cut()
-        why = "died" if began else "ended before it was ready: what it said is above, or in the terminal of that node"
-        self._events.append(Broke(attempt, f"the process {pid} that starts the ranks on {self._name} {why}", not began))
-        if began:
+
+            self._current.cut_lifeline()
+
+        why = "died" if was_ready else "ended before it was ready: see above, or the terminal of that node"
+        text = f"the process {pid} that starts the ranks on {self._name} {why}"
+        self._events.append(ZygoteLost(attempt, text, self._hopeless))
+        if was_ready:
             self._zygote = self._new_zygote(self._count)
 
-    def beat(self) -> Beat:
-        """Signs of life of all ranks here, and the settings that rank 0 has left."""
-        current = self._round
+    def beat(self) -> NodeBeat:
+        """Return the heartbeats of all ranks here, and the settings that rank 0 has written."""
+        current = self._current
         if current is None:
-            return Beat()
-        seen = [
-            watchdog.view_of(number, self._name, rank.pid, current.folder)
-            for number, rank in current.ranks.items()
-            if rank.pid and not rank.ended
-        ]
-        return Beat([view.to_json() for view in seen if view is not None], _settings(current.folder))
+            return NodeBeat()
+
+        # A rank that has just been forked may have no heartbeat, and no process any more.
+        views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
+
+        return NodeBeat([view.to_json() for view in views if view is not None], _settings(current.folder))
 
     def sockets(self) -> list[Any]:
         return [self._zygote] if self._zygote.alive else []
 
-    def _end_round(self) -> None:
-        if self._round is not None:
-            for rank in self._round.living:
-                _kill(rank)
-            self._round.close()
-            self._round = None
+    def _close_attempt(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
     def close(self) -> None:
-        self._end_round()
+        self._close_attempt()
         self._zygote.close()
-        if self._next is not None:
-            self._next.close()
+        if self._next_zygote is not None:
+            self._next_zygote.close()
 
 
 def _environment_for(count: int) -> dict[str, str]:
-    """Or every rank takes every core."""
+    """Return the environment of `count` ranks, which share the cores unless the user has decided otherwise."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"run_dir={folder.parent}",
-            f"{error.strerror}: {error.filename}",
-            "type run_dir=FOLDER, one that you may write to",
-        ) from None
-
-
-def _look_inside(current: Round) -> Stacks:
-    """Where each living rank is; those that do not answer in time are left out."""
-    pids = {number: rank.pid for number, rank in current.ranks.items() if rank.pid and not rank.ended}
-    stacks = watchdog.collect(current.folder, pids, STACKS_S)
-    answering = [rank for rank, text in stacks.items() if text]
+def _collect_stacks(current: LocalAttempt) -> Stacks:
+    """Return where each living rank is. Ranks that do not answer in time are left out."""
+    found = stacks.collect(current.folder, current.pids, STACKS_S)
+    answering = [rank for rank, text in found.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
+
     return Stacks(
-        current.attempt,
-        {str(rank): text for rank, text in stacks.items()},
+        current.number,
+        {str(rank): text for rank, text in found.items()},
         {str(rank): entries[-ENTRIES:] for rank, entries in recorded.items()},
     )
 
 
-def _kill(rank: Rank) -> None:
-    if rank.pid is not None:
-        for kill in (os.killpg, os.kill):  # in its first moment it leads no group yet
-            with suppress(ProcessLookupError):
-                kill(rank.pid, signal.SIGKILL)
-
-
 def _settings(folder: Path) -> dict[str, Any]:
-    """Empty until rank 0 has read the configuration."""
+    """Return the task's settings, which are empty until rank 0 has read the configuration."""
     try:
         values = json.loads((folder / "settings.json").read_text())
     except (OSError, ValueError):
         return {}
+
     return values if isinstance(values, dict) else {}

@@ -1,4 +1,8 @@
-"""Failures: the first process to fail says so in plain JSON, so that its error is shown first and whole."""
+"""Failures of ranks: the record that a failing rank writes, and what can be said about one that wrote none.
+
+Records are plain JSON files in the attempt's folder. The launcher examines every rank that ended, and picks the root
+cause among the failures, so that the user sees the error that came first and not its consequences.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +22,56 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import stacks
 from lockstep.runtime import heartbeat
 
-LEFT = Preempted.CODE  # the exit code of a rank that has saved and left because it was asked to
-NODE, ZYGOTE, HANG, EXIT = "node", "zygote", "hang", "exit"  # kinds that are neither an exception nor a signal
-SMALLER = SmallerMicroBatch.__name__  # the only exception that does not come again by itself
+# The exit code of a rank that has saved and stopped on request.
+PREEMPTED = Preempted.CODE
+
+# The only exception that does not repeat itself after a restart.
+SMALLER = SmallerMicroBatch.__name__
+
+# How many lines of a rank's log are shown.
 LOG_LINES = 10
+
+# Kinds of failures that are neither an exception nor a signal.
+NODE = "node"
+ZYGOTE = "zygote"
+HANG = "hang"
+EXIT = "exit"
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "rank": int,
+    "host": str,
+    "time": (int, float),
+    "kind": str,
+    "message": str,
+    "traceback": str,
+    "for_user": bool,
+    "step": (int, type(None)),
+    "phase": (str, type(None)),
+    "log": str,
+}
+_REQUIRED = {"rank", "host", "time", "kind", "message"}
 
 
 @dataclass(frozen=True)
 class Failure:
+    """Why an attempt ended: which rank failed, where and when."""
+
     rank: int
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or one of the kinds above
+
+    # The exception's type, the signal's name, or one of the kinds above.
+    kind: str
     message: str
     traceback: str = ""
-    for_user: bool = False  # the message says what to do: no traceback needed
+
+    # Whether the message says what to do; then no traceback is shown.
+    for_user: bool = False
     step: int | None = None
     phase: str | None = None
-    log: str = ""  # the last lines that the rank wrote
+
+    # The last lines that the rank wrote.
+    log: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -43,7 +79,7 @@ class Failure:
 
     @property
     def from_python(self) -> bool:
-        """An exception or an exit code: what the same program would most likely do again."""
+        """Whether it is an exception or an exit code, which the same program would most likely repeat."""
         return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
 
     @property
@@ -51,16 +87,22 @@ class Failure:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
         if self.kind in (NODE, ZYGOTE):
             return f"lockstep: {self.message} ({when})"
+
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
+
         return f"lockstep: rank {self.rank} on {self.host} failed at {where}{when}: {self.kind}: {self.message}"
 
     def text(self) -> str:
-        """The culprit first, then what it left behind, indented."""
+        """Return the headline, then the traceback (or the rank's last log lines), indented."""
         if self.for_user:
             return f"lockstep: {self.message}"
-        if self.kind == SMALLER:  # nothing is wrong with the program
+
+        # A smaller micro-batch is a request, not an error of the program: no traceback.
+        if self.kind == SMALLER:
             return self.headline
+
         detail = self.traceback.rstrip() or self.log.rstrip()
+
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
     def to_json(self) -> dict[str, Any]:
@@ -68,25 +110,32 @@ class Failure:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Failure:
-        """Raises ValueError unless `values` is what `to_json` makes."""
-        kinds = {"rank": int, "host": str, "time": (int, float), "kind": str, "message": str, "traceback": str}
-        kinds |= {"for_user": bool, "step": (int, type(None)), "phase": (str, type(None)), "log": str}
-        required = {"rank", "host", "time", "kind", "message"}
-        wrong = [key for key, value in values.items() if key not in kinds or not isinstance(value, kinds[key])]
-        if wrong or not required <= values.keys():
-            raise ValueError(f"no failure record: {wrong or sorted(required - values.keys())}")
+        """Return the failure. Raises ValueError unless `values` is what `to_json` makes."""
+        wrong = [key for key, value in values.items() if not isinstance(value, _FIELDS.get(key, ()))]
+        missing = sorted(_REQUIRED - values.keys())
+        if wrong or missing:
+            raise ValueError(f"not a failure record: {wrong or missing}")
+
         return Failure(**values)
 
 
+# In the failing rank
+
+
 def stamp(error: BaseException) -> None:
-    """Called where an error is first seen, before this rank leaves the process group: the others notice that, and one
-    that is quicker to record its complaint must not be taken for the cause."""
-    with contextlib.suppress(AttributeError):  # an exception class that takes no attributes
+    """Note the time of an error where it is first seen, before this rank leaves the process group.
+
+    The other ranks notice that it is gone, and one of them may record its complaint first: by the stamps it is still
+    clear which error caused the other.
+    """
+
+    # Some exception classes take no attributes.
+    with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
-    """Called in the failing process, whatever state it is in."""
+    """Write the failure record of this rank."""
     failure = Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -96,76 +145,94 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
     )
+
+    # Renamed into place, so that the launcher never reads half a record.
     staged = folder / f"rank-{rank}.json.tmp"
     staged.write_text(json.dumps(failure.to_json()))
-    os.replace(staged, folder / f"rank-{rank}.json")  # a reader never sees half a record
+    os.replace(staged, folder / f"rank-{rank}.json")
+
+
+# In the launcher
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank ended; `failure` unless it is done, or has left as it was asked to."""
+    """How a rank ended, with its failure unless it finished or stopped on request."""
 
     code: int
-    seen: float  # when its launcher noticed
+
+    # When its launcher noticed.
+    seen: float
     failure: Failure | None = None
 
     @property
-    def well(self) -> bool:
-        return self.code in (0, LEFT)
+    def clean(self) -> bool:
+        return self.code in (0, PREEMPTED)
 
     @property
-    def certain(self) -> bool:
-        """Killed by a signal, and not by its own abort, which may be a consequence of what happened elsewhere; or gone
-        without an exception: whoever loses the others complains about it."""
+    def is_cause(self) -> bool:
+        """Whether this exit cannot be the consequence of another one.
+
+        That holds for ranks killed by a signal, and for ranks that exited without an exception: one that lost its
+        peers raises. SIGABRT is excluded, since a rank may abort because of what happened elsewhere.
+        """
         if self.failure is not None and self.failure.kind == EXIT:
             return True
+
         return self.code < 0 and self.code != -signal.SIGABRT
 
 
-def first(ended: Mapping[int, Exit]) -> Failure | None:
-    """The culprit among the ranks that ended by themselves: one that was killed or is gone without a word, or else
-    whoever failed earliest.
+def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
+    """Return the failure that explains the others: a killed rank's if there is one, or else the earliest.
 
-    Such a process leaves no record, and the others notice within milliseconds that it is gone.
+    A killed process leaves no record, and its peers record their complaints within milliseconds: time alone would
+    blame one of them.
     """
-    killed = [end for end in ended.values() if end.certain]
-    found = killed or [end for end in ended.values() if not end.well]
-    failures = [end.failure for end in found if end.failure is not None]
+    # Ranks that certainly did not fail because of another one, or else all that failed.
+    candidates = [end for end in exits.values() if end.is_cause]
+    if not candidates:
+        candidates = [end for end in exits.values() if not end.clean]
+
+    failures = [end.failure for end in candidates if end.failure is not None]
+
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a launcher knows about a rank that has just ended, and where to look for more."""
+    """What a launcher knows about a rank that has just ended, and where it finds more."""
 
     rank: int
     host: str
     folder: Path
     log: Path | None
-    log_began: int = 0  # the log's size when this rank was started
+
+    # The log's size when this rank was started.
+    log_began: int = 0
     oom_kills_before: int = 0
 
 
 def examine(scene: Scene, code: int, seen: float) -> Exit:
-    """The rank's own record if it left one, else what its exit code and the machine tell."""
-    if code in (0, LEFT):
+    """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
+    if code in (0, PREEMPTED):
         return Exit(code, seen)
-    failure = _recorded(scene) or _unrecorded(scene, code, seen)
+
+    failure = _read_record(scene) or _without_record(scene, code, seen)
+
+    # The record knows the error; where the rank was is in its heartbeat.
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
-    return Exit(
-        code,
-        seen,
-        replace(
-            failure,
-            host=scene.host,
-            step=view.step if view else None,
-            phase=view.phase if view else None,
-            log=_last_lines(scene.log, scene.log_began),
-        ),
+    complete = replace(
+        failure,
+        host=scene.host,
+        step=view.step if view else None,
+        phase=view.phase if view else None,
+        log=_last_lines(scene.log, scene.log_began),
     )
 
+    return Exit(code, seen, complete)
 
-def _recorded(scene: Scene) -> Failure | None:
+
+def _read_record(scene: Scene) -> Failure | None:
     try:
         values = json.loads((scene.folder / f"rank-{scene.rank}.json").read_text())
         return Failure.from_json(values)
@@ -173,20 +240,25 @@ def _recorded(scene: Scene) -> Failure | None:
         return None
 
 
-def _unrecorded(scene: Scene, code: int, seen: float) -> Failure:
+def _without_record(scene: Scene, code: int, seen: float) -> Failure:
+    """Return the failure of a rank that was not able to record one."""
     if code > 0:
         return Failure(scene.rank, scene.host, seen, EXIT, f"ended with code {code}")
-    name, message = signal_name(-code), "ended by this signal"
+
+    name = signal_name(-code)
+    message = "ended by this signal"
     if name == "SIGKILL":
         now = oom_kills()
         message = "killed from outside"
         if now > scene.oom_kills_before:
             message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {now})"
     elif name == "SIGBUS":
-        message = f"a mapped file had no room or no data: /dev/shm has {_free('/dev/shm')} bytes free"
+        # The usual cause: loader processes share batches through /dev/shm, and it is full.
+        message = f"a mapped file had no room or no data: /dev/shm has {_free_bytes('/dev/shm')} bytes free"
     elif name == "SIGSEGV":
         message = "invalid access to memory, in code that is not Python"
-    return Failure(scene.rank, scene.host, seen, name, message, traceback=_stacks(scene))
+
+    return Failure(scene.rank, scene.host, seen, name, message, traceback=_crash_stack(scene))
 
 
 def signal_name(number: int) -> str:
@@ -196,19 +268,26 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def _stacks(scene: Scene) -> str:
-    """Where the process was when it crashed, as faulthandler wrote it: the main thread, most recent call first."""
+def _crash_stack(scene: Scene) -> str:
+    """Return the main thread's stack at the crash, as faulthandler wrote it, most recent call first."""
     try:
         text = (scene.folder / f"stacks-{scene.rank}").read_text(errors="replace")
     except OSError:
         return ""
+
+    # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
     frames = stacks.main_thread(text)
-    return "\n".join([f"at: {stacks.line_of(frames)}", *(f"  {frame}" for frame in frames)]) if frames else ""
+    if not frames:
+        return ""
+
+    return "\n".join([f"at: {stacks.line_of(frames)}", *(f"  {frame}" for frame in frames)])
 
 
 def _last_lines(log: Path | None, began: int) -> str:
+    """Return the last lines that were written to `log` after its first `began` bytes."""
     if log is None:
         return ""
+
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -216,39 +295,47 @@ def _last_lines(log: Path | None, began: int) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+
     return "\n".join(lines[-LOG_LINES:])
 
 
 def oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for memory; 0 where it does not say."""
+    """Return how many processes of this control group the kernel has killed for memory; 0 where it does not say."""
     for path in _memory_files():
         try:
             words = path.read_text().split()
         except OSError:
             continue
+
         if "oom_kill" in words[:-1]:
             return int(words[words.index("oom_kill") + 1])
+
     return 0
 
 
 def _memory_files() -> list[Path]:
-    """The group's own file, or the one at the top as a container sees it; version 2 before version 1."""
-    root, found = Path("/sys/fs/cgroup"), []
+    """Return where the count may be: the group's own file, or the one at the top, which is what a container sees."""
+    root = Path("/sys/fs/cgroup")
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
+
+    found = []
     for _, controllers, group in groups:
+        # Version 2 has one group for all controllers, version 1 has one for each.
         if not controllers:
             found += [root / group.strip("/") / "memory.events", root / "memory.events"]
         elif "memory" in controllers.split(","):
-            found += [root / "memory" / place / "memory.oom_control" for place in (group.strip("/"), "")]
+            found += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
+
     return found
 
 
-def _free(path: str) -> int:
+def _free_bytes(path: str) -> int:
     try:
         status = os.statvfs(path)
     except OSError:
         return 0
+
     return status.f_bavail * status.f_frsize

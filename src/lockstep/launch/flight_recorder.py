@@ -1,10 +1,10 @@
-"""Torch's flight recorder: which collective each rank entered last, for the hang that stacks alone do not explain.
+"""Torch's flight recorder: which collective each rank entered last, for hangs that stacks alone do not explain.
 
-Torch keeps the last collectives of every process in memory. A thread of the rank writes them out when the launcher
-asks, also while the main thread waits in a collective; the launcher compares the ranks. No torch is imported here.
-Plain JSON: torch's other format is a pickle.
+Torch keeps the last collectives of every process in memory. A thread of the rank writes them to a file when the
+launcher asks, even while the main thread waits in a collective; the launcher compares the ranks. This module does not
+import torch, and uses its JSON dumps, because the other format is a pickle.
 
-Tried with gloo; with NCCL in a world of one (tests/gpu), never with several GPUs.
+Limits: tried with gloo, and with NCCL in a world of one (tests/gpu), never with several GPUs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from pathlib import Path
 from typing import Any
 
 REQUEST = "dump-request"
+
+# How often a rank looks for a request.
 POLL_S = 0.5
+
+# How many collectives torch keeps.
 ENTRIES = 2000
+
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
 # Collectives whose inputs must have equal sizes on all ranks.
 EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What makes torch record, and NCCL's watchdog leave its own dump in `folder` when a collective times out."""
+    """Return the variables that make torch record, and NCCL's watchdog dump into `folder` after a timeout."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -41,33 +47,39 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def serve(folder: Path, rank: int) -> None:
-    """Start the thread that answers the launcher."""
-    threading.Thread(target=_answer_for_ever, args=(folder, rank), daemon=True, name="lockstep-flight").start()
+    """Start the thread that answers the launcher's requests."""
+    thread = threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight")
+    thread.start()
 
 
-def _answer_for_ever(folder: Path, rank: int) -> None:
+def _answer_requests(folder: Path, rank: int) -> None:
     answered = ""
     while folder.exists():
         request = _text(folder / REQUEST)
         if request and request != answered:
             answered = request
             write(folder, rank, request)
+
         time.sleep(POLL_S)
 
 
 def write(folder: Path, rank: int, request: str = "") -> None:
+    """Write this rank's collectives, as the answer to `request`."""
+    # Renamed when complete: the launcher never reads half an answer.
     staged = folder / f"flight-{rank}.json.tmp"
     staged.write_text(json.dumps({"request": request, "entries": recorded()}))
     os.replace(staged, folder / f"flight-{rank}.json")
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The last collectives of this process, of all recorders; none if torch has not been imported."""
-    module = sys.modules.get("torch._C._distributed_c10d")  # an import would wait for a main thread that hangs in one
+    """Return the last collectives of this process from all recorders; none if torch has not been imported."""
+    # Not an import: it would block behind a main thread that hangs in one.
+    module = sys.modules.get("torch._C._distributed_c10d")
     entries = []
     for name in RECORDERS:
         if dump := getattr(module, name, None):
             entries += json.loads(dump()).get("entries", [])
+
     return entries
 
 
@@ -75,11 +87,13 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, list[dict[str, Any]]]:
-    """Ask these ranks for their collectives; those that do not answer in time are missing."""
+    """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
+    # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
     request = str(time.time_ns())
     staged = folder / f"{REQUEST}.tmp"
     staged.write_text(request)
     os.replace(staged, folder / REQUEST)
+
     found: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + patience
     while len(found) < len(ranks) and time.monotonic() < deadline:
@@ -88,12 +102,16 @@ def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, 
             answer = json.loads(_text(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
                 found[rank] = answer["entries"]
+
     return found
 
 
 @dataclass(frozen=True)
 class Collective:
-    number: int  # counts up in each process group, equally on all ranks if all is well
+    """One entry of the flight recorder."""
+
+    # Counts up in each process group, equally on all ranks unless something is wrong.
+    number: int
     op: str
     sizes: str
     dtypes: str
@@ -111,7 +129,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """What must be equal on all ranks."""
+        """The part that must be equal on all ranks."""
         return (self.op, self.sizes, self.dtypes) if self.op in EQUAL_SIZES else (self.op,)
 
     def __str__(self) -> str:
@@ -119,15 +137,20 @@ class Collective:
 
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
-    """What the ranks disagree about, a line each; nothing if no collective is under way."""
+    """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
     lines = []
+
+    # The most telling explanation first: a mismatch makes ranks wait, and so does a rank that is missing.
     for name, history in sorted(_by_group(dumps).items()):
         found = _mismatch(history) or _missing(history) or _stuck(history)
-        lines += [f"process group {name}: {found}"] if found else []
+        if found:
+            lines.append(f"process group {name}: {found}")
+
     return lines
 
 
-History = dict[int, dict[int, Collective]]  # rank -> number -> collective
+# Rank -> number -> collective.
+History = dict[int, dict[int, Collective]]
 
 
 def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
@@ -136,48 +159,62 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
         for entry in entries:
             if entry.get("is_p2p"):
                 continue
+
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
-            # every rank belongs to the default group, also one that has not entered any of its collectives
+
+            # Every rank belongs to the default group, including one that has not entered any of its collectives.
             members = sorted(dumps) if description == "default_pg" else [rank]
             group = groups.setdefault(name, {})
             for member in members:
                 group.setdefault(member, {})
+
             collective = Collective.from_entry(entry)
             group[rank][collective.number] = collective
+
     return groups
 
 
 def _mismatch(history: History) -> str | None:
-    """The earliest number under which ranks did different things; whatever follows is a consequence."""
-    for number in sorted({number for done in history.values() for number in done}):
+    """Describe the earliest number under which ranks did different things; everything later is a consequence."""
+    numbers = {number for done in history.values() for number in done}
+    for number in sorted(numbers):
         seen: dict[tuple[str, ...], list[int]] = {}
         for rank, done in history.items():
             if number in done:
                 seen.setdefault(done[number].signature, []).append(rank)
+
         if len(seen) > 1:
-            told = [f"{_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
-            return f"collective {number} differs: {'; '.join(told)}"
+            parts = [f"{listed(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
+            return f"collective {number} differs: {'; '.join(parts)}"
+
     return None
 
 
 def _missing(history: History) -> str | None:
+    """Describe the first collective that some ranks wait in and others never entered."""
     waited = _first_unfinished(history)
     if waited is None:
         return None
+
+    # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
     inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
     late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
     if not late:
         return None
+
     verb = "waits" if len(inside) == 1 else "wait"
-    lasts = [f"{_ranks([rank])} never entered it ({_last(history[rank])})" for rank in late]
-    return f"{_ranks(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
+    lasts = [f"{listed([rank])} never entered it ({_last(history[rank])})" for rank in late]
+
+    return f"{listed(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
 
 
 def _stuck(history: History) -> str | None:
+    """Describe a collective that all ranks have entered and that does not end."""
     waited = _first_unfinished(history)
     if waited is None:
         return None
+
     return (
         f"all ranks have entered collective {waited.number}, {waited}, and it does not end: suspect network or device"
     )
@@ -189,11 +226,16 @@ def _first_unfinished(history: History) -> Collective | None:
 
 
 def _last(done: dict[int, Collective]) -> str:
-    return f"its last was {max(done)}, {done[max(done)]}" if done else "it entered none"
+    if not done:
+        return "it entered none"
+    newest = max(done)
+    return f"its last was {newest}, {done[newest]}"
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def listed(ranks: list[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2"."""
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def _text(path: Path) -> str:

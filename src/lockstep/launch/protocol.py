@@ -1,12 +1,43 @@
-"""What nodes tell each other. Plain JSON, checked field by field; nothing in it is ever evaluated."""
+"""Everything that the launchers of one job say to each other, and the commands that the state machine gives.
+
+Three parts, in this order: messages (frozen dataclasses, sent as one line of JSON each, checked field by field and
+never evaluated), commands (what the state machine wants done; they stay on the coordinating node), and TCP connections
+that carry messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks.
+There is no authentication: nodes must share a trusted network, as they must for torch's own rendezvous.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import select
+import socket
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from lockstep.errors import UserError
 from lockstep.launch.failure import Failure
+from lockstep.launch.job import parse_join
+
+# A node that sends nothing for this long is lost.
+SILENCE_S = 5.0
+
+# Between two heartbeats of a node.
+BEAT_S = 1.0
+
+# How long a node tries to reach the coordinating one.
+CONNECT_S = 300.0
+
+# How long the coordinator keeps connections open after the job has ended.
+LAST_WORDS_S = 2.0
+
+# Bytes of one message, and of everything that waits to be sent.
+LARGEST = 8 * 2**20
+
+# Another process, or another node, has this address.
+_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
@@ -20,14 +51,16 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 class Message:
-    """A frozen dataclass whose fields are of the types above."""
+    """Base of all messages: a frozen dataclass whose fields have the types above."""
 
 
-# From a node to the coordinator
+# Messages from a node to the coordinator
 
 
 @dataclass(frozen=True)
 class Hello(Message):
+    """A node asks to join; `identity` is the part of its command that must be equal on all nodes."""
+
     host: str
     least: int
     most: int
@@ -37,6 +70,8 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Exited(Message):
+    """A rank has ended."""
+
     attempt: int
     rank: int
     code: int
@@ -46,14 +81,14 @@ class Exited(Message):
 
 @dataclass(frozen=True)
 class Stopped(Message):
-    """No rank of this attempt lives on the node any more."""
+    """No rank of this attempt is alive on the node any more."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
-class Broke(Message):
-    """The node could not go on with its ranks; `hopeless` if another attempt would end the same way."""
+class ZygoteLost(Message):
+    """The process that forks the node's ranks has died; `hopeless` if a new one would end the same way."""
 
     attempt: int
     why: str
@@ -62,124 +97,163 @@ class Broke(Message):
 
 @dataclass(frozen=True)
 class Stacks(Message):
+    """The answer to `CollectStacks`. Keys are ranks as text, since JSON has no other keys."""
+
     attempt: int
-    stacks: dict  # rank, as text -> stack
-    collectives: dict  # rank, as text -> its last entries of the flight recorder
+    stacks: dict  # rank -> stack
+
+    # Rank -> its last entries of the flight recorder.
+    collectives: dict
 
 
 @dataclass(frozen=True)
-class Asked(Message):
-    """Somebody asked this node to leave."""
+class SignalReceived(Message):
+    """The node's launcher received a signal that asks the whole job to save and stop."""
 
     signal: str
 
 
 @dataclass(frozen=True)
-class Beat(Message):
-    """A sign of life in both directions; from a node also those of its ranks, and what they want watched how."""
+class NodeBeat(Message):
+    """A node's heartbeat, in both directions; from a node also its ranks' heartbeats and the task's settings."""
 
     views: list = field(default_factory=list)
     settings: dict = field(default_factory=dict)
 
 
-# From the coordinator to a node
+# Messages from the coordinator to a node
 
 
 @dataclass(frozen=True)
 class Welcome(Message):
+    """The node belongs to the job, and adopts what the coordinator decided."""
+
     run_dir: str
     decided: list
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    asked: str
+    """The node may not join; the fields are those of a `UserError`."""
+
+    problem: str
     found: str
     fix: str
 
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """So many ranks will be wanted soon."""
+    """The node will soon start this many ranks, and can import torch for them now."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Start(Message):
+    """Start the node's ranks of a new attempt."""
+
     attempt: int
-    base: int  # the first rank of this node
+
+    # The first rank of this node.
+    base: int
     count: int
     world: int
-    group: int  # the node's number in this attempt
+
+    # The node's number in this attempt.
+    group: int
     address: str
     port: int
 
 
 @dataclass(frozen=True)
-class Leave(Message):
+class Preempt(Message):
+    """Ask the ranks to save a checkpoint and exit."""
+
     attempt: int
 
 
 @dataclass(frozen=True)
 class Stop(Message):
+    """Kill the ranks."""
+
     attempt: int
 
 
 @dataclass(frozen=True)
-class AskStacks(Message):
+class CollectStacks(Message):
+    """Ask every rank where it is."""
+
     attempt: int
 
 
 @dataclass(frozen=True)
-class Say(Message):
+class Print(Message):
+    """Show a text on the node's terminal."""
+
     text: str
 
 
 @dataclass(frozen=True)
-class End(Message):
+class JobEnded(Message):
+    """The job is over, with the fields of an `Ending`."""
+
     code: int
     restarts: int
     failure: dict | None
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Exited, Stopped, Broke, Stacks, Asked, Beat),
-        *(Welcome, Refused, Prepare, Start, Leave, Stop, AskStacks, Say, End),
-    )
-}
+_FROM_NODES = (Hello, Exited, Stopped, ZygoteLost, Stacks, SignalReceived, NodeBeat)
+_FROM_COORDINATOR = (Welcome, Refused, Prepare, Start, Preempt, Stop, CollectStacks, Print, JobEnded)
+_KINDS = {kind.__name__: kind for kind in (*_FROM_NODES, *_FROM_COORDINATOR)}
 
 
 def encode(message: Message) -> bytes:
-    """One line."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"  # pyrefly: ignore
+    """Return the message as one line of JSON."""
+    values = asdict(message)  # pyrefly: ignore
+    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Raises ValueError for anything that `encode` would not have made."""
+    """Return the message in `line`. Raises ValueError for anything that `encode` would not have made."""
     values: Any = json.loads(line)
     if not isinstance(values, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("a message must be a JSON object")
+
     kind = _KINDS.get(str(values.pop("kind", None)))
     if kind is None:
-        raise ValueError("a message of no known kind")
+        raise ValueError("a message of unknown kind")
+
+    # Exactly the fields of the dataclass, each of its type.
     wanted = {item.name: _TYPES[str(item.type)] for item in fields(kind)}
     if wanted.keys() != values.keys():
         raise ValueError(f"{kind.__name__} with the fields {sorted(values)}")
+
     for name, value in values.items():
-        if not isinstance(value, wanted[name]) or (isinstance(value, bool) and wanted[name] is not bool):
+        # A bool is an int to Python, but not to us.
+        bool_for_number = isinstance(value, bool) and wanted[name] is not bool
+        if bool_for_number or not isinstance(value, wanted[name]):
             raise ValueError(f"{kind.__name__}.{name} of type {type(value).__name__}")
+
     return kind(**values)
 
 
-# What the decisions of a job ask for.
+def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which parts of two nodes' commands differ, or None if they agree."""
+    parts = []
+    for key in sorted(theirs.identity.keys() | ours.keys()):
+        there, here = theirs.identity.get(key), ours.get(key)
+        if there != here:
+            parts.append(f"{key}: {there!r} here, {here!r} on the coordinating node")
+
+    return "; ".join(parts) or None
+
+
+# Commands of the state machine
 
 
 @dataclass(frozen=True)
-class Form:
-    """Start a round: so many ranks on each of these nodes, numbered in this order."""
+class StartAttempt:
+    """Start a new attempt: this many ranks on each of these nodes, numbered in this order."""
 
     attempt: int
     ranks: dict[int, int]
@@ -187,31 +261,250 @@ class Form:
 
 @dataclass(frozen=True)
 class Send:
+    """Send a message to a node, which may be the coordinating one itself."""
+
     node: int
     message: Message
 
 
 @dataclass(frozen=True)
-class Tell:
-    """To the people at all nodes."""
+class Announce:
+    """Print a text on the terminals of all nodes."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Log:
-    """To the run's events.jsonl."""
+class LogEvent:
+    """Append an event to the run's events.jsonl."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The job is over. Codes: 0 done, 1 failed, 2 the user can mend it, 75 saved and left, 130 the same by Ctrl-C."""
+    """The job is over.
+
+    Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
+    """
 
     code: int
     failure: Failure | None = None
     restarts: int = 0
 
 
-Command = Form | Send | Tell | Log | Ending
+Command = StartAttempt | Send | Announce | LogEvent | Ending
+
+
+# Connections
+
+
+class ConnectionLost(Exception):
+    """The other side is gone; the text says how we know."""
+
+
+class Connection:
+    """One non-blocking TCP connection that carries messages."""
+
+    def __init__(self, connection: socket.socket, now: float):
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+
+        # The beginning of a message of which the rest has not arrived, and what the socket has not taken yet.
+        self._unread = b""
+        self._unsent = b""
+        self.last_received = now
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send as much as the socket takes; the rest goes with the next `flush`."""
+        self._unsent += encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent)
+                self._unsent = self._unsent[sent:]
+        except BlockingIOError:
+            # A peer that never reads must not fill our memory.
+            if len(self._unsent) > LARGEST:
+                raise ConnectionLost("it has stopped reading") from None
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
+
+    def receive(self, now: float) -> list[Message]:
+        """Return the complete messages that have arrived.
+
+        Raises ConnectionLost when no more will come, and for anything that is not a message.
+        """
+        # A message ends with a newline; what follows the last one is incomplete.
+        ended = self._read()
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LARGEST:
+            raise ConnectionLost("it sent a message that is too long")
+
+        try:
+            messages = [decode(line) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise ConnectionLost(f"it sent something that is not one of our messages ({error})") from error
+
+        # Messages that came with the end of the connection are handled first; its loss is reported by the next call.
+        if messages:
+            self.last_received = now
+        elif ended:
+            raise ConnectionLost("the connection was closed")
+        elif now - self.last_received > SILENCE_S:
+            raise ConnectionLost(f"no heartbeat for {SILENCE_S:.0f} s")
+
+        return messages
+
+    def _read(self) -> bool:
+        """Read what is there. Returns whether the other side has closed the connection."""
+        try:
+            while len(self._unread) <= LARGEST:
+                data = self._socket.recv(65536)
+                if not data:
+                    return True
+
+                self._unread += data
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
+
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Hub:
+    """The coordinator's connections to all other nodes, by node number."""
+
+    def __init__(self, listener: socket.socket):
+        listener.setblocking(False)
+        self._listener = listener
+        self._connections: dict[int, Connection] = {}
+
+        # The number given to the node that connected last.
+        self._last = 0
+
+    def sockets(self) -> list[Any]:
+        return [self._listener, *self._connections.values()]
+
+    def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
+        """Accept new connections, and return what has arrived on all of them."""
+        self._accept(now)
+        return self._read_all(now)
+
+    def _accept(self, now: float) -> None:
+        try:
+            while True:
+                connection, _ = self._listener.accept()
+                self._last += 1
+                self._connections[self._last] = Connection(connection, now)
+        except OSError:
+            return
+
+    def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
+        received: list[tuple[int, Message | ConnectionLost]] = []
+        for number, connection in list(self._connections.items()):
+            try:
+                connection.flush()
+                received += [(number, message) for message in connection.receive(now)]
+            except ConnectionLost as lost:
+                self.drop(number)
+                received.append((number, lost))
+
+        return received
+
+    def send(self, number: int, message: Message) -> None:
+        """Send a message; a node that cannot be reached is reported by the next poll."""
+        if number in self._connections:
+            try:
+                self._connections[number].send(message)
+            except ConnectionLost:
+                self._connections[number].last_received = -SILENCE_S
+
+    def drop(self, number: int) -> None:
+        if number in self._connections:
+            self._connections.pop(number).close()
+
+    def close(self) -> None:
+        """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
+        self._listener.close()
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._connections and (left := deadline - time.monotonic()) > 0:
+            select.select(list(self._connections.values()), [], [], left)
+            self._read_all(time.monotonic())
+
+        for number in list(self._connections):
+            self.drop(number)
+
+
+def claim(join: str) -> socket.socket | None:
+    """Bind the meeting point. Returns None if it belongs to another node, or to another process of this one."""
+    # Only this address is bound, not all of the machine's.
+    host, port = parse_join(join)
+    family, _, _, _, address = _resolve(join, host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        # Another node's address, or one that is taken here: this node follows.
+        listener.close()
+        if error.errno in _NOT_OURS:
+            return None
+
+        raise UserError(
+            f"--join {join}: this address cannot be bound",
+            f"{error.strerror}",
+            "type an address and a port that one node may use",
+        ) from None
+
+    return listener
+
+
+def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
+    """Connect to the coordinating node, which may not have been started yet."""
+    host, port = parse_join(join)
+
+    # Nodes may be started in any order: retry, and say so once.
+    began = time.monotonic()
+    announced = False
+    why = ""
+    while time.monotonic() - began < CONNECT_S:
+        try:
+            connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
+            return Connection(connection, time.monotonic())
+        except OSError as error:
+            why = error.strerror or str(error)
+
+        if not announced and time.monotonic() - began > 1.0:
+            announced = True
+            say(f"lockstep: no answer from {join} yet ({why}); trying for {CONNECT_S / 60:.0f} minutes")
+
+        time.sleep(0.2)
+
+    raise UserError(
+        f"--join {join}: no answer within {CONNECT_S / 60:.0f} minutes",
+        why,
+        "start the same command on the node that has this address",
+    )
+
+
+def _resolve(join: str, host: str, port: int) -> Any:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(
+            f"--join {join}: the host {host} is not known here",
+            f"{error.strerror}",
+            "type an address that all nodes know",
+        ) from None

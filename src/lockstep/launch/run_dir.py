@@ -1,4 +1,7 @@
-"""Which folder a run lives in, and where it goes on from."""
+"""The folder of a run: how it is chosen, locked and recognised, and what `lockstep resize` leaves in it.
+
+This module imports no torch: the launcher uses it before any rank exists.
+"""
 
 from __future__ import annotations
 
@@ -12,60 +15,79 @@ from typing import Any
 
 from lockstep.errors import UserError
 
+# A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
 
 
 def new_run_dir(name: str) -> Path:
+    """Return a folder that does not exist yet: runs/NAME-TIME."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = base, 2
+    path = base
+    number = 2
     while path.exists():
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+        path = base.with_name(f"{base.name}-{number}")
+        number += 1
+
     return path
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
-    """`auto` needs a folder by name: a job that is started again would begin at step 0 in a new one, every time."""
+    """Return the folder of the run that `run_dir` and `resume` describe."""
     if asked:
         return Path(asked)
+
+    # A job that is queued again would begin at step 0 in a new folder, every time.
     if resume == "auto":
-        raise _nothing_to_find_again(newest_unfinished(name))
+        raise _no_folder_to_resume(newest_unfinished(name))
+
+    # Under torchrun the name must be one that its restarts find again.
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"  # torchrun's restarts must find it again
+        return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
+
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise UserError(
-            "to go on with a run that torchrun has started again",
-            "no run_dir, and the default one has a new name every time",
+            "a run that torchrun has restarted cannot be resumed without run_dir",
+            "the default folder has a new name every time",
             "type run_dir=FOLDER, or give torchrun --rdzv-id",
         )
+
     if resume == "never":
         return new_run_dir(name)
+
     return run_of(Path(resume))
 
 
-def _nothing_to_find_again(unfinished: Path | None) -> UserError:
+def _no_folder_to_resume(unfinished: Path | None) -> UserError:
     newest = f", or run_dir={unfinished}, the newest one that has not ended" if unfinished else ""
     return UserError(
-        "resume=auto without run_dir",
-        "no folder to go on in: by default every run gets a new one",
+        "resume=auto needs run_dir",
+        "without run_dir every run gets a new folder",
         f"add run_dir=FOLDER, the same each time{newest}",
     )
 
 
 def refuse_another_run(run: Path, resume: str) -> None:
-    """Who does not ask to go on must not write into what an earlier run has left."""
+    """Raise a UserError if a new run would write into the folder of an earlier one."""
     if resume == "never" and holds_a_run(run):
         raise UserError(
-            f"run_dir={run}",
-            "a folder that already holds a run",
-            "add --resume auto to go on with it; or type another run_dir (without one, every run gets its own folder)",
+            f"run_dir={run} already holds a run",
+            "metrics or checkpoints of that run",
+            "add --resume auto to resume it; or type another run_dir (without one, every run gets its own folder)",
         )
 
 
 def newest_unfinished(name: str) -> Path | None:
+    """Return the folder that was written to last, among those of this name that hold no summary."""
+    # Only names that `new_run_dir` gives: other runs may begin with the same word.
     ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
     runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
+
     return max(unfinished, key=lambda run: (run / "metrics.jsonl").stat().st_mtime, default=None)
+
+
+def holds_a_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -73,38 +95,52 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """The run folder that `path`, a run or one of its checkpoints, belongs to."""
+    """Return the run folder that `path`, a run or one of its checkpoints, belongs to."""
+    # A checkpoint may have been copied elsewhere, and then it belongs to no run.
     if is_checkpoint(path) and path.resolve().parent.name == "checkpoints":
         return path.resolve().parent.parent
+
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return path
+
     raise UserError(
-        f"--resume {path}",
-        "neither the folder of a run nor one of its checkpoints" if path.exists() else "no such folder",
+        f"--resume {path} names neither a run's folder nor one of its checkpoints",
+        "a folder with other contents" if path.exists() else "no such folder",
         "type --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; or leave it out",
     )
 
 
 def prepare(run: Path) -> None:
-    """Make the folder, and find out now whether one may write there."""
+    """Make the folder, and check that it can be written to."""
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
+
+        # The only way to find out is to write: permissions do not tell about full or read-only disks.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"run_dir={run}",
-            f"{error.strerror}: {error.filename or run}",
-            "type run_dir=FOLDER, one that you may write to",
-        ) from error
+        raise not_writable(run, error) from error
+
+
+def not_writable(run: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run_dir={run} cannot be written to",
+        f"{error.strerror}: {error.filename or run}",
+        "type run_dir=FOLDER, one that you may write to",
+    )
 
 
 def lock(run: Path, patience: float = 10.0) -> Any:
-    """One run at a time in a folder: an open file, to be kept. The lock belongs to this process: however it dies, the
-    lock is gone. None where the file system knows no locks; then only the owner's token guards the checkpoints."""
+    """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
+
+    The lock belongs to this process: it is released however the process ends. Returns None on a file system without
+    locks; there only the owner's token guards the checkpoints.
+    """
     file = (run / ".lock").open("a+")
-    deadline = time.monotonic() + patience  # a predecessor that was killed lets go within moments
+
+    # A predecessor that was just killed releases its lock within moments: try for a while.
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,18 +148,23 @@ def lock(run: Path, patience: float = 10.0) -> Any:
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"run_dir={run}",
+                    f"run_dir={run} is in use by another run",
                     f"a process that trains there right now ({_holder(run)})",
                     "wait for it, stop it, or type another run_dir",
                 ) from None
+
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
+
             return None
+
+    # For the message that the next process gets.
     file.truncate(0)
     file.write(f"{os.uname().nodename} {os.getpid()}\n")
     file.flush()
+
     return file
 
 
@@ -133,11 +174,15 @@ def _holder(run: Path) -> str:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The newest checkpoint, as the text file says that a commit moves forward last. Good enough for a message."""
+    """Return the newest checkpoint, according to the text file that a commit updates last.
+
+    It is good enough for messages; `checkpoint.load` looks at the checkpoints themselves.
+    """
     try:
         name = (checkpoints / "latest").read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
+
     return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
 
 
@@ -147,23 +192,31 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def ask_for_size(run: Path, count: int) -> None:
-    """Leave a note for the launcher of `run`: go on with `count` processes."""
+    """Ask the launcher of `run` to continue with `count` processes, by a file that it looks for."""
     asked = f"lockstep resize {run} {count}"
     if not (run / ".lock").exists():
-        raise UserError(asked, "no folder of a run", "type lockstep resize RUN N")
+        raise UserError(
+            f"{asked}: {run} is not the folder of a run", "no file .lock in it", "type lockstep resize RUN N"
+        )
+
     if count < 1:
-        raise UserError(asked, "no number of processes", "type 1 or more")
+        raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
+
     try:
         free = lock(run, patience=0.0)
     except UserError:
-        free = None  # somebody trains there, as they should
+        # The run holds its lock, as it should.
+        free = None
+
     if free is not None:
         free.close()
-        raise UserError(asked, "a run that is not going on", f"go on with it: --nproc {count} --resume {run}")
+        raise UserError(
+            f"{asked}: the run is not running",
+            "its folder is not locked by any process",
+            f"resume it: --nproc {count} --resume {run}",
+        )
+
+    # Renamed when complete: the launcher looks for the file once a second.
     staged = run / ".resize.tmp"
     staged.write_text(f"{count}\n")
     staged.rename(run / "resize")
-
-
-def holds_a_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()

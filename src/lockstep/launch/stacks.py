@@ -1,10 +1,12 @@
-"""Where every rank is, in Python: stacks that ranks write on a signal, even while they hang in C++ or hold the GIL.
+"""Python stacks of running ranks, which ranks write on a signal, even while they hang in C++ or hold the GIL.
 
-A rank registers `faulthandler` for SIGUSR2 with the file `stacks-RANK` in the meeting folder.
+`register` is the rank's side: `faulthandler` answers SIGUSR2 by writing to the file `stacks-RANK` in the attempt's
+folder. The rest is the launcher's side: ask for stacks, parse them, and group ranks by where they are.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -14,29 +16,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+
+# How often answers are looked for.
 _POLL_S = 0.05
+
+# Lines of faulthandler's output.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
+
+# Frames that lead to the user's code in every stack, and never explain anything.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
-    r"|/lockstep/launch/zygote\.py$|/lockstep/worker\.py$"
+    r"|/lockstep/launch/(?:zygote|worker)\.py$"
 )
+
+
+def register(path: Path) -> None:
+    """Let this process write its stacks to `path` on the signal, and when it crashes.
+
+    It works while the main thread hangs in C++ and holds the GIL: faulthandler runs no Python.
+    """
+    # The file stays open for as long as the process lives: faulthandler keeps only its descriptor.
+    file = path.open("a")
+    faulthandler.enable(file)
+    faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
 
 
 @dataclass(frozen=True)
 class Frame:
+    """One line of a stack."""
+
     file: str
+
+    # Text, because faulthandler writes ??? for a line that it does not know.
     line: str
     function: str
 
     @property
     def internal(self) -> bool:
-        """Of no help to anybody who looks for the place in their own code."""
+        """Whether the frame says nothing to a user who looks for the line in their own code."""
         return bool(_INTERNAL.search(self.file))
 
     @property
     def users(self) -> bool:
+        """Whether the frame is in the user's own code."""
         ours = self.file.startswith(_PACKAGE)
         library = "-packages/" in self.file or self.file.startswith(sysconfig.get_path("stdlib"))
         return not (ours or library or self.internal)
@@ -46,60 +70,74 @@ class Frame:
 
 
 def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[int, str]:
-    """Ask these ranks for their stacks. "" for a rank that does not answer in time, or is stopped."""
+    """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is stopped."""
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
+
+    # Answers are appended: earlier ones end where the file ends now.
     before = {rank: _size(path) for rank, path in files.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
-    answers, deadline = dict.fromkeys(pids, ""), time.monotonic() + patience
+    answers = dict.fromkeys(pids, "")
+
+    deadline = time.monotonic() + patience
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for rank in sorted(waiting):
             text = _read_from(files[rank], before[rank])
-            if text and text == answers[rank]:  # unchanged since the last look: it is whole
+
+            # An answer that has not grown between two looks is complete.
+            if text and text == answers[rank]:
                 waiting.discard(rank)
+
             answers[rank] = text
+
     return answers
 
 
 def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
-    """Ranks by where their main threads are, the smallest group first. Ranks without a stack are in no group."""
+    """Group ranks by the stacks of their main threads, the smallest group first. Ranks without a stack are left out."""
     groups: dict[tuple[Frame, ...], list[int]] = {}
     for rank, text in sorted(stacks.items()):
         if frames := main_thread(text):
             groups.setdefault(frames, []).append(rank)
+
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The frames of the main thread, most recent first, without those of torch and of Python's own start.
-
-    `faulthandler` writes the main thread last.
-    """
+    """Return the frames of the main thread, most recent first, without internal ones (unless there are no others)."""
     frames: list[Frame] = []
     for line in text.splitlines():
+        # faulthandler writes the main thread last, so each new thread replaces the one before.
         if _THREAD.match(line):
             frames = []
         elif found := _FRAME.match(line):
             frames.append(Frame(*found.groups()))
+
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
 
 
 def line_of(frames: tuple[Frame, ...]) -> str:
-    """The one line to look at: the user's own if there is one, or else the most recent."""
+    """Return the one line to look at: the user's own if there is one, or else the most recent."""
+    # Deep inside a library the most recent frame says little; the user's line says what was being done.
     users = [frame for frame in frames if frame.users]
     return str((users or frames)[0])
 
 
 def _ask(pid: int) -> bool:
-    """Whether an answer may come. A rank that does not listen yet would die of the signal; a stopped one is silent."""
+    """Send the signal. Returns whether an answer can come."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-        if caught is None or not int(caught.group(1), 16) >> (SIGNAL - 1) & 1 or "\nState:\tT" in status:
+
+        # A rank that has not registered yet would die of the signal, and a stopped one cannot answer.
+        registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
+        if not registered or "\nState:\tT" in status:
             return False
+
         os.kill(pid, SIGNAL)
     except (FileNotFoundError, ProcessLookupError):
         return False
+
     return True
 
 
@@ -110,15 +148,18 @@ def _size(path: Path) -> int:
 def _read_from(path: Path, offset: int) -> str:
     if not path.exists():
         return ""
+
     with path.open("rb") as file:
         file.seek(offset)
         return file.read().decode(errors="replace")
 
 
 def _short(file: str) -> str:
+    """Shorten a path: relative to this package, to site-packages, or to the working directory."""
     if file.startswith(_PACKAGE):
         return "lockstep/" + file.removeprefix(_PACKAGE)
+
     if "-packages/" in file:
         return file.rpartition("-packages/")[2]
-    here = os.getcwd() + "/"
-    return file.removeprefix(here)
+
+    return file.removeprefix(os.getcwd() + "/")

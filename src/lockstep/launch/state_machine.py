@@ -1,392 +1,734 @@
-"""The decisions of a job: when ranks are started, with whom, and what follows when something happens.
+"""The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-Events go in, commands come out; time is an argument, and nothing here starts a process or waits. One round is one
-attempt: a set of ranks that live and die together. After a failure all of them are stopped and a new round begins
-from the newest checkpoint, unless there is a reason not to.
+Events go in, commands come out; time is an argument, and nothing here starts a process or waits. An attempt is a set of
+ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
+checkpoint, unless there is a reason not to.
+
+`JobStateMachine` has the phases and their transitions:
+
+    GATHER --all nodes are here--> RUN --all ranks finished--> OVER
+    RUN --no rank advances--> ASK --stacks are here--> RUN, or STOP if it is a hang
+    RUN, ASK --signal, resize or new node--> PREEMPT --all ranks saved--> OVER or GATHER
+    RUN, ASK, PREEMPT --failure--> STOP --all ranks are gone--> GATHER (the next attempt) or OVER
+
+It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
+(whether a failure is followed by another attempt).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from lockstep.launch.failure import LEFT, NODE, ZYGOTE, Exit, Failure, first
+from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Exit, Failure, root_cause
 from lockstep.launch.job import Count, Job, divide
 from lockstep.launch.protocol import (
-    AskStacks,
-    Beat,
-    Broke,
+    Announce,
+    CollectStacks,
     Command,
     Ending,
     Exited,
-    Form,
-    Leave,
-    Log,
+    LogEvent,
     Message,
+    NodeBeat,
+    Preempt,
     Prepare,
     Send,
     Stacks,
+    StartAttempt,
     Stop,
-    Tell,
+    ZygoteLost,
 )
-from lockstep.launch.restarts import Restarts, Settings, Situation
-from lockstep.launch.watchdog import Vigil
+from lockstep.launch.watchdog import Limits, Watchdog
 
-GATHER_S = 300.0  # how long nodes may take to come
-SETTLE_S = 3.0  # after a node came or went, others may follow
-OTHERS_S = 1.0  # after an error, how long to wait for the one that caused it
-NEWS_S = 45.0  # without a step, before the screen says something
-TOGETHER_S = 20.0  # from the first rank that has left on request to the last
-QUIET_S = 2.0  # nodes give a sign of life every second
+# How long the job waits for its nodes.
+GATHER_S = 300.0
+
+# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
+SETTLE_S = 3.0
+
+# After an exception, how long to wait for the failure that caused it: a peer's death may be noticed later.
+OTHERS_S = 1.0
+
+# How long no rank advances before the screen says so.
+WARN_S = 45.0
+
+# How long the other ranks may take when the first has stopped on request.
+TOGETHER_S = 20.0
+
+# A node that is silent for longer may be about to turn out lost: it sends a heartbeat every second.
+QUIET_S = 2.0
+
+# How long nodes have to report that their killed ranks are gone.
 STOP_S = 10.0
+
+# How long nodes have to answer with stacks.
 STACKS_S = 5.0
 
+# The window in which restarts are counted.
+HOUR_S = 3600.0
 
-class Phase(Enum):
-    GATHER = "waiting for nodes"
-    RUN = "running"
-    ASK = "asking for stacks"
-    LEAVE = "leaving"
-    STOP = "stopping"
-    OVER = "over"
+# A rank slot that fails so often without a new checkpoint is dropped, if the job may shrink.
+TIMES_IN_A_ROW = 3
 
 
-ACTIVE = (Phase.RUN, Phase.ASK, Phase.LEAVE)
+# Whether to restart
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of the task's configuration that concerns the launcher, once rank 0 has read it."""
+
+    # Of the watchdog.
+    limits: Limits = field(default_factory=Limits)
+
+    # Whether a hang is followed by a restart (hang.action).
+    restart_hangs: bool = True
+
+    # Restarts within an hour; 0 means never.
+    per_hour: int = 10
+
+    # Seconds that ranks have to save and stop.
+    grace: float = 600.0
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Settings:
+        """Return the settings from the parts `hang` and `restart` of a configuration; missing ones have defaults."""
+        hangs = values.get("hang", {})
+        restart = values.get("restart", {})
+        limits = {name: float(hangs[name]) for name in ("first", "least", "factor") if name in hangs}
+
+        return Settings(
+            limits=Limits(**limits),
+            restart_hangs=hangs.get("action", "restart") == "restart",
+            per_hour=int(restart.get("per_hour", 10)),
+            grace=float(restart.get("grace", 600.0)),
+        )
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The state of the job at the moment of a failure."""
+
+    # The newest checkpoint's step when the attempt began, and now. Equal ones mean no progress.
+    started_from: int | None
+    saved: int | None
+
+    # The signal that asked the job to stop, if there was one.
+    stop_request: str | None
+
+    # Why the remaining nodes are not enough, if they are not.
+    too_few_nodes: str | None
+
+
+class Restarts:
+    """Counts restarts, and decides whether a failure is followed by another one."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+        # The times of the restarts within the last hour.
+        self._recent: deque[float] = deque()
+
+        # The rank slot that failed last, with the newest checkpoint at that time, and how often that has repeated.
+        self._last_culprit: tuple[object, int | None] = (None, None)
+        self._in_a_row = 0
+
+    def refusal(self, failure: Failure, now: float, settings: Settings, situation: Situation) -> str | None:
+        """Return why the job ends here, or None if it restarts."""
+        # The window slides: restarts of more than an hour ago no longer count.
+        while self._recent and now - self._recent[0] > HOUR_S:
+            self._recent.popleft()
+
+        # Reasons that hold whatever the settings say.
+        if failure.for_user:
+            return "the program would say the same again"
+
+        if situation.stop_request:
+            return f"the job was asked to stop ({situation.stop_request})"
+
+        if situation.too_few_nodes:
+            return situation.too_few_nodes
+
+        # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
+        if failure.kind == SMALLER:
+            return None
+
+        if failure.kind == HANG and not settings.restart_hangs:
+            return "hang.action is stop"
+
+        # A deterministic program comes to the same exception again, unless it has made progress in between.
+        if failure.from_python and situation.saved == situation.started_from:
+            return "no checkpoint was saved since the last start, so the same error would come again"
+
+        if settings.per_hour == 0:
+            return "restart.per_hour is 0"
+
+        if len(self._recent) >= settings.per_hour:
+            return f"{len(self._recent)} restarts within the last hour, which is the limit"
+
+        return None
+
+    def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
+        """Count a restart. Returns whether this rank slot keeps failing without progress and should be dropped."""
+        self.total += 1
+        if failure.kind == SMALLER:
+            return False
+
+        self._recent.append(now)
+
+        # A new checkpoint, or another culprit, resets the count.
+        self._in_a_row = self._in_a_row + 1 if self._last_culprit == (slot, saved) else 1
+        self._last_culprit = (slot, saved)
+        if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
+            return False
+
+        self._in_a_row = 0
+
+        return True
+
+    def count(self, failure: Failure, settings: Settings) -> str:
+        """Describe the restart that `note` has just counted, for the screen."""
+        if failure.kind == SMALLER:
+            return "not counted as a restart"
+        return f"restart {len(self._recent)} of {settings.per_hour} in an hour"
+
+
+# The nodes
 
 
 @dataclass(frozen=True)
 class Node:
-    number: int  # the coordinator is 0
+    """One machine of the job; the coordinating one has number 0."""
+
+    number: int
     host: str
+
+    # How many ranks it can run.
     count: Count
 
 
-class Rounds:
-    """`committed` tells the newest checkpoint's step."""
+class Cluster:
+    """The nodes that are present, and how many ranks each should run in the next attempt.
 
-    def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
-        self.job, self.committed = job, committed
+    `bounds` are those of `--nnodes`.
+    """
+
+    def __init__(self, bounds: Count, now: float):
+        self.bounds = bounds
         self.nodes: dict[int, Node] = {}
-        self.wanted: dict[int, int] = {}  # ranks on each node
-        self.settings, self.restarts = Settings(), Restarts()
-        self.attempt = -1
-        self.places: dict[int, tuple[int, int]] = {}  # rank -> node, rank on that node
-        self.phase, self._deadline = Phase.GATHER, now + GATHER_S
-        self._changed = now  # when a node last came or went
-        self._began_at: int | None = None  # the newest checkpoint when the round began
-        self._ended: dict[int, Exit] = {}
-        self._heard: dict[int, float] = {}  # when nodes gave their last sign of life
-        self._vigil = Vigil(self.settings.limits)
-        self._silent: set[int] = set()  # nodes that still owe an answer
-        self._asked: str | None = None  # the signal that told us to leave
-        self._after_stop: Ending | None = None  # None: another round
-        self._commands: list[Command] = []
 
-    def take(self) -> list[Command]:
-        commands, self._commands = self._commands, []
-        return commands
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
 
-    # Nodes come and go
+        # When a node last came or went.
+        self._changed = now
 
-    @property
-    def full(self) -> bool:
-        return len(self.nodes) >= self.job.nnodes.most
-
-    @property
-    def _too_few(self) -> str | None:
-        least = self.job.nnodes.least
-        return f"{_number(len(self.nodes), 'node')} left, and {least} needed" if len(self.nodes) < least else None
-
-    def joined(self, node: Node, now: float) -> None:
+    def add(self, node: Node, now: float) -> None:
         self.nodes[node.number] = node
         self.wanted[node.number] = node.count.first
         self._changed = now
+
+    def remove(self, number: int, now: float) -> None:
+        del self.nodes[number]
+        del self.wanted[number]
+        self._changed = now
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the next attempt."""
+        return sum(self.wanted.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether no further node may join."""
+        return len(self.nodes) >= self.bounds.most
+
+    @property
+    def too_few(self) -> str | None:
+        """Why the nodes that are present are not enough; None if they are."""
+        if len(self.nodes) >= self.bounds.least:
+            return None
+        return f"{_number(len(self.nodes), 'node')} left, and {self.bounds.least} needed"
+
+    def ready(self, now: float) -> bool:
+        """Whether an attempt can start: no node is missing, and no other is likely to come."""
+        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
+
+    @property
+    def rank_bounds(self) -> Count:
+        """How many ranks the present nodes can run together."""
+        counts = [node.count for node in self.nodes.values()]
+        return Count(sum(count.least for count in counts), sum(count.most for count in counts))
+
+    def resize(self, ranks: int) -> None:
+        """Divide this many ranks over the nodes."""
+        counts = {number: node.count for number, node in sorted(self.nodes.items())}
+        self.wanted = divide(ranks, counts)
+
+    def drop_slot(self, number: int) -> None:
+        """Run one rank less on this node, if its bounds allow."""
+        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
+            self.wanted[number] -= 1
+
+
+# The ranks that run now
+
+
+class Attempt:
+    """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
+
+    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: Limits):
+        self.number = number
+
+        # Rank -> its slot: the node, and the rank on that node. A slot means the same machine in the next attempt,
+        # where a rank's number may be another one.
+        slots = [(node, local) for node, count in ranks.items() for local in range(count)]
+        self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
+
+        # The newest checkpoint's step when the attempt began.
+        self.started_from = started_from
+
+        # The ranks that have ended so far.
+        self.exits: dict[int, Exit] = {}
+        self.watchdog = Watchdog(limits)
+
+    @property
+    def running(self) -> set[int]:
+        """The ranks that have not ended."""
+        return self.slots.keys() - self.exits.keys()
+
+    def ranks_on(self, node: int) -> list[int]:
+        return [rank for rank, (where, _) in self.slots.items() if where == node]
+
+    @property
+    def all_clean(self) -> bool:
+        """Whether every rank that has ended so far ended well."""
+        return all(end.clean for end in self.exits.values())
+
+    @property
+    def any_preempted(self) -> bool:
+        """Whether a rank has saved and stopped on request."""
+        return any(end.code == PREEMPTED for end in self.exits.values())
+
+
+# The job
+
+
+class Phase(Enum):
+    """What the job is doing."""
+
+    GATHER = "waiting for nodes"
+    RUN = "running"
+    ASK = "asking for stacks"
+    PREEMPT = "waiting for ranks to save and stop"
+    STOP = "stopping"
+    OVER = "over"
+
+
+# Phases in which ranks are running.
+ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
+
+
+class JobStateMachine:
+    """The state of a job.
+
+    Every public method but `take` is an event; what follows from it are commands, which `take` returns. `committed` is
+    a function that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    """
+
+    def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
+        self.job = job
+        self.committed = committed
+        self.cluster = Cluster(job.nnodes, now)
+        self.settings = Settings()
+        self.restarts = Restarts()
+
+        # A placeholder until the first attempt starts, so that there is always one to ask.
+        self.attempt = Attempt(-1, {}, None, self.settings.limits)
+
+        # Every phase but RUN has a deadline; RUN is watched by heartbeats.
+        self.phase = Phase.GATHER
+        self._deadline = now + GATHER_S
+
+        # Node -> when its last heartbeat came.
+        self._last_beat: dict[int, float] = {}
+
+        # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in STOP.
+        self._unanswered: set[int] = set()
+
+        # The first signal that asked the job to stop.
+        self._stop_request: str | None = None
+
+        # How the job ends once all ranks are stopped; None if another attempt follows.
+        self._after_stop: Ending | None = None
+        self._commands: list[Command] = []
+
+    def take(self) -> list[Command]:
+        """Return the commands that have come together since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _enter(self, phase: Phase, deadline: float = math.inf) -> None:
+        self.phase = phase
+        self._deadline = deadline
+
+    # Nodes come and go
+
+    def joined(self, node: Node, now: float) -> None:
+        """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
+        self.cluster.add(node, now)
         if node.number:
-            self._say(f"node {node.number} ({node.host}) is here, {_number(len(self.nodes), 'node')} now")
+            nodes = _number(len(self.cluster.nodes), "node")
+            self._say(f"node {node.number} ({node.host}) is here, {nodes} now")
+
         if self.phase in (Phase.RUN, Phase.ASK):
-            self._say("asking the ranks to save, to go on with the new node")
-            self._ask_to_leave(now)
+            self._say("asking the ranks to save, to continue with the new node")
+            self._preempt(now)
 
     def gone(self, number: int, why: str, now: float) -> None:
-        node = self.nodes.pop(number, None)
+        """A node is lost: that is a failure of the attempt if ranks were still running there."""
+        node = self.cluster.nodes.get(number)
         if node is None or self.phase is Phase.OVER:
             return
-        self._changed = now
-        self.wanted.pop(number)
-        self._heard.pop(number, None)
-        self._silent.discard(number)
-        lost = [rank for rank, (where, _) in self.places.items() if where == number and rank not in self._ended]
+
+        self.cluster.remove(number, now)
+        self._last_beat.pop(number, None)
+        self._unanswered.discard(number)
+
+        # The failure names the first rank that was lost, for messages and for the count of culprits.
+        lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
         failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
         if self.phase in ACTIVE and lost:
             self._fail(failure, now)
             return
+
+        # Between two attempts, or after its ranks had ended, a node is only missed if too few remain.
         self._say(failure.message)
-        if self._too_few and self.attempt >= 0:
+        if self.cluster.too_few and self.attempt.number >= 0:
             self._after_stop = self._after_stop or Ending(1, failure)
             if self.phase is Phase.GATHER:
-                self._say(f"not restarted: {self._too_few}. To go on: {self.job.again}")
+                self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.again}")
                 self._end(self._after_stop)
-        self._perhaps_stopped(now)
 
-    def _perhaps_form(self, now: float) -> None:
-        if self.full or (not self._too_few and now - self._changed >= SETTLE_S):
-            self._form()
+        self._continue_if_stopped(now)
 
     def _gather(self, now: float) -> None:
-        self.phase, self._deadline = Phase.GATHER, now + GATHER_S
-        missing = self.job.nnodes.least - len(self.nodes)
+        """Wait for nodes; with one node, or with all of them, the next attempt starts at once."""
+        self._enter(Phase.GATHER, now + GATHER_S)
+        missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
             self._say(f"waiting for {_number(missing, 'more node')} at {self.job.join}")
-        self._perhaps_form(now)
 
-    # A round
+        self._start_if_ready(now)
 
-    def _form(self) -> None:
-        self.attempt += 1
-        self.phase, self._deadline = Phase.RUN, math.inf
-        ranks = {number: self.wanted[number] for number in sorted(self.nodes)}
-        places = [(number, local) for number, count in ranks.items() for local in range(count)]
-        self.places = dict(enumerate(places))
-        self._ended, self._vigil = {}, Vigil(self.settings.limits)
-        self._began_at = self.committed()
-        self._commands.append(Form(self.attempt, ranks))
+    # An attempt
+
+    def _start_if_ready(self, now: float) -> None:
+        if not self.cluster.ready(now):
+            return
+
+        self._enter(Phase.RUN)
+        ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
+        self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.limits)
+        self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
-        if event.attempt != self.attempt or self.phase not in ACTIVE:
+        """A rank has ended: finished, saved and stopped, or failed."""
+        # Messages of an earlier attempt may still arrive.
+        if event.attempt != self.attempt.number or self.phase not in ACTIVE:
             return
-        failure = Failure.from_json(event.failure) if event.failure else None
-        end = self._ended[event.rank] = Exit(event.code, event.seen, failure)
-        if end.certain:
-            self._fail(first(self._ended), now)
-            return
-        if not end.well:
-            self.phase = Phase.LEAVE if self.phase is Phase.LEAVE else Phase.RUN
-            self._deadline = min(self._deadline, now + OTHERS_S)  # the cause may be elsewhere
-        elif end.code == LEFT:
-            if self.phase is not Phase.LEAVE:
-                self._asked = "SIGTERM"  # somebody asked the ranks themselves
-                self._await_leaving(now)
-            self._deadline = min(self._deadline, now + TOGETHER_S)  # ranks leave together, or one left before the rest
-        if len(self._ended) == len(self.places):
-            self._all_ended(now)
 
-    def _all_ended(self, now: float) -> None:
-        ends = self._ended.values()
-        if not all(end.well for end in ends):
-            self._fail(first(self._ended), now)
-        elif all(end.code == 0 for end in ends):
+        failure = Failure.from_json(event.failure) if event.failure else None
+        end = Exit(event.code, event.seen, failure)
+        self.attempt.exits[event.rank] = end
+
+        # Nothing that other ranks may still report can be the reason for this exit.
+        if end.is_cause:
+            self._fail(root_cause(self.attempt.exits), now)
+            return
+
+        if not end.clean:
+            # The cause may be elsewhere, and about to show.
+            if self.phase is Phase.ASK:
+                self.phase = Phase.RUN
+
+            self._deadline = min(self._deadline, now + OTHERS_S)
+        elif end.code == PREEMPTED:
+            # A scheduler may have signalled the ranks themselves, and not this launcher.
+            if self.phase is not Phase.PREEMPT:
+                self._stop_request = "SIGTERM"
+                self._await_preemption(now)
+
+            # Ranks stop together; a single one stopped before the others knew of each other.
+            self._deadline = min(self._deadline, now + TOGETHER_S)
+
+        if not self.attempt.running:
+            self._all_exited(now)
+
+    def _all_exited(self, now: float) -> None:
+        """End the job, or start the next attempt after a resize or with a new node."""
+        if not self.attempt.all_clean:
+            self._fail(root_cause(self.attempt.exits), now)
+        elif not self.attempt.any_preempted:
             self._end(Ending(0))
-        elif self._asked:
-            self._end_asked()
+        elif self._stop_request:
+            self._end_preempted()
         else:
             self._gather(now)
 
-    def broke(self, node: int, event: Broke, now: float) -> None:
-        """The process that starts the ranks is gone. Between two rounds that costs nothing."""
-        ranks = [rank for rank, (where, _) in self.places.items() if where == node]
-        failure = Failure(min(ranks, default=-1), self.nodes[node].host, time.time(), ZYGOTE, event.why)
+    def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
+        """The process that starts a node's ranks is gone. Between two attempts that costs nothing."""
+        ranks = self.attempt.ranks_on(node)
+        host = self.cluster.nodes[node].host
+        failure = Failure(min(ranks, default=-1), host, time.time(), ZYGOTE, event.why)
         if event.hopeless and self.phase is not Phase.OVER:
             self._after_stop = Ending(1, failure)
             self._report(failure, "not restarted: it would end the same way")
             self._stop(now)
-        elif event.attempt == self.attempt and self.phase in ACTIVE:
+        elif event.attempt == self.attempt.number and self.phase in ACTIVE:
             self._fail(failure, now)
 
-    # Signs of life
+    # Heartbeats and hangs
 
-    def beat(self, node: int, beat: Beat, now: float) -> None:
-        self._heard[node] = now
-        self._vigil.see(node, beat.views)
+    def beat(self, node: int, beat: NodeBeat, now: float) -> None:
+        """A node has sent its heartbeat, with those of its ranks and the task's settings."""
+        self._last_beat[node] = now
+        self.attempt.watchdog.update(node, beat.views)
         if beat.settings:
             self.settings = Settings.from_json(beat.settings)
-            self._vigil.set_limits(self.settings.limits)
+            self.attempt.watchdog.set_limits(self.settings.limits)
 
-    def _quiet(self, now: float) -> bool:
-        """Some node may be about to turn out lost."""
-        return any(now - self._heard.get(node, now) > QUIET_S for node in self._in_round())
+    def _some_node_is_quiet(self, now: float) -> bool:
+        """Whether some node may be about to turn out lost."""
+        return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
 
     def look(self, now: float) -> None:
-        """About once a second: is anybody stuck?"""
-        living = self.places.keys() - self._ended.keys()
-        if self.phase is Phase.RUN and (news := self._vigil.news(NEWS_S)):
-            self._say(news)
-        if self.phase is Phase.RUN and self._vigil.suspicious(living, now):
-            self.phase, self._deadline = Phase.ASK, now + STACKS_S
-            self._silent = self._in_round()
-            self._send_all(AskStacks(self.attempt))
+        """Check for hangs; called about once a second."""
+        if self.phase is not Phase.RUN:
+            return
+
+        # For a user in front of the screen, long before a limit ends.
+        if warning := self.attempt.watchdog.warning(WARN_S):
+            self._say(warning)
+
+        if self.attempt.watchdog.suspicious(self.attempt.running, now):
+            self._enter(Phase.ASK, now + STACKS_S)
+            self._unanswered = self._nodes_of_attempt()
+            self._send_all(CollectStacks(self.attempt.number))
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
-        if event.attempt != self.attempt or self.phase is not Phase.ASK:
+        """A node has answered with its ranks' stacks; with those of all nodes the hang can be judged."""
+        if event.attempt != self.attempt.number or self.phase is not Phase.ASK:
             return
-        self._vigil.learn(event)
-        self._silent.discard(node)
-        if not self._silent:
-            self._judge_stuck(now)
 
-    def _judge_stuck(self, now: float) -> None:
-        self.phase, self._deadline = Phase.RUN, math.inf
-        if failure := self._vigil.verdict():
+        self.attempt.watchdog.learn(event)
+        self._unanswered.discard(node)
+        if not self._unanswered:
+            self._judge_hang(now)
+
+    def _judge_hang(self, now: float) -> None:
+        """Fail the attempt if it hangs. It goes back to RUN if some rank has advanced, or compiles."""
+        self._enter(Phase.RUN)
+        if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
 
-    # Requests
+    # Stop requests and resizing
 
-    def asked(self, signal: str, now: float) -> None:
-        """Save and leave. A second Ctrl-C does not wait."""
-        at_once = self._asked == signal == "SIGINT"
-        self._asked = self._asked or signal
+    def stop_requested(self, signal: str, now: float) -> None:
+        """Have the ranks save and stop. A second Ctrl-C does not wait for them."""
+        # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
+        at_once = self._stop_request == signal == "SIGINT"
+        self._stop_request = self._stop_request or signal
         if self.phase is Phase.GATHER:
-            self._end_asked()
+            self._end_preempted()
         elif self.phase in ACTIVE and at_once:
             self._say("stopped at once")
-            self._after_stop = Ending(self._asked_code)
+            self._after_stop = Ending(self._preempted_code)
             self._stop(now)
         elif self.phase in (Phase.RUN, Phase.ASK):
-            self._say(f"{signal}: asking {_number(len(self.places), 'rank')} to save and leave")
-            self._ask_to_leave(now)
+            self._say(f"{signal}: asking {_number(len(self.attempt.slots), 'rank')} to save and stop")
+            self._preempt(now)
 
     def resize(self, ranks: int, now: float) -> None:
-        counts = {number: node.count for number, node in sorted(self.nodes.items())}
-        bounds = Count(sum(count.least for count in counts.values()), sum(count.most for count in counts.values()))
+        """Continue with another number of ranks, after a save."""
+        bounds = self.cluster.rank_bounds
         if not bounds.least <= ranks <= bounds.most:
             self._say(f"not resized to {_number(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
-        before, self.wanted = sum(self.wanted.values()), divide(ranks, counts)
+
+        before = self.cluster.ranks
+        self.cluster.resize(ranks)
         if before == ranks:
             return
+
         self._say(f"from {before} to {_number(ranks, 'rank')}: asking the ranks to save")
-        self._commands.append(Log({"event": "resize", "from": before, "to": ranks}))
-        self._commands += [Send(number, Prepare(count)) for number, count in self.wanted.items()]
+        self._commands.append(LogEvent({"event": "resize", "from": before, "to": ranks}))
+
+        # Nodes can import torch for the new ranks while the present ones still save.
+        self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
         if self.phase in (Phase.RUN, Phase.ASK):
-            self._ask_to_leave(now)
+            self._preempt(now)
 
-    def _ask_to_leave(self, now: float) -> None:
-        self._await_leaving(now)
-        self._send_all(Leave(self.attempt))
+    def _preempt(self, now: float) -> None:
+        self._await_preemption(now)
+        self._send_all(Preempt(self.attempt.number))
 
-    def _await_leaving(self, now: float) -> None:
-        self.phase, self._deadline = Phase.LEAVE, now + self.settings.grace
+    def _await_preemption(self, now: float) -> None:
+        """Wait until the ranks have saved and stopped; `tick` kills them when the grace period is over."""
+        self._enter(Phase.PREEMPT, now + self.settings.grace)
 
     @property
-    def _asked_code(self) -> int:
-        return 130 if self._asked == "SIGINT" else LEFT
+    def _preempted_code(self) -> int:
+        return 130 if self._stop_request == "SIGINT" else PREEMPTED
 
-    def _end_asked(self) -> None:
+    def _end_preempted(self) -> None:
+        """End a job that was asked to stop, and say how to resume it."""
         step = self.committed()
-        saved = "left before anything was saved" if step is None else f"saved at step {step}"
-        self._say(f"{saved}; to go on: {self.job.again}")
-        self._commands.append(Log({"event": "preempted", "signal": self._asked, "step": step}))
-        self._end(Ending(self._asked_code))
+        saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
+        self._say(f"{saved}; to resume: {self.job.again}")
+        self._commands.append(LogEvent({"event": "preempted", "signal": self._stop_request, "step": step}))
+        self._end(Ending(self._preempted_code))
 
     # Time
 
     def tick(self, now: float) -> None:
+        """Start an attempt that is ready, and act on the deadline of the present phase."""
         if self.phase is Phase.GATHER:
-            self._perhaps_form(now)
+            self._start_if_ready(now)
+
         if now < self._deadline:
             return
+
+        # The deadline of this phase has passed.
         if self.phase is Phase.GATHER:
-            found = f"only {_number(len(self.nodes), 'node')} came within {GATHER_S:.0f} s"
-            self._say(f"{found}, and {self.job.nnodes.least} are needed. To go on: {self.job.again}")
+            found = f"only {_number(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
+            self._say(f"{found}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
             self._end(Ending(1, Failure(-1, "", time.time(), NODE, found)))
         elif self.phase is Phase.ASK:
-            self._judge_stuck(now)
+            self._judge_hang(now)
         elif self.phase is Phase.STOP:
-            for number in sorted(self._silent):  # go on without it
+            # Continue without the nodes that could not stop their ranks.
+            for number in sorted(self._unanswered):
                 self.gone(number, f"vanished: its ranks did not end within {STOP_S:.0f} s", now)
-        elif all(end.well for end in self._ended.values()):
+        elif self.attempt.all_clean:
             self._fail(self._overdue(), now)
-        elif not self._quiet(now):
-            self._fail(first(self._ended), now)
+        # An exception may come of a node that is about to turn out lost; its loss is then the better reason.
+        elif not self._some_node_is_quiet(now):
+            self._fail(root_cause(self.attempt.exits), now)
 
     def _overdue(self) -> Failure:
-        late = self.places.keys() - self._ended.keys()
-        text = f"{_number(len(late), 'rank')} had not left in time, and were killed"
-        return Failure(min(late), self.nodes[self.places[min(late)][0]].host, time.time(), "SIGKILL", text)
+        """Return the failure of ranks that did not stop on request."""
+        late = self.attempt.running
+        first = min(late)
+        host = self.cluster.nodes[self.attempt.slots[first][0]].host
+        text = f"{_number(len(late), 'rank')} had not stopped in time, and were killed"
+
+        return Failure(first, host, time.time(), "SIGKILL", text)
 
     # Failures
 
     def _fail(self, failure: Failure | None, now: float) -> None:
+        """Stop all ranks, and decide whether another attempt follows."""
         assert failure is not None
         saved = self.committed()
-        left = any(end.code == LEFT for end in self._ended.values())
-        if self._asked and (saved is not None or left) and not failure.for_user:
-            self._report(failure, "the job was asked to leave: not restarted")
+
+        # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
+        if self._stop_request and (saved is not None or self.attempt.any_preempted) and not failure.for_user:
+            self._report(failure, "the job was asked to stop: not restarted")
             self._stop(now)
             return
-        situation = Situation(self._began_at, saved, self._asked, self._too_few)
+
+        situation = Situation(self.attempt.started_from, saved, self._stop_request, self.cluster.too_few)
         reason = self.restarts.refusal(failure, now, self.settings, situation)
         if reason:
             self._after_stop = Ending(failure.exit_code, failure)
             self._report(failure, f"not restarted: {reason}{self._what_to_type(failure, saved)}")
         else:
-            if self.restarts.note(failure, self.places.get(failure.rank), saved, now):
-                self._leave_out(self.places[failure.rank][0])
-            ranks = sum(self.wanted.values())
-            source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-            count = self.restarts.count(failure, self.settings)
-            self._report(failure, f"restarting {_number(ranks, 'rank')} from {source} ({count})")
-            self._commands.append(Log({"event": "restart", "attempt": self.attempt + 1, "ranks": ranks, "step": saved}))
+            self._plan_restart(failure, saved, now)
+
         self._stop(now)
 
-    def _what_to_type(self, failure: Failure, saved: int | None) -> str:
-        """Nothing, where the same program would come to the same error from its beginning."""
-        if saved is None:
-            return "" if failure.from_python else f". To begin again: {self.job.again}"
-        return f". To go on: {self.job.again}"
+    def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
+        """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
+        slot = self.attempt.slots.get(failure.rank)
+        keeps_failing = self.restarts.note(failure, slot, saved, now)
+        if keeps_failing and slot is not None:
+            self.cluster.drop_slot(slot[0])
 
-    def _leave_out(self, number: int) -> None:
-        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
-            self.wanted[number] -= 1
+        ranks = self.cluster.ranks
+        source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
+        count = self.restarts.count(failure, self.settings)
+        self._report(failure, f"restarting {_number(ranks, 'rank')} from {source} ({count})")
+        event = {"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved}
+        self._commands.append(LogEvent(event))
+
+    def _what_to_type(self, failure: Failure, saved: int | None) -> str:
+        """Return the command that continues the job, as the end of a sentence, or "" if none would help."""
+        if saved is not None:
+            return f". To resume: {self.job.again}"
+
+        # From its beginning the same program would come to the same error.
+        return "" if failure.from_python else f". To start over: {self.job.again}"
 
     def _report(self, failure: Failure, verdict: str) -> None:
+        """Announce a failure and what follows from it, and log it as an event."""
         lines = [failure.text()]
         if not failure.for_user:
-            others = len(self.places) - (failure.kind != ZYGOTE)
+            others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{_number(others, 'other rank')} stopped because of it." if others > 0 else ""
             log = f"Its log: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
-        self._commands.append(Tell("\n".join(lines)))
-        event = {"event": "failure", "attempt": self.attempt, **failure.to_json()}
-        self._commands.append(Log({key: value for key, value in event.items() if key != "log"}))
+
+        self._commands.append(Announce("\n".join(lines)))
+        event = {"event": "failure", "attempt": self.attempt.number, **failure.to_json()}
+        del event["log"]
+        self._commands.append(LogEvent(event))
 
     def _stop(self, now: float) -> None:
-        self.phase, self._deadline = Phase.STOP, now + STOP_S
-        self._silent = self._in_round()
-        self._send_all(Stop(self.attempt))
-        self._perhaps_stopped(now)
+        """Have all ranks killed. `_after_stop` says what follows when they are gone."""
+        self._enter(Phase.STOP, now + STOP_S)
+        self._unanswered = self._nodes_of_attempt()
+        self._send_all(Stop(self.attempt.number))
+        self._continue_if_stopped(now)
 
     def stopped(self, node: int, attempt: int, now: float) -> None:
-        if attempt == self.attempt and self.phase is Phase.STOP:
-            self._silent.discard(node)
-            self._perhaps_stopped(now)
+        """All ranks of a node are gone."""
+        if attempt == self.attempt.number and self.phase is Phase.STOP:
+            self._unanswered.discard(node)
+            self._continue_if_stopped(now)
 
-    def _perhaps_stopped(self, now: float) -> None:
-        if self.phase is not Phase.STOP or self._silent:
+    def _continue_if_stopped(self, now: float) -> None:
+        if self.phase is not Phase.STOP or self._unanswered:
             return
+
         if self._after_stop is not None:
             self._end(self._after_stop)
-        elif self._asked:
-            self._end_asked()
+        elif self._stop_request:
+            self._end_preempted()
         else:
             self._gather(now)
 
     def _end(self, ending: Ending) -> None:
-        self.phase, self._deadline = Phase.OVER, math.inf
+        self._enter(Phase.OVER)
         self._commands.append(Ending(ending.code, ending.failure, self.restarts.total))
 
-    # Small things
+    # Commands
 
-    def _in_round(self) -> set[int]:
-        return {node for node, _ in self.places.values() if node in self.nodes}
+    def _nodes_of_attempt(self) -> set[int]:
+        """Return the nodes that have ranks of this attempt and are still present."""
+        return {node for node, _ in self.attempt.slots.values() if node in self.cluster.nodes}
 
     def _send_all(self, message: Message) -> None:
-        self._commands += [Send(number, message) for number in sorted(self._in_round())]
+        self._commands += [Send(number, message) for number in sorted(self._nodes_of_attempt())]
 
     def _say(self, text: str) -> None:
-        self._commands.append(Tell(f"lockstep: {text}"))
+        self._commands.append(Announce(f"lockstep: {text}"))
 
 
 def _number(count: int, noun: str) -> str:

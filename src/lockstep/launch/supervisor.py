@@ -1,34 +1,399 @@
-"""Run a job to its end, whatever happens to its ranks and nodes on the way."""
+"""Run a job to its end, whatever happens to its ranks and nodes on the way.
+
+`supervise` is the entry point. On one node, and on the node that can bind the address of `--join`, a `Coordinator`
+runs: it has the state machine decide, and carries the commands out. On every other node `follow` does what the
+coordinator says. Both keep an `Agent`, which owns the ranks of their node.
+"""
 
 from __future__ import annotations
 
+import select
+import signal
 import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 from lockstep.errors import UserError
-from lockstep.launch import wire
-from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.follower import follow
-from lockstep.launch.job import Job
-from lockstep.launch.protocol import Ending
-from lockstep.launch.signals import Signals
+from lockstep.launch import protocol
+from lockstep.launch.agent import Agent
+from lockstep.launch.failure import NODE, Failure
+from lockstep.launch.job import FROM_LAUNCHER, Count, Job, append_event
+from lockstep.launch.protocol import (
+    Announce,
+    Command,
+    Connection,
+    ConnectionLost,
+    Ending,
+    Exited,
+    Hello,
+    Hub,
+    JobEnded,
+    LogEvent,
+    Message,
+    NodeBeat,
+    Print,
+    Refused,
+    Send,
+    SignalReceived,
+    Stacks,
+    Start,
+    StartAttempt,
+    Stopped,
+    Welcome,
+    ZygoteLost,
+)
+from lockstep.launch.run_dir import latest_step
+from lockstep.launch.state_machine import JobStateMachine, Node
 
 __all__ = ["Ending", "supervise"]
 
+# How long a turn of the loop waits for something to happen.
+POLL_S = 0.05
+
+# The coordinating node's number.
+OURS = 0
+
+# The most ranks of one node: a limit on what another node may make us count to.
+MOST_RANKS = 4096
+
+# Signals that ask the job to save and stop. Schedulers send the first two, a terminal the third.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 def supervise(job: Job) -> Ending:
-    """On one node, or as one of several: who can have the address in `--join` coordinates, the others follow."""
+    """Run the job on this node, alone or as one of several, and return how it ended."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
-            f"--nnodes {job.nnodes}",
+            f"--nnodes {job.nnodes} needs --join",
             "no address where the nodes meet",
             "type the same on every node, with one node's address: --join HOST:29400",
         )
+
     name = job.host or socket.gethostname()
     with Signals() as signals:
         if job.join is None:
             return Coordinator(job, name, signals, None, "127.0.0.1").run()
-        listener = wire.claim(job.join)
+
+        # The node that can bind the address coordinates; the others follow.
+        listener = protocol.claim(job.join)
         if listener is None:
             return follow(job, name, signals)
+
         address = listener.getsockname()[0]
-        return Coordinator(job, name, signals, wire.Hub(listener), address).run()
+        return Coordinator(job, name, signals, Hub(listener), address).run()
+
+
+# The launcher's terminal
+
+
+class Signals:
+    """Collects signals while it is entered. Only a process's main thread can do that; elsewhere it stays empty."""
+
+    def __init__(self) -> None:
+        # Names, in the order in which they came.
+        self._received: list[str] = []
+
+        # The handlers to be restored.
+        self._before: dict[signal.Signals, object] = {}
+
+    def take(self) -> list[str]:
+        """Return the names of the signals that came since the last call."""
+        received, self._received = self._received, []
+        return received
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number).name)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore
+
+
+def say(text: str) -> None:
+    """Print a message of the launcher."""
+    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
+
+    print(text, file=sys.stderr, flush=True)
+
+
+# The coordinating node
+
+
+class Coordinator:
+    """Runs the ranks of its own node, talks to the other nodes, and carries out the state machine's commands."""
+
+    def __init__(self, job: Job, name: str, signals: Signals, hub: Hub | None, address: str):
+        self._job = job
+        self._signals = signals
+
+        # The other nodes; None on a single node.
+        self._hub = hub
+
+        # Where the ranks' rendezvous is bound.
+        self._address = address
+        self._agent = Agent(job, name)
+
+        # This node joins its own job like any other.
+        now = time.monotonic()
+        self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
+        self._machine.joined(Node(OURS, name, job.nproc), now)
+
+        # Set by the last command.
+        self._ending: Ending | None = None
+        self._next_beat = now
+
+    def run(self) -> Ending:
+        try:
+            while self._ending is None:
+                self._turn()
+
+            return self._ending
+        finally:
+            self._agent.close()
+            if self._hub is not None:
+                self._hub.close()
+
+    def _turn(self) -> None:
+        """Collect what has happened, hand it to the state machine, and do what it says."""
+        sockets = self._agent.sockets()
+        if self._hub is not None:
+            sockets += self._hub.sockets()
+
+        select.select(sockets, [], [], POLL_S)
+        now = time.monotonic()
+
+        # Events of this node and of the others.
+        for name in self._signals.take():
+            self._machine.stop_requested(name, now)
+
+        for message in self._agent.poll():
+            self._handle(OURS, message, now)
+
+        if self._hub is not None:
+            for number, message in self._hub.poll(now):
+                self._receive(self._hub, number, message, now)
+
+        if now >= self._next_beat:
+            self._next_beat = now + protocol.BEAT_S
+            self._beat(now)
+
+        # Time is an event, too; then all commands that have come together are carried out.
+        self._machine.tick(now)
+        for command in self._machine.take():
+            self._carry_out(command)
+
+    def _beat(self, now: float) -> None:
+        """Once a second: exchange heartbeats, check for hangs, and look for a request of `lockstep resize`."""
+        self._handle(OURS, self._agent.beat(), now)
+        self._send_to_nodes(NodeBeat())
+        self._machine.look(now)
+
+        # `lockstep resize` leaves a file with a number, which is consumed here.
+        request = self._job.run_dir / "resize"
+        try:
+            text = request.read_text().strip()
+            request.unlink()
+        except OSError:
+            return
+
+        if text.isascii() and text.isdigit():
+            self._machine.resize(int(text), now)
+        else:
+            say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
+
+    def _receive(self, hub: Hub, number: int, message: Message | ConnectionLost, now: float) -> None:
+        """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
+        if isinstance(message, ConnectionLost):
+            self._machine.gone(number, f"vanished: {message}", now)
+        elif isinstance(message, Hello):
+            self._greet(hub, number, message, now)
+        elif number in self._machine.cluster.nodes:
+            try:
+                self._handle(number, message, now)
+            except (ValueError, TypeError, KeyError) as error:
+                hub.drop(number)
+                self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+
+    def _greet(self, hub: Hub, number: int, hello: Hello, now: float) -> None:
+        """Welcome a node to the job, or refuse it."""
+        join = f"--join {self._job.join}"
+        same = "run the same command on every node"
+        refused = None
+        if different := protocol.difference(hello, self._job.identity):
+            refused = Refused(f"{join}: the commands of two nodes differ", different, same)
+        elif self._machine.cluster.full:
+            found = f"the job has its {self._job.nnodes.most} nodes already"
+            refused = Refused(f"{join}: no more nodes can join", found, "start the job with a larger --nnodes")
+        elif not 1 <= hello.least <= hello.first <= hello.most <= MOST_RANKS:
+            found = f"{hello.least}..{hello.most}, beginning with {hello.first}"
+            refused = Refused(f"{join}: impossible number of ranks", found, same)
+
+        # The node prints the refusal and ends, and the connection with it.
+        if refused:
+            hub.send(number, refused)
+            return
+
+        hub.send(number, Welcome(str(self._job.run_dir), self._job.decided))
+        count = Count(hello.least, hello.most, hello.first)
+        self._machine.joined(Node(number, hello.host, count), now)
+
+    def _handle(self, number: int, message: Message, now: float) -> None:
+        """Hand a node's message to the state machine."""
+        match message:
+            case Exited():
+                self._machine.exited(message, now)
+            case Stopped():
+                self._machine.stopped(number, message.attempt, now)
+            case ZygoteLost():
+                self._machine.zygote_lost(number, message, now)
+            case Stacks():
+                self._machine.stacks(number, message, now)
+            case NodeBeat():
+                self._machine.beat(number, message, now)
+            case SignalReceived():
+                self._machine.stop_requested(message.signal, now)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartAttempt():
+                self._start_attempt(command)
+            case Send():
+                self._send(command.node, command.message)
+            case Announce():
+                say(command.text)
+                self._send_to_nodes(Print(command.text))
+            case LogEvent():
+                append_event(self._job.run_dir, command.event)
+            case Ending():
+                failure = command.failure.to_json() if command.failure else None
+                self._send_to_nodes(JobEnded(command.code, command.restarts, failure))
+                self._ending = command
+
+    def _start_attempt(self, command: StartAttempt) -> None:
+        """Start the ranks on all nodes.
+
+        The socket of the ranks' rendezvous is bound before any rank starts, and anew for each attempt: no port is
+        ever guessed, and no rank finds what an earlier attempt left.
+        """
+        with socket.create_server((self._address, 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            world = sum(command.ranks.values())
+            base = 0
+            for group, (number, count) in enumerate(command.ranks.items()):
+                start = Start(command.attempt, base, count, world, group, self._address, port)
+                self._send(number, start, listener if number == OURS else None)
+                base += count
+
+    def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
+        if number == OURS:
+            self._agent.do(message, listener)
+        elif self._hub:
+            self._hub.send(number, message)
+
+    def _send_to_nodes(self, message: Message) -> None:
+        """Send a message to all nodes but this one."""
+        for number in self._machine.cluster.nodes:
+            if number != OURS:
+                self._send(number, message)
+
+
+# Every other node
+
+
+def follow(job: Job, name: str, signals: Signals) -> Ending:
+    """Do what the coordinating node says, until it ends the job or is gone."""
+    assert job.join is not None
+    connection = protocol.connect(job.join, job.host, say)
+    try:
+        adopted, orders = _introduce(job, name, connection)
+        agent = Agent(adopted, name)
+        try:
+            return _obey(agent, connection, signals, orders)
+        finally:
+            agent.close()
+    except ConnectionLost as lost:
+        text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
+        say(f"lockstep: {text}. To resume, on every node: {job.again}")
+        return Ending(1, Failure(-1, name, time.time(), NODE, text))
+    finally:
+        connection.close()
+
+
+def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:
+    """Join the job. Returns it with the coordinator's choice of the run folder, and the first orders.
+
+    Orders may arrive together with the welcome.
+    """
+    count = job.nproc
+    connection.send(Hello(name, count.least, count.most, count.first, job.identity))
+    adopted: Job | None = None
+    orders: list[Message] = []
+    while adopted is None:
+        for message in _received(connection):
+            if isinstance(message, Refused):
+                raise UserError(message.problem, message.found, message.fix)
+
+            if isinstance(message, Welcome):
+                adopted = replace(job, run_dir=Path(message.run_dir), spec=_adopt(job.spec, message.decided))
+            else:
+                orders.append(message)
+
+    return adopted, orders
+
+
+def _adopt(spec: dict[str, Any], decided: list[Any]) -> dict[str, Any]:
+    """Replace what this node's launcher decided by what the coordinator decided."""
+    if "layers" not in spec:
+        return spec
+
+    others = [layer for layer in spec["layers"] if layer[0] != FROM_LAUNCHER]
+    return {**spec, "layers": others + decided}
+
+
+def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[Message]) -> Ending:
+    """Carry out orders and report what happens, until the job ends."""
+    next_beat = 0.0
+    while True:
+        # The first orders came with the welcome.
+        for message in orders:
+            if isinstance(message, JobEnded):
+                failure = Failure.from_json(message.failure) if message.failure else None
+                return Ending(message.code, failure, message.restarts)
+
+            if isinstance(message, Print):
+                say(message.text)
+            else:
+                agent.do(message)
+
+        # A signal at any node is a stop request for the whole job.
+        for name in signals.take():
+            connection.send(SignalReceived(name))
+
+        for event in agent.poll():
+            connection.send(event)
+
+        if time.monotonic() >= next_beat:
+            next_beat = time.monotonic() + protocol.BEAT_S
+            connection.send(agent.beat())
+
+        orders = _received(connection, *agent.sockets())
+
+
+def _received(connection: Connection, *others: Any) -> list[Message]:
+    """Wait a moment for messages, or for something on the `others`."""
+    select.select([connection, *others], [], [], POLL_S)
+    connection.flush()
+    return [message for message in connection.receive(time.monotonic()) if not isinstance(message, NodeBeat)]

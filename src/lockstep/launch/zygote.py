@@ -1,7 +1,9 @@
-"""A process that has imported everything once, and forks a rank whenever its launcher asks.
+"""The zygote: a process that has imported everything once, and forks a rank whenever its launcher asks.
 
 Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. This process
 runs no operation of torch, never touches CUDA and starts no thread: none of these would survive a fork.
+
+`Zygote` is the launcher's side. The rest of the file runs in the zygote (`main`), and in the ranks that it forks.
 """
 
 from __future__ import annotations
@@ -26,38 +28,55 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch.failure import LEFT
+from lockstep.launch import worker
+from lockstep.launch.failure import PREEMPTED
+from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
 
-LIFELINE = "LOCKSTEP_LIFELINE"  # a pipe that closes when the launcher dies, whatever killed it
-LISTEN_FD = "LOCKSTEP_LISTEN_FD"  # rank 0's listening socket
+# How long one request may take to be written to the socket.
 SEND_S = 3.0
-READY_S = 600.0  # for its imports, from a slow shared disk
-ANSWER_S = 15.0  # for a fork
+
+# How long its imports may take, from a slow shared disk, and how long a fork.
+READY_S = 600.0
+ANSWER_S = 15.0
+
+# From <sys/prctl.h>.
+PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
-_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # meant for the launcher or for a rank
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+# Signals that are meant for the launcher or for a rank, never for the zygote.
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
-    """The launcher's side."""
+    """The launcher's side: a handle of the process."""
 
-    def __init__(self, worker: str, preload: Sequence[str], env: Mapping[str, str]):
+    def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
+
+        # Whether its imports are done. Requests wait here until then, with the files that belong to them.
         self.ready = False
         self._waiting: list[tuple[bytes, list[int]]] = []
-        self._unanswered, self._since = 0, time.monotonic()
+
+        # Requests without an answer, and since when: a zygote that does not answer in time is killed.
+        self._unanswered = 0
+        self._since = time.monotonic()
+
+        # The beginning of a line of which the rest has not arrived.
         self._unread = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(SEND_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.launch.zygote", str(theirs.fileno()), worker, *preload],
+                [sys.executable, "-m", "lockstep.launch.zygote", str(theirs.fileno()), entry, *preload],
                 env=self.env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's
             )
+
         self.alive = True
 
     @property
@@ -68,46 +87,59 @@ class Zygote:
         return self._socket.fileno()
 
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, fds: list[int]) -> None:
-        """Ask for a rank. `fds`: its lifeline, and rank 0's listening socket."""
+        """Ask for a rank. `fds` are its lifeline and, for rank 0, the listening socket."""
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
         self._waiting.append((request.encode(), [os.dup(file) for file in fds]))
         if not self._unanswered:
             self._since = time.monotonic()
+
         self._unanswered += 1
         self._send()
 
     def forget(self) -> None:
-        """Drop what was asked and not yet sent."""
+        """Drop the requests that were not sent yet."""
         for _, fds in self._waiting:
             _close(fds)
+
         self._unanswered -= len(self._waiting)
         self._waiting.clear()
 
     def poll(self) -> list[dict[str, int]]:
-        """What happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        # A zygote that is stopped, or stuck in an import, answers no request.
         if self.alive and self._unanswered:
             limit = ANSWER_S if self.ready else READY_S
             if time.monotonic() - self._since > limit:
                 self.kill()
+
         if not self.alive:
             return []
+
+        # Read everything that is there; no data means that the process has ended.
         while select.select([self._socket], [], [], 0)[0]:
             data = self._receive()
             if not data:
                 self.alive = False
                 break
+
             self._unread += data
+
         *lines, self._unread = self._unread.split(b"\n")
         reports = [json.loads(line) for line in lines]
+
+        # Its first line only says that the imports are done; requests can be sent from now on.
         if not self.ready and reports:
-            self.ready, reports = True, reports[1:]
+            self.ready = True
+            reports = reports[1:]
             self._since = time.monotonic()
             self._send()
+
         self._unanswered -= sum("code" not in report for report in reports)
+
         return reports
 
     def kill(self) -> None:
-        """For one that does not answer: stopped, or stuck."""
+        """Kill a zygote that does not answer: it is stopped, or stuck."""
         self._process.kill()
         self.alive = False
 
@@ -129,59 +161,85 @@ class Zygote:
                 _close(fds)
 
     def close(self) -> None:
-        """Its end takes along whatever it has started."""
+        """End the zygote, and with it the ranks that it has forked."""
         self.alive = False
         self.forget()
         self._socket.close()
+
+        # While it imports, it does not notice that the socket is closed.
         try:
-            self._process.wait(timeout=2.0 if self.ready else 0.0)  # while it imports it does not look
+            self._process.wait(timeout=2.0 if self.ready else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
+# In the zygote
+
+
 def main(arguments: Sequence[str]) -> None:
-    control = socket.socket(fileno=int(arguments[0]))
-    # Blocked, not ignored: a rank inherits the mask, and gets what was sent to it before it could listen.
+    """Import everything, then fork ranks until the launcher closes the socket."""
+    descriptor, entry, *preload = arguments
+    control = socket.socket(fileno=int(descriptor))
+
+    # Blocked, not ignored: a rank inherits the mask, and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
-    gc.disable()  # imports leave hardly any garbage, and looking for it would take a fifth of their time
-    worker, *_ = [importlib.import_module(name) for name in arguments[1:]]
+
+    # Imports leave hardly any garbage, and looking for it would take a fifth of their time. Frozen objects stay shared
+    # between all ranks, since no collection of a rank's touches them.
+    gc.disable()
+    module, _, function = entry.partition(":")
+    work = getattr(importlib.import_module(module), function)
+    for name in preload:
+        importlib.import_module(name)
+
     gc.collect()
-    gc.freeze()  # what is here stays shared: no collection of a rank's touches it
+    gc.freeze()
     gc.enable()
-    _serve(control, worker.main)
+    _serve(control, work)
 
 
-def _serve(control: socket.socket, work: Callable[[dict[str, Any]], None]) -> None:
+def _serve(control: socket.socket, work: Work) -> None:
+    # A pipe wakes `select` when a child has ended.
     woken, bell = os.pipe()
     os.set_blocking(bell, False)
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
-    children: dict[int, int] = {}
+
+    children: dict[int, int] = {}  # process -> rank
     folders: set[str] = set()
     with contextlib.suppress(ConnectionError):
         _report(control, {"ready": os.getpid()})
         while True:
             readable, _, _ = select.select([control, woken], [], [])
+
             if woken in readable:
                 os.read(woken, 4096)
                 _reap(control, children)
+
             if control in readable:
                 request, fds = _next_request(control)
                 pid = os.fork()
+
+                # The rank keeps nothing of the zygote's.
                 if pid == 0:
                     _close([control.detach(), woken, bell])
                     _become(request, fds, work)
+
                 _close(fds)
                 children[pid] = request["rank"]
                 folders.add(request["env"][FOLDER])
                 _report(control, {"rank": request["rank"], "pid": pid})
+
+    # The launcher is gone, perhaps killed: clean up in its place.
     for pid in children:
         _kill_group(pid)
         os.waitpid(pid, 0)
+
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)  # the launcher may have been killed
+        shutil.rmtree(folder, ignore_errors=True)
+
     os._exit(0)
 
 
@@ -190,27 +248,34 @@ def _report(control: socket.socket, values: dict[str, int]) -> None:
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    # The files come with the first byte; the rest of the request is plain data.
     head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
-    (length,) = _LENGTH.unpack(head + _exactly(control, _LENGTH.size - len(head)))
-    return json.loads(_exactly(control, length)), fds
+    head += _read_exactly(control, _LENGTH.size - len(head))
+    (length,) = _LENGTH.unpack(head)
+
+    return json.loads(_read_exactly(control, length)), fds
 
 
-def _exactly(control: socket.socket, size: int) -> bytes:
+def _read_exactly(control: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         part = control.recv(size - len(data))
         if not part:
             raise ConnectionResetError("the launcher is gone")
+
         data += part
+
     return data
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """A rank's loader processes go with it: as long as it is not reaped, its group cannot be somebody else's."""
+    """Report the ranks that have ended, and kill their loader processes."""
     while children:
-        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # nobody else has children here
+        # WNOWAIT: as long as a rank is not reaped, its process group's number cannot be given to another.
+        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
             return
+
         _kill_group(seen.si_pid)
         _, status = os.waitpid(seen.si_pid, 0)
         rank = children.pop(seen.si_pid)
@@ -227,49 +292,73 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+# In a forked rank
+
+
 def die_with_parent() -> None:
-    """A rank with its zygote, which ends with the launcher. By the kernel (Linux), so that it also ends a rank that is
-    stopped, or that holds the interpreter."""
+    """Have the kernel (Linux) kill this process when its parent dies; a zygote ends with its launcher.
+
+    This ends ranks that the lifeline cannot: stopped ones, and ones that hold the interpreter.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _become(request: dict[str, Any], fds: list[int], work: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """In the new process: be the rank."""
+def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
+    """Turn the new process into the rank."""
     try:
         die_with_parent()
-        os.setsid()  # a signal to this group takes loader processes along, and nobody else
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, _leave_quietly)  # until the engine handles it: nothing is there to be saved
+
+        # A process group of its own: a signal to it reaches the rank's loader processes, and no other rank.
+        os.setsid()
+        _reset_signals()
+
+        # Exactly the environment of the request, whatever the imports have added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
-        os.environ[LIFELINE] = str(fds[0])
+        os.environ[worker.LIFELINE] = str(fds[0])
         if len(fds) > 1:
             os.environ[LISTEN_FD] = str(fds[1])
+
         if request["log"]:
             _write_to(request["log"])
+
+        # Or all ranks would draw the same numbers. `random` reseeds itself after a fork, numpy does not.
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # or all ranks would draw the same; `random` does this by itself
+            sys.modules["numpy"].random.seed()
+
+        # From here on signals that were sent in the meantime are delivered.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)
-        work(request["spec"])
+        worker.main(request["spec"], work)
     except BaseException:
         traceback.print_exc()
-    os._exit(1)  # a worker's `main` does not come back
+
+    os._exit(1)
 
 
-def _leave_quietly(number: int, frame: object) -> None:
-    os._exit(LEFT)
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    # Until the engine handles preemption there is nothing to be saved.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _exit_preempted)
+
+
+def _exit_preempted(number: int, frame: object) -> None:
+    os._exit(PREEMPTED)
 
 
 def _write_to(log: str) -> None:
+    """Redirect what this process prints to a file."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+    # Line by line, so that a killed process leaves its last lines behind.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a killed process leaves its last lines behind
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Who am I, which device, how do we talk."""
+"""What a process is and has: its rank, its device, its process group, its heartbeat."""

@@ -1,5 +1,8 @@
-"""Which kernels `scaled_dot_product_attention` uses on a GPU. Set once for the whole run: a choice around every call
-would cost time of the host, and what is compiled looks at it only once."""
+"""The kernels that `scaled_dot_product_attention` uses on a GPU.
+
+They are chosen once for the whole run: a choice around every call would take host time, and compiled code looks at
+the choice only once.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,39 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
 HOPPER = (9, 0)
-BEST = ("cudnn", "flash", "efficient", "math")  # on Hopper; what a kernel cannot do, the next one does
+
+# The order on Hopper: a call that one kernel cannot do goes to the next.
+BEST = ("cudnn", "flash", "efficient", "math")
 
 
 def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> tuple[str, ...] | None:
-    """The kernels to try, best first; None: torch's own choice. `capability`: None on a CPU; `repeatable`: the same
-    bits in every run, which cuDNN's do not promise."""
+    """Return the kernels to try, best first, or None for torch's own choice.
+
+    `capability` is None on a CPU. `repeatable` asks for the same bits in every run, which cuDNN does not promise.
+    """
     if asked != "auto":
         if capability is None and asked not in ("flash", "math"):
-            raise UserError(f"attention={asked}", "a CPU, where torch has flash and math", "leave attention out")
+            raise UserError(
+                f"attention={asked} needs a GPU",
+                "a run on a CPU, where torch has flash and math",
+                "leave attention out",
+            )
+
         return (asked,)
+
     return BEST if capability == HOPPER and not repeatable else None
 
 
 @contextmanager
 def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Use the configured kernels while the context lasts."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     names = order(config.attention, capability, config.deterministic or config.exact)
     if names is None:
         yield
         return
+
+    # Imported late: most runs leave the choice to torch.
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {
@@ -48,19 +64,24 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _compiled_for(names: tuple[str, ...], by_name: bool) -> Iterator[None]:
-    """What torch.compile keeps, on disk and in this process, holds the kernels of its day, and torch looks for it
-    without asking which ones are wanted now. So the choice becomes part of the key on disk, and whoever chooses by name
-    begins and ends with nothing compiled in the process. (`auto` is the same in every run of a machine.)"""
-    settings, before = torch.compiler.config, torch.compiler.config.cache_key_tag
-    _forget(by_name)
+    """Keep code that was compiled for other kernels from being used.
+
+    What torch.compile caches, on disk and in this process, contains the kernels of its day, and torch does not compare
+    them with those wanted now. So the choice becomes part of the key on disk; and a run that chooses by name begins and
+    ends with nothing compiled in the process. (`auto` is the same in every run of a machine.)
+    """
+    settings = torch.compiler.config
+    before = settings.cache_key_tag
+    _forget_compiled(by_name)
     settings.cache_key_tag = f"{before} attention={','.join(names)}"
     try:
         yield
     finally:
         settings.cache_key_tag = before
-        _forget(by_name)
+        _forget_compiled(by_name)
 
 
-def _forget(compiled: bool) -> None:
-    if compiled and "torch._dynamo" in sys.modules:  # without it nothing is compiled; importing it takes seconds
+def _forget_compiled(by_name: bool) -> None:
+    # Before torch._dynamo is imported nothing is compiled, and importing it takes seconds.
+    if by_name and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What ranks say to each other outside the gradient exchange. A no-op only in a world of one."""
+"""Small collectives outside the gradient all-reduce. They are no-ops only in a world of one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import torch.distributed as dist
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-SMALL = 2**16  # bytes: a tensor below that takes longer to announce than to send
+# Bytes. For a smaller tensor the message costs more than its contents, so several travel together.
+SMALL = 2**16
 
 
 class Collectives:
-    """Small agreements between all ranks, or those of a `group`, which are then the `world`. Every method must be
-    called by every rank of it, in the same order."""
+    """Collectives over all ranks, or over those of a `group`, which are then the `world`.
+
+    Every rank must call the same methods in the same order.
+    """
 
     def __init__(
         self,
@@ -28,86 +31,105 @@ class Collectives:
         heartbeat: Heartbeat | None = None,
         group: dist.ProcessGroup | None = None,
     ):
-        self.world, self.device, self.heartbeat, self.group = world, device, heartbeat or Heartbeat(), group
+        self.world = world
+        self.device = device
+        self.heartbeat = heartbeat or Heartbeat()
+        self.group = group
 
     @contextmanager
-    def _agreeing(self, place: str) -> Iterator[None]:
-        """Whoever looks at this rank from outside sees where it waits for the others."""
+    def _waiting_in(self, collective: str) -> Iterator[None]:
+        """Show the launcher where this rank waits for the others."""
+        # The phase returns to what it was, so that the time of a collective is not counted as that of its caller.
         before = self.heartbeat.phase
         self.heartbeat.beat("agree")
-        self.heartbeat.place(place)
+        self.heartbeat.set_detail(collective)
         yield
-        self.heartbeat.place("")
+        self.heartbeat.set_detail("")
         self.heartbeat.beat(before)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Everybody's `value`, by rank. Plain JSON: nothing that arrives can run code."""
+        """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code."""
         if self.world.alone:
             return [value]
-        with self._agreeing("gather_json"):
+
+        with self._waiting_in("gather_json"):
             return self._gather_json(value)
 
     def _gather_json(self, value: Any) -> list[Any]:
+        # Lengths first: ranks do not know how much the others have to say.
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+
+        # all_gather needs equal sizes: pad to the longest. Reading the lengths waits for the device.
+        sizes = [int(length) for length in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in range(self.world.size)]
         dist.all_gather(parts, padded, group=self.group)
-        return [
-            json.loads(bytes(part[: int(length)].cpu().tolist())) for part, length in zip(parts, lengths, strict=True)
-        ]
+
+        return [json.loads(bytes(part[:size].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Add `values` over all ranks, in place and on its device: no host synchronisation."""
+        """Add `values` (any shape) over all ranks, in place and on their device: no host synchronisation."""
         if not self.world.alone:
-            with self._agreeing("sum"):
+            with self._waiting_in("sum"):
                 dist.all_reduce(values, group=self.group)
+
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Everybody's `values`, of one shape: (ranks, *shape), on their device."""
+        """Gather every rank's `values` (*shape, equal on all ranks) into a tensor (ranks, *shape) on their device."""
         if self.world.alone:
             return values.unsqueeze(0)
-        every = values.new_empty(self.world.size, *values.shape)
-        with self._agreeing("gather"):
-            dist.all_gather(list(every.unbind()), values, group=self.group)
-        return every
+
+        gathered = values.new_empty(self.world.size, *values.shape)
+        with self._waiting_in("gather"):
+            dist.all_gather(list(gathered.unbind()), values, group=self.group)
+
+        return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
+        """Overwrite the `tensors` (any shapes and dtypes) of all ranks with those of `source`."""
         if self.world.alone:
             return
-        with self._agreeing("broadcast"):
+
+        with self._waiting_in("broadcast"):
             for batch in _batches(tensors):
-                # As bytes: gloo knows not every format.
+                # As bytes: gloo does not support every dtype.
                 parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
                 sent = torch.cat(parts) if len(parts) > 1 else parts[0]
                 dist.broadcast(sent, group=self.group, group_src=source)
+
+                # A single contiguous tensor was received in place; the others are copied out of the message.
                 for tensor, part in zip(batch, sent.split([len(part) for part in parts]), strict=True):
                     if part.data_ptr() != tensor.data_ptr():
                         tensor.detach().copy_(part.view(tensor.dtype).view_as(tensor))
 
     def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
         return any(self.gather_json(bool(flag)))
 
     def farewell(self) -> None:
-        """The last collective of a run: nobody leaves before all are here.
+        """Wait for all ranks, as the last collective of a run.
 
-        gloo's threads let go of a collective's tensors a moment after it has ended, and need the interpreter for it;
-        if that is already shutting down, the process aborts (pytorch#179291). A barrier carries no tensor, and the
-        pause gives the threads time for the collectives before it.
+        Works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has ended,
+        and need the interpreter for it; if that is already shutting down, the process aborts. A barrier carries no
+        tensor, and the pause gives the threads time for the collectives before it.
         """
         if not self.world.alone:
-            with self._agreeing("farewell"):
+            with self._waiting_in("farewell"):
                 dist.barrier(self.group)
+
             time.sleep(0.05)
 
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What is sent in one message, without a copy of a large one. Wide numbers first, so that each lies in the bytes at
-    a multiple of its width."""
+    """Group tensors into messages: all small ones together, and each large one by itself, which saves a copy of it."""
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
-    return [sorted(small, key=lambda tensor: -tensor.element_size()), *large] if small else large
+    if not small:
+        return large
+
+    # Wide numbers first, so that each begins at a multiple of its width and can be viewed in place.
+    return [sorted(small, key=lambda tensor: -tensor.element_size()), *large]

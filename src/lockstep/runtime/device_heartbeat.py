@@ -1,12 +1,11 @@
 """A heartbeat that knows how long the device took.
 
-On a GPU the host only hands out work and runs ahead: its clock says nothing about how long a phase took there. Events
-in the stream do. They are read when they have happened anyway, a few steps later: nothing waits for the device.
+On a GPU the host only enqueues work and runs ahead: its clock says nothing about how long a phase took there. Events
+in the stream do. They are read when they have happened anyway, a few steps later, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.runtime.heartbeat import FOLDER, Heartbeat
+from lockstep.runtime.heartbeat import Heartbeat
 
-# Phases of every step. `data` is then the time for which the device had nothing to do because its batch was late;
-# what a host that runs ahead waits for does not count.
+# Phases of every step. `data` is then the time for which the device was idle because its batch was late; the time that
+# a host which runs ahead waits for does not count.
 TIMED = frozenset({"data", "compute", "exchange", "update", "agree", "yours"})
-MOST = 512  # stays not yet read: a device that is so far behind hangs
+
+# How many phases may wait to be read: a device that is further behind hangs.
+MOST = 512
 
 
 class Event(Protocol):
-    """What is needed of a torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used here."""
 
     def record(self) -> object: ...
     def query(self) -> bool: ...
@@ -31,40 +32,45 @@ class Event(Protocol):
 
 
 class DeviceHeartbeat(Heartbeat):
-    """`spent` of the phases in TIMED in seconds of the device. `longest` stays with the host, as does `age`."""
+    """Counts `spent` of the phases in TIMED in device seconds; `longest` and `age` stay with the host's clock."""
 
     def __init__(self, path: Path | None = None, event: Callable[[], Event] | None = None):
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
-        self._free: list[Event] = []
-        self._entered: Event | None = None  # when the device began the present phase; None: it is not timed
-        self._unread: deque[tuple[str, Event, Event]] = deque()  # phase, its begin, its end
-        super().__init__(path)
+        self._free: list[Event] = []  # to be used again
 
-    @staticmethod
-    def from_env(rank: int) -> DeviceHeartbeat:
-        folder = os.environ.get(FOLDER)
-        return DeviceHeartbeat(Path(folder) / f"heartbeat-{rank}" if folder else None)
+        # When the device began the present phase; None: it is not timed.
+        self._entered: Event | None = None
+
+        # Phases that the device has not finished yet: name, begin, end.
+        self._unread: deque[tuple[str, Event, Event]] = deque()
+        super().__init__(path)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         self._read()
-        begin, leaving = self._entered, self.phase
+        begin = self._entered
         self._entered = None
         if (begin or phase in TIMED) and len(self._unread) < MOST:
+            # One event is the end of a phase and the begin of the next.
             now = self._free.pop() if self._free else self._event()
             now.record()
             if begin:
-                self._unread.append((leaving, begin, now))
-            self._entered = now if phase in TIMED else None
+                self._unread.append((self.phase, begin, now))
+
+            if phase in TIMED:
+                self._entered = now
+
         super().beat(phase, step)
 
-    def _leave(self, now: float) -> None:
+    def _leave_phase(self, now: float) -> None:
         on_device = self.spent[self.phase]
-        super()._leave(now)
+        super()._leave_phase(now)
+
+        # What the host has just added is not the device's time.
         if self.phase in TIMED:
             self.spent[self.phase] = on_device
 
     def _read(self) -> None:
-        """Add up what the device has finished, and use those events again."""
+        """Add up what the device has finished, and free those events."""
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000

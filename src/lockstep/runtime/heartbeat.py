@@ -1,7 +1,7 @@
-"""A rank's sign of life: its step and phase in a few bytes of shared memory, which its launcher can read at any
-moment, also while the rank hangs in a collective, is stopped, or has just died. No torch here.
+"""A rank's heartbeat: its step and phase in a few bytes of shared memory.
 
-One `beat` costs about a microsecond and asks nobody: it is a store into a mapped file.
+The launcher can read them at any moment, even while the rank hangs in a collective, is stopped, or has just died. One
+`beat` takes about a microsecond and involves no other process: it is a store into a mapped file. No torch here.
 """
 
 from __future__ import annotations
@@ -14,30 +14,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FOLDER = "LOCKSTEP_FOLDER"  # where a rank and its launcher meet: pulses, failure records, stacks, settings
+# Shared by a rank and its launcher: heartbeats, failure records, stacks, settings.
+FOLDER = "LOCKSTEP_FOLDER"
 
 PHASES = (
     "start",  # importing, reading the configuration
-    "join",  # meeting the other ranks
+    "join",  # joining the process group
     "build",  # making the model, the data and the optimizers
     "load",  # reading a checkpoint
-    "compile",  # the model, before the first exchange
+    "compile",  # the model, before the first gradient all-reduce
     "data",  # waiting for the next micro-batch
     "compute",  # forward, and backward of all micro-batches but the last
-    "exchange",  # the last backward, in which the gradients travel
+    "exchange",  # the last backward, with the gradient all-reduce
     "update",  # the optimizer
-    "agree",  # a small collective outside the step; `place` says which
+    "agree",  # a small collective outside the step; the detail says which
     "evaluate",
     "snapshot",  # copying the state for a checkpoint: training waits
     "commit",  # waiting for a checkpoint to be on disk
-    "yours",  # code of the user's: an own loop between two steps, after_step, show
+    "yours",  # user code: an own loop between two steps, after_step, show
     "end",  # report and summary
 )
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_HEAD = struct.Struct("<QdqqB")  # beats, time of the last one, step, steps ended by this process, phase
-_PLACE = struct.Struct("<64s")
-_LONGEST = struct.Struct(f"<{len(PHASES)}d")  # the longest stay in each phase so far, the first of each left out
-SIZE = _HEAD.size + _PLACE.size + _LONGEST.size
+
+# The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
+_HEAD = struct.Struct("<QdqqB")
+
+# Then the detail, as text, and the longest stay in each phase so far, without the first ones.
+_DETAIL = struct.Struct("<64s")
+_LONGEST = struct.Struct(f"<{len(PHASES)}d")
+SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 
 @dataclass(frozen=True)
@@ -45,62 +50,85 @@ class View:
     """What a launcher reads of one rank."""
 
     beats: int
-    age: float  # seconds since the last beat
+
+    # Seconds since the last beat.
+    age: float
     step: int
-    steps: int  # ended by this process: 0 while the first one compiles
+
+    # Steps that this process has ended: 0 while the first one compiles.
+    steps: int
     phase: str
-    place: str
+    detail: str
     longest: dict[str, float] = field(default_factory=dict)
 
 
 class Heartbeat:
-    """The rank's side. `spent` adds up the seconds of every phase, for whoever looks for a slow rank."""
+    """The rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
 
     def __init__(self, path: Path | None = None):
+        self._memory: mmap.mmap | bytearray
         if path is None:
             self._memory = bytearray(SIZE)
         else:
+            # A mapped file outlives the process: the launcher can read it after a crash.
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, SIZE)
             self._memory = mmap.mmap(file, SIZE)
             os.close(file)
-        self.step, self.phase, self.beats = 0, "start", 0
+
+        self.step = 0
+        self.phase = "start"
+        self.beats = 0
         self.spent = dict.fromkeys(PHASES, 0.0)
-        self.hook: Callable[[int, str], None] | None = None  # fault injection
+
+        # Called with the step and the phase at every beat: fault injection.
+        self.hook: Callable[[int, str], None] | None = None
+
+        # The longest stay in each phase, and how often it was entered.
         self._longest = dict.fromkeys(PHASES, 0.0)
         self._visits = dict.fromkeys(PHASES, 0)
+
+        # Steps ended by this process, and since when it is in the present phase.
         self._steps = 0
         self._since = time.monotonic()
         self._write(self._since)
 
-    @staticmethod
-    def from_env(rank: int) -> Heartbeat:
+    @classmethod
+    def from_env(cls, rank: int) -> Heartbeat:
+        """Return a heartbeat that the launcher reads, if there is a launcher."""
         folder = os.environ.get(FOLDER)
-        return Heartbeat(Path(folder) / f"heartbeat-{rank}" if folder else None)
+        return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """This rank enters `phase`."""
+        """Enter `phase`, and a new step if `step` is another one than before."""
         now = time.monotonic()
-        self._leave(now)
+        self._leave_phase(now)
         self.phase = phase
         if step is not None and step != self.step:
-            self.step, self._steps = step, self._steps + 1
+            self.step = step
+            self._steps += 1
+
         self._write(now)
+
+        # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
 
-    def place(self, text: str) -> None:
-        """More about where: the name of a collective, say."""
-        _PLACE.pack_into(self._memory, _HEAD.size, text.encode()[: _PLACE.size])
+    def set_detail(self, text: str) -> None:
+        """Say more about the phase: the name of a collective, for example."""
+        _DETAIL.pack_into(self._memory, _HEAD.size, text.encode()[: _DETAIL.size])
 
-    def _leave(self, now: float) -> None:
-        stayed, phase = now - self._since, self.phase
+    def _leave_phase(self, now: float) -> None:
+        phase = self.phase
+        stayed = now - self._since
         self.spent[phase] += stayed
         self._since = now
         self._visits[phase] += 1
-        if stayed > self._longest[phase] and self._visits[phase] > 2:  # the first ones compile, allocate, connect
+
+        # The first visits compile, allocate and connect: they say nothing about later ones.
+        if stayed > self._longest[phase] and self._visits[phase] > 2:
             self._longest[phase] = stayed
-            _LONGEST.pack_into(self._memory, _HEAD.size + _PLACE.size, *self._longest.values())
+            _LONGEST.pack_into(self._memory, _HEAD.size + _DETAIL.size, *self._longest.values())
 
     def _write(self, now: float) -> None:
         self.beats += 1
@@ -108,24 +136,29 @@ class Heartbeat:
 
 
 def read(path: Path) -> View | None:
-    """The launcher's side; None while the rank has not begun to beat."""
+    """Read a rank's heartbeat, on the launcher's side. Returns None before the first beat."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
+
+    # The file exists a moment before it has its size.
     if len(data) < SIZE:
         return None
+
     beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None
-    (place,) = _PLACE.unpack_from(data, _HEAD.size)
-    longest = _LONGEST.unpack_from(data, _HEAD.size + _PLACE.size)
+
+    (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
+    longest = _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size)
+
     return View(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),
         step=step,
         steps=steps,
         phase=PHASES[phase],
-        place=place.rstrip(b"\0").decode(errors="replace"),
+        detail=detail.rstrip(b"\0").decode(errors="replace"),
         longest=dict(zip(PHASES, longest, strict=True)),
     )

@@ -10,7 +10,8 @@ import torch
 
 
 def derive(seed: int, stream: str, *keys: int) -> int:
-    """A 63-bit seed that is a pure function of its arguments (stable over platforms and versions)."""
+    """Return a 63-bit seed that is a pure function of the arguments, stable over platforms and versions."""
+    # A cryptographic hash, not Python's: neighbouring keys must give unrelated streams.
     text = f"{seed}/{stream}/" + "/".join(map(str, keys))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -18,7 +19,7 @@ def derive(seed: int, stream: str, *keys: int) -> int:
 def seed_torch(value: int, device: torch.device) -> None:
     """Seed the generators that model code draws from: the CPU's and `device`'s.
 
-    `torch.manual_seed` walks every back-end and costs about 100 us; this costs about 1.
+    `torch.manual_seed` visits every back-end and takes about 100 us; this takes about 1.
     """
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
@@ -32,5 +33,8 @@ def seed_everything(value: int) -> None:
 
 
 def seed_host(value: int) -> None:
+    """Seed the generators of `random` and numpy."""
     random.seed(value)
+
+    # numpy takes 32 bits.
     np.random.seed(value & 0xFFFFFFFF)

@@ -87,7 +87,7 @@ class Runner:
         env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             env.pop(name, None)
-        self._zygote = Zygote("lockstep.verify.trial", [*PRELOAD, "lockstep.verify.trial", *preload], env)
+        self._zygote = Zygote("lockstep.verify.trial:work", [*PRELOAD, *preload], env)
         self._limit_s = limit.total_seconds()
         self._started = 0
         self.runs = 0  # layouts so far

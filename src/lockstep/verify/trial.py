@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from lockstep import api, worker
+from lockstep import api
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import run as engine
@@ -33,11 +33,6 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 SHORT = 16  # characters of a digest that are kept
-
-
-def main(spec: dict[str, Any]) -> NoReturn:
-    """What a process forked for a trial runs."""
-    worker.main(spec, work)
 
 
 def work(spec: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lockstep.launch import failure
-from lockstep.launch.failure import Exit, Failure, Scene, examine, first
+from lockstep.launch.failure import Exit, Failure, Scene, examine, root_cause
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -30,7 +30,7 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     silent = Exit(3, 9e9, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
-    assert first({0: Exit(1, 9e9, complaint), 1: silent}).rank == 1
+    assert root_cause({0: Exit(1, 9e9, complaint), 1: silent}).rank == 1
 
 
 def test_records_survive_the_round_trip(tmp_path):
@@ -43,7 +43,7 @@ def test_records_survive_the_round_trip(tmp_path):
 @pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
 def test_what_is_no_record_is_refused(wrong):
     good = Failure(1, "h", 0.0, "k", "m").to_json()
-    with pytest.raises(ValueError, match="no failure record"):
+    with pytest.raises(ValueError, match="not a failure record"):
         Failure.from_json({**good, **wrong} if wrong else {})
 
 
@@ -54,7 +54,7 @@ def test_half_a_record_is_none(scene):
 
 def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
     ended = {rank: Exit(1, 9e9, recorded(tmp_path, rank, ValueError(str(rank)))) for rank in (1, 0)}
-    assert first(ended).rank == 1
+    assert root_cause(ended).rank == 1
 
 
 def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
@@ -64,25 +64,25 @@ def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
     ended = {0: Exit(1, 9e9, recorded(tmp_path, 0, RuntimeError("connection closed by peer")))}
     failure.stamp(cause)  # seen again on its way out: the first time counts
     ended[1] = Exit(1, 9e9, recorded(tmp_path, 1, cause))
-    assert first(ended).rank == 1
+    assert root_cause(ended).rank == 1
 
 
 def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, scene):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     killed = examine(scene, -signal.SIGKILL, time.time() + 1)
-    assert first({0: Exit(1, time.time(), complaint), 1: killed}).kind == "SIGKILL"
+    assert root_cause({0: Exit(1, time.time(), complaint), 1: killed}).kind == "SIGKILL"
 
 
 def test_an_abort_after_a_record_is_a_consequence(tmp_path, scene):
     cause = Exit(1, time.time(), recorded(tmp_path, 0, ValueError("the real cause")))
-    assert first({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
-    assert first({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
+    assert root_cause({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
+    assert root_cause({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_done_and_left_are_no_failures(scene, code):
+def test_finished_and_preempted_are_no_failures(scene, code):
     assert examine(scene, code, WHEN) == Exit(code, WHEN)
-    assert first({1: Exit(code, WHEN)}) is None
+    assert root_cause({1: Exit(code, WHEN)}) is None
 
 
 def test_the_text_names_rank_step_phase_and_cause(scene):
@@ -95,13 +95,13 @@ def test_the_text_names_rank_step_phase_and_cause(scene):
     assert text[1:] == [f"  line {n}" for n in range(10, 20)]
 
 
-def test_a_rank_that_never_gave_a_sign_of_life(scene):
+def test_a_rank_without_a_heartbeat(scene):
     head = examine(scene, 3, WHEN).failure.headline
     assert head == "lockstep: rank 1 on node-a failed at 12:03:10: exit: ended with code 3"
 
 
 def test_old_lines_of_the_log_are_not_its_last_words(scene):
-    scene.log.write_text("an earlier round\n")
+    scene.log.write_text("an earlier attempt\n")
     later = Scene(1, "node-a", scene.folder, scene.log, log_began=scene.log.stat().st_size)
     scene.log.open("a").write("my last words\n")
     assert examine(later, -9, WHEN).failure.log == "my last words"
@@ -114,11 +114,11 @@ def test_a_traceback_is_better_than_a_log(tmp_path):
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure(3, "node-b", WHEN, "node", "node 1 (node-b) vanished: no sign of life for 5 s").text()
-    assert text == "lockstep: node 1 (node-b) vanished: no sign of life for 5 s (12:03:10)"
+    text = Failure(3, "node-b", WHEN, "node", "node 1 (node-b) vanished: no heartbeat for 5 s").text()
+    assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
-def test_out_of_memory_is_told_from_a_kill(scene, monkeypatch):
+def test_out_of_memory_is_distinguished_from_a_kill(scene, monkeypatch):
     monkeypatch.setattr(failure, "oom_kills", lambda: 1)
     message = examine(scene, -signal.SIGKILL, WHEN).failure.message
     assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"

@@ -56,7 +56,7 @@ class CompileWarmup:
             self._trial(args, kwargs)
 
             heartbeat.beat("agree")
-            heartbeat.place("compiled")
+            heartbeat.set_detail("compiled")
             self._wait_for_all()
             heartbeat.beat("compute")
 

@@ -1,4 +1,4 @@
-"""SIGTERM at any moment: all ranks save at one step and leave, and the run that comes back ends with the same bits."""
+"""SIGTERM at any moment: all ranks save at one step and stop, and the resumed run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.faults import Fault
 
 SLOW_EVAL = Fault("slow", rank=1, phase="evaluate", seconds=0.5, times=None)
 SLOW_WRITE = Fault("slow", rank=0, phase="write", seconds=1.0, times=None)
-# From step 10 on there is time for a signal: a run that ended first would have nobody to tell.
+# From step 10 on there is time for a signal: a run that ended first could not receive it.
 LINGER = tuple(Fault("slow", rank=0, step=step, phase="compute", seconds=0.3, times=None) for step in range(10, 40))
 
 
@@ -39,20 +39,20 @@ ALL = [(moment, number) for moment in MOMENTS for number in (signal.SIGTERM, sig
 
 
 @pytest.mark.parametrize(("moment", "number"), ALL if os.environ.get("LOCKSTEP_ALL_PAIRS") else PAIRS)
-def test_a_notice_to_leave(tmp_path: Path, undisturbed: dict[str, str], moment: str, number: signal.Signals) -> None:
+def test_a_stop_request(tmp_path: Path, undisturbed: dict[str, str], moment: str, number: signal.Signals) -> None:
     faults, reached = MOMENTS[moment]
     started = Started(tmp_path, *TINY, faults=faults)
     started.wait_until(lambda: reached(started.run))
     started.send(number)
-    left = started.end()
-    assert left.code == 75, left.output
-    (event,) = left.events("preempted")[-1:]
-    saved = sorted(path.name for path in (left.run / "checkpoints").glob("step-????????"))
-    assert saved, left.output
+    stopped = started.end()
+    assert stopped.code == 75, stopped.output
+    (event,) = stopped.events("preempted")[-1:]
+    saved = sorted(path.name for path in (stopped.run / "checkpoints").glob("step-????????"))
+    assert saved, stopped.output
     step = int(saved[-1][5:])
-    assert f"step {step}" in left.output.splitlines()[-1], left.output
-    assert f"run_dir={left.run}" in left.output.splitlines()[-1]
-    assert "--resume auto" in left.output.splitlines()[-1]
+    assert f"step {step}" in stopped.output.splitlines()[-1], stopped.output
+    assert f"run_dir={stopped.run}" in stopped.output.splitlines()[-1]
+    assert "--resume auto" in stopped.output.splitlines()[-1]
     assert event["event"] == "preempted"
     ended = train(tmp_path, *TINY, "--resume", "auto")
     assert ended.code == 0, ended.output
@@ -61,7 +61,7 @@ def test_a_notice_to_leave(tmp_path: Path, undisturbed: dict[str, str], moment: 
     assert [e["step"] for e in ended.events("eval")] == [20, 40]
 
 
-def test_everybody_is_told_to_leave_and_loader_processes_stay(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+def test_a_signal_to_every_process_does_not_stop_loader_processes(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     """Schedulers signal every process of a job. A loader process that obeyed would take its rank down."""
     started = Started(tmp_path, *TINY, "data.workers=2", faults=LINGER)
     started.wait_until(lambda: metrics_lines(started.run) >= 2)
@@ -69,8 +69,8 @@ def test_everybody_is_told_to_leave_and_loader_processes_stay(tmp_path: Path, un
     for process in [launcher, *launcher.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    left = started.end()
-    assert left.code == 75, left.output
+    stopped = started.end()
+    assert stopped.code == 75, stopped.output
     ended = train(tmp_path, *TINY, "--resume", "auto")
     assert ended.code == 0, ended.output
     assert digests(ended.run) == undisturbed
@@ -80,9 +80,9 @@ def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     started = Started(tmp_path, *TINY, faults=LINGER)
     started.wait_until(lambda: metrics_lines(started.run) >= 1)
     started.send(signal.SIGINT)
-    left = started.end()
-    assert left.code == 130, left.output
-    assert "--resume" in left.output
+    stopped = started.end()
+    assert stopped.code == 130, stopped.output
+    assert "--resume" in stopped.output
     slow = Started(tmp_path / "slow", *TINY, faults=(Fault("slow", phase="compute", seconds=600.0, times=None),))
     slow.wait_until(lambda: (slow.run / "events.jsonl").exists())
     slow.send(signal.SIGINT)
@@ -93,7 +93,7 @@ def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     assert "stopped at once" in stopped.output
 
 
-def test_a_single_process_leaves_too(tmp_path: Path) -> None:
+def test_a_single_process_saves_and_stops_too(tmp_path: Path) -> None:
     started = Started(tmp_path, *TINY, nproc=1, faults=LINGER)
     started.wait_until(lambda: metrics_lines(started.run) >= 1)
     started.send(signal.SIGTERM)

@@ -10,22 +10,22 @@ import time
 import pytest
 
 from lockstep.launch import watchdog
-from lockstep.launch.stacks import line_of
-from lockstep.launch.watchdog import Limits, RankView, Watch, explain, judge
+from lockstep.launch.stacks import collect, group, line_of
+from lockstep.launch.watchdog import HangDetector, Limits, RankView, explain, judge
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "agree": 0.1, "evaluate": 20.0, "snapshot": 0.5}
 
 
-def view(rank, phase, age, step=41, state="S", place="", host="node-a", **longest):
+def view(rank, phase, age, step=41, state="S", detail="", host="node-a", **longest):
     known = dict.fromkeys(PHASES, 0.0) | LONGEST | longest
-    return RankView(rank, host, 1000 + rank, state, 100, age, step, 30, phase, place, known)
+    return RankView(rank, host, 1000 + rank, state, 100, age, step, 30, phase, detail, known)
 
 
 # judge
 
 
-def test_no_alarm_while_everybody_advances():
+def test_no_alarm_while_all_ranks_advance():
     assert judge([view(0, "exchange", 0.3), view(1, "data", 0.1)], Limits()) is None
 
 
@@ -105,13 +105,13 @@ def test_a_rank_behind_is_odd_even_when_it_waits():
 
 
 def test_the_one_in_another_collective_is_odd():
-    views = [view(0, "agree", 9.0, place="metrics"), view(1, "agree", 9.0, place="stop"), view(2, "exchange", 9.0)]
+    views = [view(0, "agree", 9.0, detail="metrics"), view(1, "agree", 9.0, detail="stop"), view(2, "exchange", 9.0)]
     assert judge(views, Limits()).odd == []
     views[1] = view(1, "exchange", 9.0)
     assert judge(views, Limits()).odd == [0]
 
 
-def test_nobody_is_blamed_when_all_wait_in_the_same_place():
+def test_no_rank_is_blamed_when_all_wait_in_the_same_collective():
     suspicion = judge([view(0, "exchange", 9.0), view(1, "exchange", 9.5)], Limits())
     assert suspicion.odd == []
     assert "no rank stands out" in explain(suspicion, {}).message
@@ -127,7 +127,7 @@ def test_stacks_tell_who_is_odd_when_phases_do_not():
 
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
-    watch = Watch()
+    watch = HangDetector()
     seen = [watch.look([view(0, "exchange", s), view(1, "data", s, state="T")], now=s) for s in range(6)]
     assert [bool(suspicion) for suspicion in seen] == [False] * 4 + [True] * 2
     assert seen[4].odd == [1]
@@ -135,20 +135,20 @@ def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
 
 
 def test_a_rank_stopped_for_a_moment_is_forgiven():
-    watch = Watch()
+    watch = HangDetector()
     states = ["S", "T", "T", "S", "T", "T", "T", "S"]
     assert not any(watch.look([view(0, "data", 9.0, state=state)], now=n) for n, state in enumerate(states))
 
 
 def test_a_rank_that_is_gone_is_noticed():
-    watch = Watch()
+    watch = HangDetector()
     seen = [watch.look([view(0, "exchange", 0.1), view(1, "data", s, state="Z")], now=s) for s in range(5)]
     assert seen[-1].odd == [1]
     assert not any(seen[:-1])
 
 
-def test_after_the_launcher_itself_was_stopped_everybody_gets_the_full_time_again():
-    watch = Watch()
+def test_after_the_launcher_itself_was_stopped_all_ranks_get_the_full_time_again():
+    watch = HangDetector()
     hanging = [view(0, "exchange", 3600.0, state="T"), view(1, "compute", 3600.0, state="T")]
     assert not watch.look(hanging, now=0.0)
     going_on = [view(0, "exchange", 3600.0), view(1, "compute", 3600.0)]
@@ -169,14 +169,14 @@ def test_compiling_again_is_no_hang_but_not_for_ever():
 
 
 def test_a_rank_that_compiles_is_no_excuse_for_one_that_is_stopped():
-    watch = Watch()
+    watch = HangDetector()
     views = [view(0, "compute", 1.0), view(1, "data", 9.0, state="T")]
     suspicion = [watch.look(views, now=second) for second in range(5)][-1]
     assert watch.excused(suspicion, {0: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'}) is None
 
 
 def test_a_rank_that_compiles_is_left_alone_for_a_while():
-    watch = Watch()
+    watch = HangDetector()
     views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
     alarms = [watch.look(views, now=second) for second in range(7)]
     assert watch.excused(alarms[-1], {1: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'})
@@ -199,7 +199,7 @@ def test_ranks_are_grouped_by_their_main_threads():
     torch = ("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 5, "backward")
     waits = stack(torch, ("/u/train.py", 40, "step"), threads=OTHER)
     stacks = {0: waits, 1: stack(("/u/data.py", 3, "read"), threads=OTHER), 2: waits, 3: ""}
-    groups = watchdog.group(stacks)
+    groups = group(stacks)
     assert [ranks for _, ranks in groups] == [[1], [0, 2]]
     assert [str(frame) for frame in groups[1][0]] == ["/u/train.py:40 step"]
 
@@ -233,7 +233,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
 
 
 def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
-    watch = Watch()
+    watch = HangDetector()
     views = [view(0, "exchange", 9.0), view(1, "data", 9.0, state="T")]
     suspicion = [watch.look(views, now=second) for second in range(5)][-1]
     failure = explain(suspicion, {0: stack(("/u/train.py", 1, "f")), 1: ""})
@@ -252,8 +252,9 @@ def test_many_odd_ranks_are_not_all_described():
 # with real processes
 
 RANK = """
-import faulthandler, re, signal, sys, threading, time
+import re, sys, threading, time
 from pathlib import Path
+from lockstep.launch import stacks
 from lockstep.launch.stacks import line_of
 from lockstep.runtime.heartbeat import Heartbeat
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -262,8 +263,7 @@ heartbeat.beat("data", 7)
 if kind == "deaf":
     print("ready", flush=True)
     time.sleep(60)
-file = open(folder / f"stacks-{sys.argv[3]}", "a")
-faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
+stacks.register(folder / f"stacks-{sys.argv[3]}")
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 def sleeps():
     print("ready", flush=True)
@@ -297,9 +297,9 @@ def test_stacks_of_real_processes(ranks, tmp_path):
     (tmp_path / "stacks-0").write_text("an older dump\n")
     pids = {rank: process.pid for rank, process in enumerate(ranks)}
     begin = time.monotonic()
-    stacks = watchdog.collect(tmp_path, pids, patience=120.0)
-    assert time.monotonic() - begin < 119.0  # nobody waits for those that cannot answer
-    places = {line_of(frames).split()[-1]: members for frames, members in watchdog.group(stacks)}
+    stacks = collect(tmp_path, pids, patience=120.0)
+    assert time.monotonic() - begin < 119.0  # it does not wait for ranks that cannot answer
+    places = {line_of(frames).split()[-1]: members for frames, members in group(stacks)}
     assert places == {"sleeps": [0], "holds_the_gil": [1]}
     assert "older" not in stacks[0]
     assert stacks[2] == stacks[3] == ""
@@ -325,13 +325,13 @@ def test_views_of_real_processes(ranks, tmp_path):
     "wrong", [{"age": "8"}, {"rank": None}, {"longest": {"data": "1"}}, {"longest": []}, {"more": 1}, {"phase": 3}]
 )
 def test_a_view_that_came_damaged_is_refused(wrong):
-    with pytest.raises(ValueError, match="no view"):
+    with pytest.raises(ValueError, match="not a view"):
         RankView.from_json(view(0, "data", 8.0).to_json() | wrong)
-    with pytest.raises(ValueError, match="no view"):
+    with pytest.raises(ValueError, match="not a view"):
         RankView.from_json({"rank": 0})
 
 
-def test_a_process_without_a_pulse_is_in_its_start(tmp_path):
+def test_a_process_without_a_heartbeat_is_in_its_start(tmp_path):
     process = subprocess.Popen(["sleep", "60"])
     time.sleep(0.3)
     seen = watchdog.view_of(5, "here", process.pid, tmp_path)
@@ -342,7 +342,7 @@ def test_a_process_without_a_pulse_is_in_its_start(tmp_path):
     assert watchdog.view_of(5, "here", process.pid, tmp_path) is None
 
 
-def test_a_pulse_of_our_own_is_judged(tmp_path):
+def test_a_heartbeat_of_our_own_is_judged(tmp_path):
     """The two sides fit: what a heartbeat learns is what the limits need."""
     heartbeat = Heartbeat(tmp_path / "heartbeat-0")
     for step in range(1, 5):

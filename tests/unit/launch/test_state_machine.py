@@ -11,21 +11,21 @@ from lockstep.launch import state_machine as module
 from lockstep.launch.failure import Failure
 from lockstep.launch.job import Count, Job, divide
 from lockstep.launch.protocol import (
-    AskStacks,
-    Beat,
-    Broke,
+    Announce,
+    CollectStacks,
     Ending,
     Exited,
-    Form,
-    Leave,
-    Log,
+    LogEvent,
+    NodeBeat,
+    Preempt,
     Prepare,
     Send,
     Stacks,
+    StartAttempt,
     Stop,
-    Tell,
+    ZygoteLost,
 )
-from lockstep.launch.state_machine import Node, Rounds
+from lockstep.launch.state_machine import JobStateMachine, Node
 from lockstep.launch.watchdog import RankView
 
 ONE, TWO = Count(1, 1), Count(2, 2)
@@ -43,37 +43,37 @@ class Stage:
 
     def __post_init__(self):
         job = Job({"again": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
-        self.rounds = Rounds(job, lambda: self.saved, self.now)
+        self.machine = JobStateMachine(job, lambda: self.saved, self.now)
         self.join(0)
 
     def join(self, number: int, count: Count | None = None) -> None:
-        self.rounds.joined(Node(number, f"host-{number}", count or self.nproc), self.now)
+        self.machine.joined(Node(number, f"host-{number}", count or self.nproc), self.now)
 
     def tick(self, seconds: float = 0.0) -> list:
-        """What was asked for since the last tick."""
+        """Return the commands since the last tick."""
         self.now += seconds
-        self.rounds.tick(self.now)
-        self.commands = self.rounds.take()
+        self.machine.tick(self.now)
+        self.commands = self.machine.take()
         return self.commands
 
     def exit(self, rank: int, code: int, **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
-        told = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
-        failed = Failure(rank=rank, **told).to_json() if code not in (0, 75) else None
-        self.rounds.exited(Exited(self.rounds.attempt, rank, code, time.time(), failed), self.now)
+        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
+        failed = Failure(rank=rank, **values).to_json() if code not in (0, 75) else None
+        self.machine.exited(Exited(self.machine.attempt.number, rank, code, time.time(), failed), self.now)
 
     def stop(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.rounds.stopped(node, self.rounds.attempt, self.now)
+            self.machine.stopped(node, self.machine.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
-        """A rank is killed and everybody is stopped."""
+        """A rank is killed and all others are stopped."""
         self.exit(rank, -9)
-        self.stop(*self.rounds.nodes)
+        self.stop(*self.machine.cluster.nodes)
         return self.tick()
 
     def beat(self, *views: dict, node: int = 0, **settings) -> None:
-        self.rounds.beat(node, Beat(list(views), settings), self.now)
+        self.machine.beat(node, NodeBeat(list(views), settings), self.now)
 
     def sent(self, kind: type) -> list[int]:
         return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -83,13 +83,13 @@ class Stage:
 
     @property
     def said(self) -> str:
-        return "\n".join(tell.text for tell in self.of(Tell))
+        return "\n".join(announced.text for announced in self.of(Announce))
 
 
 @pytest.fixture
 def stage():
     made = Stage()
-    assert made.tick() == [Form(0, {0: 2})]
+    assert made.tick() == [StartAttempt(0, {0: 2})]
     return made
 
 
@@ -104,18 +104,18 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
     stage.exit(1, -9, step=41, phase="exchange")
     stage.tick()
     assert stage.sent(Stop) == [0]
-    assert not stage.of(Form)  # not before the last one is gone
+    assert not stage.of(StartAttempt)  # not before the last one is gone
     assert "restarting 2 ranks from the beginning (restart 1 of 10 in an hour)" in stage.said
-    assert [log.event["event"] for log in stage.of(Log)] == ["failure", "restart"]
+    assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "restart"]
     stage.stop()
-    assert stage.tick() == [Form(1, {0: 2})]
+    assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
-def test_news_of_a_past_round_is_old(stage):
+def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.rounds.exited(Exited(0, 0, -9, time.time(), None), stage.now)
-    stage.rounds.stopped(0, 0, stage.now)
-    stage.rounds.broke(0, Broke(0, "died", False), stage.now)
+    stage.machine.exited(Exited(0, 0, -9, time.time(), None), stage.now)
+    stage.machine.stopped(0, 0, stage.now)
+    stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
 
 
@@ -160,7 +160,7 @@ def test_a_user_error_is_never_restarted(stage):
 
 def test_the_budget_slides(stage):
     for _ in range(10):
-        assert stage.kill()[-1] == Form(stage.rounds.attempt, {0: 2})
+        assert stage.kill()[-1] == StartAttempt(stage.machine.attempt.number, {0: 2})
     stage.now += 3601
     for _ in range(10):
         stage.kill()
@@ -177,18 +177,18 @@ def test_the_budget_is_the_tasks_own(stage):
 
 
 def test_a_dead_zygote_is_a_failure(stage):
-    stage.rounds.broke(0, Broke(0, "the process that starts ranks died", False), stage.now)
+    stage.machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
     stage.stop()
-    assert stage.tick()[-1] == Form(1, {0: 2})
+    assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
 def test_what_is_hopeless_ends(stage):
-    stage.rounds.broke(0, Broke(0, "no torch", True), stage.now)
+    stage.machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
     stage.stop()
     assert stage.tick()[-1].code == 1
 
 
-def test_a_rank_that_keeps_failing_is_left_out():
+def test_a_rank_slot_that_keeps_failing_is_dropped():
     stage = Stage(Count(1, 3))
     stage.tick()
     forms = [stage.kill(2)[-1].ranks[0] for _ in range(3)]
@@ -199,7 +199,7 @@ def test_a_rank_that_keeps_failing_is_left_out():
     assert forms == [1, 1, 1]  # never below the least
 
 
-def test_progress_or_another_culprit_forgives():
+def test_progress_or_another_culprit_resets_the_count():
     stage = Stage(Count(1, 3))
     stage.tick()
     for rank, saved in [(2, None), (2, None), (1, None), (2, None), (2, 5), (2, 5), (2, 10)]:
@@ -208,43 +208,43 @@ def test_progress_or_another_culprit_forgives():
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
-def test_asked_to_leave(stage, name, code):
-    stage.rounds.asked(name, stage.now)
+def test_a_stop_request(stage, name, code):
+    stage.machine.stop_requested(name, stage.now)
     stage.tick()
-    assert stage.sent(Leave) == [0]
+    assert stage.sent(Preempt) == [0]
     stage.saved = 12
     stage.exit(0, 75)
-    stage.rounds.asked("SIGTERM", stage.now)  # schedulers send it more than once
+    stage.machine.stop_requested("SIGTERM", stage.now)  # schedulers send it more than once
     assert stage.tick() == []
     stage.exit(1, 75)
     stage.tick()
-    assert stage.said == "lockstep: saved at step 12; to go on: type it again"
+    assert stage.said == "lockstep: saved at step 12; to resume: type it again"
     assert stage.of(Ending) == [Ending(code)]
-    assert stage.of(Log)[0].event == {"event": "preempted", "signal": name, "step": 12}
+    assert stage.of(LogEvent)[0].event == {"event": "preempted", "signal": name, "step": 12}
 
 
-def test_asked_but_done_in_the_meantime(stage):
-    stage.rounds.asked("SIGTERM", stage.now)
+def test_a_stop_request_to_a_job_that_finishes_first(stage):
+    stage.machine.stop_requested("SIGTERM", stage.now)
     stage.exit(0, 0)
     stage.exit(1, 0)
     assert stage.tick()[-1] == Ending(0)
 
 
-def test_whoever_does_not_leave_is_killed(stage):
+def test_ranks_that_do_not_stop_are_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
-    stage.rounds.asked("SIGTERM", stage.now)
+    stage.machine.stop_requested("SIGTERM", stage.now)
     stage.tick(29)
     assert not stage.sent(Stop)
     stage.tick(2)
     assert stage.sent(Stop) == [0]
-    assert "2 ranks had not left in time" in stage.said
+    assert "2 ranks had not stopped in time" in stage.said
     stage.stop()
     assert stage.tick()[-1].code == 1
 
 
-def test_when_one_has_left_the_others_follow_soon_or_are_killed(stage):
-    """Asked while they were still meeting, one may have heard and the other be stuck in the meeting."""
-    stage.rounds.asked("SIGTERM", stage.now)
+def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
+    """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
+    stage.machine.stop_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     stage.tick(19)
     assert not stage.sent(Stop)
@@ -255,31 +255,31 @@ def test_when_one_has_left_the_others_follow_soon_or_are_killed(stage):
 
 
 def test_a_second_interrupt_stops_at_once(stage):
-    stage.rounds.asked("SIGINT", stage.now)
+    stage.machine.stop_requested("SIGINT", stage.now)
     stage.tick()
-    stage.rounds.asked("SIGINT", stage.now)
+    stage.machine.stop_requested("SIGINT", stage.now)
     stage.tick()
     assert stage.sent(Stop) == [0]
     stage.stop()
     assert stage.tick() == [Ending(130)]
 
 
-def test_asked_between_two_rounds(stage):
+def test_a_stop_request_between_two_attempts(stage):
     stage.exit(1, -9)
-    stage.rounds.asked("SIGTERM", stage.now)
+    stage.machine.stop_requested("SIGTERM", stage.now)
     stage.stop()
     stage.tick()
     assert stage.of(Ending) == [Ending(75, None, 1)]
-    assert not stage.of(Form)
+    assert not stage.of(StartAttempt)
 
 
-def test_a_kill_while_leaving_is_not_restarted(stage):
-    stage.rounds.asked("SIGTERM", stage.now)
+def test_a_kill_after_a_stop_request_is_not_restarted(stage):
+    stage.machine.stop_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
-    assert "the job was asked to leave (SIGTERM)" in stage.said
+    assert "the job was asked to stop (SIGTERM)" in stage.said
 
 
-def test_ranks_asked_by_somebody_else(stage):
+def test_ranks_that_were_signalled_directly(stage):
     stage.exit(0, 75)
     assert not stage.sent(Stop)
     stage.exit(1, 75)
@@ -289,26 +289,26 @@ def test_ranks_asked_by_somebody_else(stage):
 def test_resize():
     stage = Stage(Count(1, 8, 2))
     stage.tick()
-    stage.rounds.resize(9, stage.now)
+    stage.machine.resize(9, stage.now)
     assert "not resized to 9 ranks: --nproc allows 1..8" in [stage.tick(), stage.said][1]
-    stage.rounds.resize(2, stage.now)
+    stage.machine.resize(2, stage.now)
     assert stage.tick() == []
-    stage.rounds.resize(3, stage.now)
+    stage.machine.resize(3, stage.now)
     stage.tick()
-    assert stage.sent(Leave) == stage.sent(Prepare) == [0]
+    assert stage.sent(Preempt) == stage.sent(Prepare) == [0]
     stage.exit(0, 75)
     stage.exit(1, 75)
     stage.tick()
-    assert stage.of(Form) == [Form(1, {0: 3})]
-    assert stage.rounds.restarts.total == 0
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
+    assert stage.machine.restarts.total == 0
 
 
 def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage = Stage(Count(1, 8, 2))
     stage.tick()
-    stage.rounds.resize(3, stage.now)
-    assert stage.kill()[-1] == Form(1, {0: 3})
-    assert stage.rounds.restarts.total == 1
+    stage.machine.resize(3, stage.now)
+    assert stage.kill()[-1] == StartAttempt(1, {0: 3})
+    assert stage.machine.restarts.total == 1
 
 
 def test_ranks_are_divided_evenly():
@@ -328,16 +328,16 @@ def nodes(least: int, most: int, come: int) -> Stage:
 
 
 def test_all_nodes_that_may_come_are_there():
-    assert nodes(1, 3, 3).tick()[-1] == Form(0, {0: 1, 1: 1, 2: 1})
+    assert nodes(1, 3, 3).tick()[-1] == StartAttempt(0, {0: 1, 1: 1, 2: 1})
 
 
 def test_enough_nodes_wait_a_moment_for_more():
     stage = nodes(1, 3, 2)
-    assert not [stage.tick(2.9), stage.of(Form)][1]
+    assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
     stage.join(2)
-    assert [stage.tick(), stage.of(Form)][1] == [Form(0, {0: 1, 1: 1, 2: 1})]
+    assert [stage.tick(), stage.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1, 2: 1})]
     stage = nodes(1, 3, 2)
-    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(0, {0: 1, 1: 1})]
+    assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
 
 
 def test_too_few_nodes_do_not_wait_for_ever():
@@ -350,22 +350,22 @@ def test_too_few_nodes_do_not_wait_for_ever():
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage = nodes(2, 2, 2)
     stage.tick()
-    stage.rounds.gone(1, "vanished: no sign of life for 5 s", stage.now)
+    stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.sent(Stop) == [0]
-    assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no sign of life for 5 s")
+    assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
     stage.stop()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.kind) == (1, "node")
 
 
-def test_a_lost_node_is_done_without_where_allowed():
+def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.rounds.gone(1, "vanished", stage.now)
+    stage.machine.gone(1, "vanished", stage.now)
     stage.stop()
-    assert not [stage.tick(2.9), stage.of(Form)][1]
-    assert stage.tick(0.2) == [Form(1, {0: 1})]
+    assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
+    assert stage.tick(0.2) == [StartAttempt(1, {0: 1})]
 
 
 def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
@@ -377,7 +377,7 @@ def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
     stage.tick(3)
     stage.beat(node=0)
     assert stage.tick() == []
-    stage.rounds.gone(1, "vanished: no sign of life for 5 s", stage.now)
+    stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished")
     assert "restarting 1 rank" in stage.said
@@ -397,11 +397,11 @@ def test_a_node_lost_while_the_others_stop():
     stage = nodes(2, 3, 3)
     stage.tick()
     stage.exit(2, -9)
-    stage.rounds.gone(1, "vanished", stage.now)
+    stage.machine.gone(1, "vanished", stage.now)
     stage.stop(0, 2)
-    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(1, {0: 1, 2: 1})]
+    assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1, 2: 1})]
     stage.exit(1, -9)
-    stage.rounds.gone(2, "vanished", stage.now)
+    stage.machine.gone(2, "vanished", stage.now)
     stage.stop(0)
     assert [stage.tick(), stage.of(Ending)][1][0].code == 1
 
@@ -409,10 +409,10 @@ def test_a_node_lost_while_the_others_stop():
 def test_a_node_lost_while_the_job_waits_for_more():
     stage = nodes(2, 3, 3)
     stage.tick()
-    stage.rounds.gone(2, "vanished", stage.now)
+    stage.machine.gone(2, "vanished", stage.now)
     stage.stop(0, 1)
     stage.tick()
-    stage.rounds.gone(1, "vanished", stage.now)
+    stage.machine.gone(1, "vanished", stage.now)
     assert stage.tick()[-1].code == 1
 
 
@@ -422,16 +422,16 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.exit(1, -9)
     stage.stop(0)
     stage.tick(9)
-    assert not stage.of(Form)
+    assert not stage.of(StartAttempt)
     stage.tick(2)
-    assert [stage.tick(3.1), stage.of(Form)][1] == [Form(1, {0: 1})]
+    assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
 
 
 def test_a_node_that_has_done_its_part_may_go():
     stage = nodes(2, 2, 2)
     stage.tick()
     stage.exit(1, 0)
-    stage.rounds.gone(1, "vanished", stage.now)
+    stage.machine.gone(1, "vanished", stage.now)
     stage.exit(0, 0)
     assert [stage.tick(), stage.of(Ending)][1] == [Ending(0)]
 
@@ -441,17 +441,17 @@ def test_a_node_that_comes_is_welcomed():
     stage.tick(3.1)
     stage.join(1)
     stage.tick()
-    assert stage.sent(Leave) == [0]
+    assert stage.sent(Preempt) == [0]
     stage.exit(0, 75)
-    assert stage.tick() == [Form(1, {0: 1, 1: 1})]
-    assert stage.rounds.restarts.total == 0
+    assert stage.tick() == [StartAttempt(1, {0: 1, 1: 1})]
+    assert stage.machine.restarts.total == 0
 
 
-def test_asked_while_a_node_is_being_welcomed():
+def test_a_stop_request_while_a_node_is_being_welcomed():
     stage = nodes(1, 2, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.rounds.asked("SIGTERM", stage.now)
+    stage.machine.stop_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     assert stage.tick()[-1] == Ending(75)
 
@@ -460,7 +460,7 @@ def test_asked_while_a_node_is_being_welcomed():
 
 
 def view(rank: int, age: float, phase: str) -> dict:
-    seen = RankView(rank, "host-0", 1, "S", 9, age, step=41, steps=40, phase=phase, place="", longest={phase: 0.1})
+    seen = RankView(rank, "host-0", 1, "S", 9, age, step=41, steps=40, phase=phase, detail="", longest={phase: 0.1})
     return seen.to_json()
 
 
@@ -468,8 +468,8 @@ def stuck(stage: Stage, **settings) -> None:
     """Rank 1 stays in its data while rank 0 waits, as seen once a second."""
     for second in range(0, 40, 2):
         stage.beat(view(0, float(second), "exchange"), view(1, float(second), "data"), **settings)
-        stage.rounds.look(stage.now)
-        if AskStacks in [type(command.message) for command in stage.tick(2) if isinstance(command, Send)]:
+        stage.machine.look(stage.now)
+        if CollectStacks in [type(command.message) for command in stage.tick(2) if isinstance(command, Send)]:
             return
     pytest.fail("nothing was noticed")
 
@@ -477,17 +477,17 @@ def stuck(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stuck(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.rounds.stacks(0, Stacks(0, {"0": "", "1": stack}, {}), stage.now)
+    stage.machine.stacks(0, Stacks(0, {"0": "", "1": stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
     stage.stop()
-    assert stage.tick() == [Form(1, {0: 2})]
+    assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
 def test_a_hang_may_be_the_end(stage):
     stuck(stage, hang={"action": "stop"})
-    stage.tick(6)  # nobody could answer
+    stage.tick(6)  # no rank could answer
     assert "not restarted: hang.action is stop" in stage.said
 
 
@@ -500,19 +500,19 @@ def test_a_kill_is_a_better_reason_than_a_hang(stage):
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stuck(stage)
-    stage.rounds.stacks(0, Stacks(0, {"0": "", "1": ""}, {"0": [{"what": 1}]}), stage.now)
+    stage.machine.stacks(0, Stacks(0, {"0": "", "1": ""}, {"0": [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
 
 def test_no_wait_is_without_a_limit():
-    """In every phase but the run itself, which is watched by its signs of life, there is a deadline."""
+    """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
     stage = Stage(Count(1, 2, 1))
-    assert stage.rounds._deadline < float("inf")
+    assert stage.machine._deadline < float("inf")
     stage.tick()
-    stage.rounds.resize(2, stage.now)
-    assert stage.rounds.phase is module.Phase.LEAVE
-    assert stage.rounds._deadline < float("inf")
+    stage.machine.resize(2, stage.now)
+    assert stage.machine.phase is module.Phase.PREEMPT
+    assert stage.machine._deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.rounds.phase is module.Phase.STOP
-    assert stage.rounds._deadline < float("inf")
+    assert stage.machine.phase is module.Phase.STOP
+    assert stage.machine._deadline < float("inf")

@@ -11,11 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UserError
-from lockstep.launch import wire
-from lockstep.launch.follower import _introduce
+from lockstep.launch import protocol
 from lockstep.launch.job import Count, Job
-from lockstep.launch.protocol import Beat, Exited, Hello, Refused, Say, Stacks, Start, Welcome, decode, encode
-from lockstep.launch.wire import Hub, Line, Lost, claim, connect, difference
+from lockstep.launch.protocol import (
+    Connection,
+    ConnectionLost,
+    Exited,
+    Hello,
+    Hub,
+    NodeBeat,
+    Print,
+    Refused,
+    Stacks,
+    Start,
+    Welcome,
+    claim,
+    connect,
+    decode,
+    difference,
+    encode,
+)
+from lockstep.launch.supervisor import _introduce
 from ports import free_port
 
 MESSAGES = [
@@ -24,8 +40,8 @@ MESSAGES = [
     Exited(0, 1, 1, 12, {"rank": 1}),
     Stacks(3, {"0": "line\nline"}, {"0": [{}]}),
     Start(0, 0, 2, 4, 0, "127.0.0.1", 5000),
-    Beat([{"rank": 0}], {"hang": {}}),
-    Say("text with \u00e9"),
+    NodeBeat([{"rank": 0}], {"hang": {}}),
+    Print("text with \u00e9"),
 ]
 
 
@@ -43,13 +59,13 @@ def test_messages_survive_the_round_trip(message):
         b"[1]",
         b"GET / HTTP/1.1",
         b'{"kind": "Nothing"}',
-        b'{"kind": "Say"}',
-        b'{"kind": "Say", "text": 1}',
-        b'{"kind": "Say", "text": "x", "more": 1}',
+        b'{"kind": "Print"}',
+        b'{"kind": "Print", "text": 1}',
+        b'{"kind": "Print", "text": "x", "more": 1}',
         b'{"kind": "Stopped", "attempt": true}',
         b'{"kind": "Stopped", "attempt": 1.5}',
         b'{"kind": "Message"}',
-        b'{"kind": ["Say"], "text": "x"}',
+        b'{"kind": ["Print"], "text": "x"}',
         b"\xff\xfe",
     ],
 )
@@ -65,7 +81,9 @@ values = st.recursive(
 )
 
 
-@given(st.sampled_from(["Exited", "Beat", "Hello", "Start", "End"]), st.dictionaries(st.text(max_size=8), values))
+@given(
+    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnded"]), st.dictionaries(st.text(max_size=8), values)
+)
 def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
     try:
         decode(json.dumps({**fields, "kind": kind}).encode())
@@ -78,13 +96,13 @@ def line():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
-    made = Line(here, time.monotonic())
+    made = Connection(here, time.monotonic())
     yield made, there
     made.close()
     there.close()
 
 
-def received(line: Line, now: float = 0.0) -> list:
+def received(line: Connection, now: float = 0.0) -> list:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         if messages := line.receive(now):
@@ -94,49 +112,49 @@ def received(line: Line, now: float = 0.0) -> list:
 
 def test_messages_come_whole(line):
     made, there = line
-    data = encode(Say("a")) + encode(Say("b"))
+    data = encode(Print("a")) + encode(Print("b"))
     there.sendall(data[:-5])
-    assert received(made) == [Say("a")]
+    assert received(made) == [Print("a")]
     there.sendall(data[-5:])
-    assert received(made) == [Say("b")]
+    assert received(made) == [Print("b")]
 
 
 def test_last_words_are_heard_before_the_end(line):
     made, there = line
-    there.sendall(encode(Say("bye")))
+    there.sendall(encode(Print("bye")))
     there.close()
-    assert received(made) == [Say("bye")]
-    with pytest.raises(Lost, match="closed"):
+    assert received(made) == [Print("bye")]
+    with pytest.raises(ConnectionLost, match="closed"):
         received(made)
 
 
 def test_silence_is_noticed(line):
     made, _ = line
-    assert made.receive(made.heard + 4.9) == []
-    with pytest.raises(Lost, match="no sign of life for 5 s"):
-        made.receive(made.heard + 5.1)
+    assert made.receive(made.last_received + 4.9) == []
+    with pytest.raises(ConnectionLost, match="no heartbeat for 5 s"):
+        made.receive(made.last_received + 5.1)
 
 
 def test_noise_ends_a_connection(line):
     made, there = line
     there.sendall(b"GET / HTTP/1.0\r\n")
-    with pytest.raises(Lost, match="no message of ours"):
+    with pytest.raises(ConnectionLost, match="not one of our messages"):
         received(made)
 
 
 def test_a_message_without_end_is_cut_off(line, monkeypatch):
-    monkeypatch.setattr(wire, "LARGEST", 1000)
+    monkeypatch.setattr(protocol, "LARGEST", 1000)
     made, there = line
     there.sendall(b"x" * 5000)
-    with pytest.raises(Lost, match="too long"):
+    with pytest.raises(ConnectionLost, match="too long"):
         received(made)
 
 
-def test_who_does_not_read_is_given_up(line, monkeypatch):
-    monkeypatch.setattr(wire, "LARGEST", 1000)
+def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
+    monkeypatch.setattr(protocol, "LARGEST", 1000)
     made, _ = line
-    with pytest.raises(Lost, match="stopped reading"):
-        made.send(Say("x" * 50_000_000))
+    with pytest.raises(ConnectionLost, match="stopped reading"):
+        made.send(Print("x" * 50_000_000))
 
 
 @pytest.fixture
@@ -150,40 +168,40 @@ def test_one_claims_the_address_and_the_others_connect(address):
     hub = Hub(listener)
     lines = [connect(address, source, print) for source in (None, "127.0.0.2")]
     for line in lines:
-        line.send(Say("here"))
+        line.send(Print("here"))
     heard = []
     while len(heard) < 2:
         heard += hub.poll(0.0)
-    assert [message for _, message in heard] == [Say("here")] * 2
-    hub.send(heard[1][0], Beat())
-    assert received(lines[1]) == [Beat()]
+    assert [message for _, message in heard] == [Print("here")] * 2
+    hub.send(heard[1][0], NodeBeat())
+    assert received(lines[1]) == [NodeBeat()]
     lines[0].close()
     number = heard[0][0]
     while not (gone := hub.poll(0.0)):
         pass
-    assert (gone[0][0], type(gone[0][1])) == (number, Lost)
-    hub.send(number, Beat())  # nobody is there: no harm
+    assert (gone[0][0], type(gone[0][1])) == (number, ConnectionLost)
+    hub.send(number, NodeBeat())  # the peer is gone: no harm
     lines[1].close()
     hub.close()
 
 
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
-    monkeypatch.setattr(wire, "LAST_WORDS_S", 120.0)
-    monkeypatch.setattr(wire, "SILENCE_S", 120.0)
+    monkeypatch.setattr(protocol, "LAST_WORDS_S", 120.0)
+    monkeypatch.setattr(protocol, "SILENCE_S", 120.0)
     hub = Hub(claim(address))
     line = connect(address, None, print)
-    line.send(Say("here"))
+    line.send(Print("here"))
     while not (heard := hub.poll(0.0)):
         pass
-    line.send(Say("not heard in time"))
+    line.send(Print("not heard in time"))
     time.sleep(0.05)
-    hub.send(heard[0][0], Say("the end"))
+    hub.send(heard[0][0], Print("the end"))
     closing = threading.Thread(target=hub.close)
     closing.start()
     time.sleep(0.1)
-    line.send(Beat())  # would be answered with a reset if the other side had hung up
+    line.send(NodeBeat())  # would be answered with a reset if the other side had hung up
     time.sleep(0.1)
-    assert received(line) == [Say("the end")]
+    assert received(line) == [Print("the end")]
     line.close()
     closing.join(timeout=60)
     assert not closing.is_alive()  # it does not wait longer than it must
@@ -193,11 +211,11 @@ def test_orders_may_come_together_with_the_welcome(line):
     made, there = line
     order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000)
     there.sendall(
-        encode(Say("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
+        encode(Print("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
     )
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
     adopted, orders = _introduce(Job({"layers": layers, "path": []}, Path("runs/a"), Count(1, 1)), "host", made)
-    assert orders == [Say("early"), order]
+    assert orders == [Print("early"), order]
     assert adopted.run_dir == Path("runs/b")
     assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
 
@@ -213,17 +231,17 @@ def test_an_address_of_another_machine_is_not_ours():
     assert claim("192.0.2.1:29400") is None
 
 
-def test_an_address_that_nobody_knows():
+def test_an_unknown_address():
     with pytest.raises(UserError, match="--join"):
         claim("no.such.host.invalid:29400")
 
 
-def test_nobody_answers(address, monkeypatch):
-    monkeypatch.setattr(wire, "CONNECT_S", 1.5)
+def test_a_coordinator_that_never_answers(address, monkeypatch):
+    monkeypatch.setattr(protocol, "CONNECT_S", 1.5)
     said = []
-    with pytest.raises(UserError, match="nobody answered"):
+    with pytest.raises(UserError, match="no answer within"):
         connect(address, None, said.append)
-    assert f"nobody answers at {address} yet" in said[0]
+    assert f"no answer from {address} yet" in said[0]
 
 
 def test_differences_are_named():

@@ -17,7 +17,7 @@ def test_devices_that_ranks_have(names: list[str], shared: bool, monkeypatch: py
     store, size = dist.HashStore(), len(names)
     with ThreadPoolExecutor(size) as threads:
         for attempt in range(2):
-            monkeypatch.setattr(context, "_ASKED", iter([attempt] * size))  # each process counts by itself
+            monkeypatch.setattr(context, "_DEVICE_CHECKS", iter([attempt] * size))  # each process counts by itself
             worlds = [World(rank, size, rank, size) for rank in range(size)]
             found = list(threads.map(lambda w: context.share_devices(w, names[w.rank], store), worlds))
             assert found == [shared] * size

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 RANK = """
 import os, sys
 from pathlib import Path
-from lockstep.launch import flight
+from lockstep.launch import flight_recorder
 folder = Path(sys.argv[1])
 os.environ.update(flight_recorder.environment(folder))
 import torch, torch.distributed as dist

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.launch.run_dir import choose_run_dir
 
 
-def test_going_on_needs_a_folder_by_name(tmp_path, monkeypatch):
+def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     """A job that is queued again would begin at step 0 each time; torchrun's own names are new each time, too."""
     monkeypatch.chdir(tmp_path)
     assert choose_run_dir("here", "auto", "net") == Path("here")
@@ -31,5 +31,5 @@ def test_going_on_needs_a_folder_by_name(tmp_path, monkeypatch):
         (["run_dir=runs/b", "--auto_resume"], ["--auto_resume"], "run_dir=runs/b --auto_resume"),
     ],
 )
-def test_what_to_type_to_go_on(words, resume, again):
+def test_what_to_type_to_resume(words, resume, again):
     assert typed_again(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"

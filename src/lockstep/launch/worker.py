@@ -1,0 +1,87 @@
+"""What a rank runs after it was forked: call the job's function, or leave a failure record, and exit.
+
+The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
+dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.launch import failure, flight_recorder, stacks
+from lockstep.runtime.heartbeat import FOLDER
+
+# A pipe that closes when the launcher dies, whatever killed it.
+LIFELINE = "LOCKSTEP_LIFELINE"
+
+
+def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Run `work(spec)` as a rank, and exit."""
+    _die_with_launcher(int(os.environ.pop(LIFELINE)))
+    rank = int(os.environ["RANK"])
+    folder = Path(os.environ[FOLDER])
+    stacks.register(folder / f"stacks-{rank}")
+    flight_recorder.serve(folder, rank)
+    try:
+        work(spec)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code in (None, 0):
+            exit_without_teardown(0)
+
+        if code == failure.PREEMPTED:
+            exit_without_teardown(failure.PREEMPTED)
+
+        failure.record(folder, rank, error)
+
+        # Rank 0 has the terminal, where the launcher prints the first failure.
+        if rank != 0:
+            traceback.print_exc()
+
+        exit_without_teardown(1)
+
+    exit_without_teardown(0)
+
+
+def _die_with_launcher(alive: int) -> None:
+    """Kill this rank when the launcher is gone. The pipe carries no data: it ends when the launcher does."""
+
+    def watch() -> None:
+        os.read(alive, 1)
+
+        # With its loader processes: each rank leads its own process group.
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lockstep-lifeline").start()
+
+
+def exit_without_teardown(code: int) -> NoReturn:
+    """End the process, and do by hand what an ordinary exit does for the user.
+
+    Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
+    release tensors, and these then need the GIL, so that the process aborts now and then.
+    `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
+    """
+    # After an error there is no waiting: the collectives of other threads can no longer end.
+    if code in (0, failure.PREEMPTED):
+        # Executors let their threads go, and then all threads that are not daemons are waited for.
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]
+        atexit._run_exitfuncs()
+
+    # Files that the user left open. There is no list of them but the garbage collector's.
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
+            with contextlib.suppress(ValueError, OSError):
+                thing.flush()
+
+    os._exit(code)

@@ -1,0 +1,32 @@
+"""How a process learns that it is a rank: one reader per kind of launcher, tried in the order of the table.
+
+A reader is a function from environment variables to a `World`, or to None if the variables of its launcher are not
+there. It raises a `UserError` for variables that are there and make no sense: a rank that took itself for a single
+process would train alone, and overwrite what the others write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from lockstep.runtime.environments import slurm, torchrun
+from lockstep.runtime.world import World
+
+Reader = Callable[[Mapping[str, str]], World | None]
+
+# The most explicit first: inside a Slurm job our own launcher and torchrun set variables that count.
+READERS: dict[str, Reader] = {
+    "torchrun": torchrun.read,
+    "slurm": slurm.read,
+}
+
+
+def detect(env: Mapping[str, str]) -> World | None:
+    """Return the world of the first reader that recognises the environment, with that reader's name."""
+    for name, read in READERS.items():
+        world = read(env)
+        if world is not None:
+            return replace(world, environment=name)
+
+    return None

@@ -1,0 +1,94 @@
+"""Slurm: `srun python script.py` starts plain ranks, and sets SLURM_PROCID and its relatives in each of them.
+
+Only a job step with several tasks counts. An interactive shell, a batch script and a step with one task have Slurm
+variables too (SLURM_NTASKS is that of the whole allocation there), and stay single processes.
+
+Limits: tested with the variables that Slurm documents, not yet on a cluster. Rank 0 is expected on the first node of
+the step, which holds unless tasks are placed with `--distribution=arbitrary`: set MASTER_ADDR there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from lockstep.errors import UserError
+from lockstep.runtime.environments.variables import whole_number
+from lockstep.runtime.world import World
+
+# Ports for the rendezvous: below those that systems hand out by themselves (32768 and up on Linux).
+FIRST_PORT = 10_000
+PORTS = 20_000
+
+
+def read(env: Mapping[str, str]) -> World | None:
+    # SLURM_STEP_* variables are set by srun alone.
+    tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks < 2 or "SLURM_PROCID" not in env:
+        return None
+
+    rank = whole_number(env, "SLURM_PROCID")
+    if not 0 <= rank < tasks:
+        raise UserError(
+            f"SLURM_PROCID={rank} is not a task of SLURM_STEP_NUM_TASKS={tasks}",
+            "tasks go from 0 to SLURM_STEP_NUM_TASKS - 1",
+            "start the processes with srun, or with `lockstep train --nproc N`",
+        )
+
+    port = whole_number(env, "MASTER_PORT", _port(env))
+
+    return World(
+        rank=rank,
+        size=tasks,
+        local_rank=whole_number(env, "SLURM_LOCALID"),
+        local_size=_tasks_on_this_node(env, tasks),
+        master_addr=env.get("MASTER_ADDR") or first_host(_node_list(env)),
+        master_port=port,
+    )
+
+
+def _port(env: Mapping[str, str]) -> int:
+    """Return a port that all tasks of the step compute alike, and other jobs on the node most likely do not."""
+    job = whole_number(env, "SLURM_JOB_ID", 0)
+    step = whole_number(env, "SLURM_STEP_ID", 0)
+    return FIRST_PORT + (31 * job + step) % PORTS
+
+
+def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int:
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if listed:
+        counts = tasks_per_node(listed)
+        node = whole_number(env, "SLURM_NODEID", 0)
+        if node < len(counts):
+            return counts[node]
+
+    return whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's notation: "2(x3),1" means 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+
+    return counts
+
+
+def _node_list(env: Mapping[str, str]) -> str:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            "the ranks of this Slurm step have no address to meet at",
+            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set",
+            "export MASTER_ADDR=HOST, the host of rank 0",
+        )
+
+    return nodes
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's notation: "node[03-05,07],gpu1" begins with node03."""
+    # Up to the first comma that is not inside brackets.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())

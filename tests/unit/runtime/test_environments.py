@@ -1,0 +1,178 @@
+"""How a process learns that it is a rank: the variables of torchrun and of Slurm, and of neither."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.runtime.environments import READERS, detect
+from lockstep.runtime.environments.slurm import FIRST_PORT, PORTS, first_host, tasks_per_node
+from lockstep.runtime.world import World
+from ports import free_port
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+# Task 3 of `srun --nodes=2 --ntasks=5 python script.py`: three tasks on the first node, two on the second.
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_without_variables_there_is_one_process() -> None:
+    assert detect({}) is None
+    world = World.from_env({})
+    assert (world, world.environment) == (World(), "none")
+
+
+def test_every_reader_ignores_an_empty_environment() -> None:
+    assert {name: read({}) for name, read in READERS.items()} == {"torchrun": None, "slurm": None}
+
+
+def test_torchrun() -> None:
+    world = World.from_env(TORCHRUN)
+    assert world == World(3, 4, 1, 2, "10.0.0.1", 1234)
+    assert world.environment == "torchrun"
+    assert World.launched(TORCHRUN)
+
+
+def test_a_hand_written_launcher_may_leave_out_the_local_ranks() -> None:
+    assert World.from_env({"RANK": "1", "WORLD_SIZE": "2"}) == World(1, 2, 1, 2, "127.0.0.1", 29500)
+
+
+def test_only_rank_0_listens() -> None:
+    listening = TORCHRUN | {"LOCKSTEP_LISTEN_FD": "7"}
+    assert World.from_env(listening).listen_fd is None
+    assert World.from_env(listening | {"RANK": "0"}).listen_fd == 7
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"MASTER_PORT": "x"}])
+def test_torchrun_variables_that_make_no_sense(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        World.from_env(TORCHRUN | wrong)
+
+
+def test_slurm() -> None:
+    world = World.from_env(SLURM)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 5, 0, 2)
+    assert world.master_addr == "gpu07"
+    assert world.environment == "slurm"
+    assert not World.launched(SLURM)  # `srun lockstep train --nproc 8 ...` starts launchers, not ranks
+
+
+def test_all_tasks_of_a_slurm_step_meet_at_one_address() -> None:
+    tasks = [SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 3)} for rank in range(5)]
+    worlds = [World.from_env(task) for task in tasks]
+    assert len({(world.master_addr, world.master_port) for world in worlds}) == 1
+    assert [world.rank for world in worlds] == list(range(5))
+    assert [world.local_size for world in worlds] == [3, 3, 3, 2, 2]
+
+
+def test_ports_of_slurm_steps_differ_and_stay_in_range() -> None:
+    ports = {
+        World.from_env(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in (1, 2, 99_999_999)
+        for step in (0, 1)
+    }
+    assert len(ports) == 6
+    assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports)
+
+
+def test_the_user_decides_where_slurm_tasks_meet() -> None:
+    world = World.from_env(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29400"})
+    assert (world.master_addr, world.master_port) == ("10.0.0.9", 29400)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell: `srun --pty bash` in an allocation of several
+        {key: value for key, value in SLURM.items() if "STEP" not in key},  # the script of sbatch
+        {"SLURM_JOB_ID": "4242", "SLURM_NTASKS": "5"},  # the shell of salloc
+    ],
+)
+def test_a_slurm_job_of_one_process_stays_one_process(env: dict[str, str]) -> None:
+    assert World.from_env(env).environment == "none"
+
+
+def test_a_launcher_inside_a_slurm_step_decides() -> None:
+    world = World.from_env(SLURM | TORCHRUN)
+    assert (world.rank, world.size, world.environment) == (3, 4, "torchrun")
+
+
+@pytest.mark.parametrize("wrong", [{"SLURM_PROCID": "5"}, {"SLURM_PROCID": "x"}, {"SLURM_LOCALID": ""}])
+def test_slurm_variables_that_make_no_sense(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        World.from_env(SLURM | wrong)
+
+
+def test_a_slurm_step_without_an_address() -> None:
+    env = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NODELIST"}
+    with pytest.raises(UserError, match="export MASTER_ADDR=HOST"):
+        World.from_env(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("login", "login"),
+        ("a,b", "a"),
+        ("gpu[3,5-7]", "gpu3"),
+        ("gpu[003-120],cpu1", "gpu003"),
+        ("rack[1-2]node[04-09]", "rack1node04"),
+        ("node[1-2].cluster", "node1.cluster"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("3,2", [3, 2])])
+def test_tasks_per_node(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+TASK = """
+import torch, torch.distributed as dist
+from lockstep.runtime.context import join
+from lockstep.runtime.world import World
+world = World.from_env()
+join(world, torch.device("cpu"))
+ranks = torch.tensor([world.rank + 1])
+dist.all_reduce(ranks)
+print(world.rank, world.local_size, int(ranks))
+dist.destroy_process_group()
+"""
+
+
+def test_processes_with_the_variables_of_a_slurm_step_form_a_process_group() -> None:
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    shared |= {"SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TASK],
+            env=env | shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    assert [task.communicate(timeout=120)[0] for task in tasks] == ["0 2 3\n", "1 2 3\n"]
