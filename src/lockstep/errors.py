@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(Exception):
     """Something the user can mend. Shown without a traceback.
@@ -53,3 +56,14 @@ class Preempted(SystemExit):
     def __init__(self, step: int, signal: str, checkpoint: str | None):
         super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
         self.step, self.signal, self.checkpoint = step, signal, checkpoint
+
+
+def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
+    """Return the error for a setting whose value should be a name of a registry, and is not."""
+    names = list(known)
+    near = get_close_matches(str(name), names, 1, 0.0)
+    return UserError(
+        f"{key}={name} is not known",
+        f"{key} takes {', '.join(names)}",
+        f"type {key}={near[0]}",
+    )

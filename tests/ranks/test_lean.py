@@ -13,7 +13,7 @@ from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.optim import adamw8bit
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.registry import KINDS, chosen
+from lockstep.optim.registry import OPTIMIZERS, build_optimizers
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.test_storage import trained
@@ -35,13 +35,13 @@ def single(pool: Pool, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "pp"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_parameters_on_any_number_of_ranks(pool: Pool, name: str, strategy: str) -> None:
     for found in pool.run(lean, STRATEGIES[strategy] | {"optimizer": name}, world=2):
         assert_close(found["weights"], single(pool, name))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_its_state_is_cut_anew(pool: Pool, tmp_path: Path, name: str) -> None:
     """Whole -> three parts, which do not divide evenly -> groups of two with a copy each -> whole."""
     values = {"optimizer": name, "run_dir": str(tmp_path / "run"), "resume": "auto"}
@@ -94,10 +94,10 @@ class Beside(torch.optim.Optimizer):
 def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
     model, beside = torch.nn.Linear(2, 2).bfloat16(), Beside()
     config = resolve([("test", {"optimizer": "adamw8bit"})]).config
-    lean, kept = chosen(config, [torch.optim.AdamW(model.parameters()), beside])
+    lean, kept = build_optimizers(config, [torch.optim.AdamW(model.parameters()), beside])
     assert isinstance(lean, adamw8bit.AdamW8bit)
     assert kept is beside
-    MasterWeights([lean, kept], model, "kept", seed=0).step(kept, None, now=0)
+    MasterWeights([lean, kept], model, "master", seed=0).step(kept, None, now=0)
     assert beside.steps == 1
 
 
@@ -121,9 +121,9 @@ def test_groups_are_taken_over():
     made = torch.optim.AdamW(
         [{"params": [first], "lr": 0.1}, {"params": [second], "weight_decay": 0.0}], betas=(0.8, 0.9)
     )
-    (optimizer,) = chosen(config, made)
+    (optimizer,) = build_optimizers(config, made)
     kept = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert kept == [(0.1, 0.01, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
-    assert chosen(resolve([("test", {})]).config, made) is made
+    assert build_optimizers(resolve([("test", {})]).config, made) is made
     with pytest.raises(UserError, match=r"optimizer=adamw8bit with mesh\.tp"):
-        chosen(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)
+        build_optimizers(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)

@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.config import resolve
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.schedule import Clipping, LearningRate, batch_scaling, factor
+from lockstep.optim.clip import Clipping
+from lockstep.optim.schedule import LearningRate, batch_scaling, factor
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.runtime.world import World
 
@@ -90,7 +91,7 @@ def test_what_an_optimizer_has_set_up_at_once_goes_where_its_parameters_go():
     runtime: Any = SimpleNamespace(world=World(0, 2))
     optimizers = ShardedOptimizers(made, model, runtime)
     assert list(made.state) == [model.weight]
-    MasterWeights(optimizers.all, model, "kept", seed=0)
+    MasterWeights(optimizers.all, model, "master", seed=0)
     ((stand_in, state),) = made.state.items()
     assert stand_in is made.param_groups[0]["params"][0]
     assert stand_in is not model.weight

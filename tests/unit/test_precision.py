@@ -7,7 +7,7 @@ from torch import nn
 from lockstep import precision
 from lockstep.config import ScalerConfig, resolve
 from lockstep.errors import UserError
-from lockstep.precision import WAYS, DynamicScaler, check_storage, choose, store
+from lockstep.precision import BF16_STORED, DynamicScaler, check_storage, choose, store
 from lockstep.runtime import context
 from lockstep.runtime.context import start
 from lockstep.runtime.world import World
@@ -93,11 +93,11 @@ def test_half_precision_master_weights_are_refused():
 
 
 def test_the_contract_of_every_format():
-    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in WAYS}
+    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in BF16_STORED}
     start = "stored bfloat16, computed bfloat16, reduced float32, optimizer float32"
     assert all(contract.startswith(start) for contract in contracts.values())
     assert len(set(contracts.values())) == 3
-    assert choose(config(precision="bf16"), CPU).way is None
+    assert choose(config(precision="bf16"), CPU).rounding is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
-from lockstep.observe.run_folder import RunFolder, on_main
+from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
@@ -175,7 +175,7 @@ class CheckpointManager:
                 )
             return free
 
-        if (free := on_main(check, self.runtime)) < 2 * (certain + guess):
+        if (free := self.runtime.collectives.run_on_rank0(check)) < 2 * (certain + guess):
             self.tell(
                 "warning",
                 reason=f"the disk has {megabytes(free / 2**20)} free, and two checkpoints, which is what it takes to "

@@ -15,7 +15,7 @@ from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.reshard import Change, fill, read_beside, without_echoes
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
-from lockstep.optim.bf16_masters import CUT_OFF
+from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import local, whole
 from lockstep.task import BatchSource, Task
@@ -164,9 +164,9 @@ class RunState:
     def _in_full(self, name: str, value: Tensor) -> Tensor | None:
         """What is saved of a parameter is its master, where it has one; None: another rank has that."""
         masters, parameter = self.optimizers.masters, self._trained.get(name)
-        if masters is None or masters.way != "kept" or parameter is None:
+        if masters is None or not masters.persistent or parameter is None:
             return value
-        return masters.kept(parameter)
+        return masters.master_of(parameter)
 
     def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
         here = self.model.state_dict()
@@ -244,7 +244,7 @@ class RunState:
             name = sorted(here ^ set(before))[0]
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
         changed, groups = self._settings_to_use(number, saved, reader)
-        unused = set() if masters and masters.way == "compensated" else {CUT_OFF}
+        unused = set() if masters and masters.rounding == "compensated" else {COMPENSATION}
         mine = {
             name: {key: value for key, value in kept.items() if key not in unused}
             for name, kept in saved["state"].items()

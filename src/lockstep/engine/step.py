@@ -24,8 +24,9 @@ from lockstep.engine.checks import check_loss
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.engine.outcome import STEP_MODULUS, Gradient, Outcomes
 from lockstep.observe.metrics import ExactSums, Sums
+from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.schedule import Clipping, LearningRate
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, Pipelined
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime

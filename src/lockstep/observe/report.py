@@ -23,13 +23,14 @@ from lockstep.observe.formats import (
     escaped,
     event_words,
     figures,
+    flat,
     megabytes,
     number,
     ranks,
     rate,
     rate_key,
 )
-from lockstep.observe.run_record import Record, Run, flat, read_run
+from lockstep.observe.run_record import Record, RunRecord, read_run
 
 MOST_EVENTS = 400
 MOST_METRICS = 8
@@ -50,7 +51,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 # ---- the page ----
 
 
-def page(run: Run) -> str:
+def page(run: RunRecord) -> str:
     task = str(run.facts.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
@@ -82,7 +83,7 @@ def section(title: str, body: str) -> str:
     return f"<section>\n<h2>{escaped(title)}</h2>\n{body}\n</section>"
 
 
-def nothing_in(run: Run, file: str) -> str:
+def nothing_in(run: RunRecord, file: str) -> str:
     return f'<p class="note">{escaped(run.notes.get(file, f"{file} is empty"))}</p>'
 
 
@@ -113,7 +114,7 @@ def _clock(seconds: Any) -> str:
 # ---- how it ended, and its numbers ----
 
 
-def header(run: Run, task: str) -> str:
+def header(run: RunRecord, task: str) -> str:
     state, label, reason = outcome(run)
     why = f'<p class="reason {state}">{escaped(reason)}</p>' if reason else ""
     cards = "".join(
@@ -128,7 +129,7 @@ def header(run: Run, task: str) -> str:
 </header>"""
 
 
-def outcome(run: Run) -> tuple[str, str, str]:
+def outcome(run: RunRecord) -> tuple[str, str, str]:
     """(style, label, reason): how the run ended, as far as the folder tells."""
     for event in reversed(run.events):
         kind = event.get("event")
@@ -143,7 +144,7 @@ def outcome(run: Run) -> tuple[str, str, str]:
     return "idle", "no end recorded", "The run is still going, or its process was killed."
 
 
-def key_numbers(run: Run) -> list[tuple[str, str, str]]:
+def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     """(name, value, aside) for the cards of the header; `-` for what the folder does not tell."""
     facts, unit = run.facts, run.unit
     known = {**(run.metrics[-1] if run.metrics else {}), **facts}  # a run without an end has only its records
@@ -196,7 +197,7 @@ def mean_rate(records: Sequence[Record], key: str) -> float | None:
     return work / seconds if seconds else None
 
 
-def wall_seconds(run: Run) -> float | None:
+def wall_seconds(run: RunRecord) -> float | None:
     if "seconds" in run.facts:
         return number(run.facts["seconds"])
     times = [at for record in [*run.events, *run.metrics] if (at := number(record.get("time"))) is not None]
@@ -206,7 +207,7 @@ def wall_seconds(run: Run) -> float | None:
 # ---- curves ----
 
 
-def curves(run: Run) -> str:
+def curves(run: RunRecord) -> str:
     if not run.metrics:
         return section("Curves", nothing_in(run, "metrics.jsonl"))
 
@@ -227,14 +228,14 @@ def curves(run: Run) -> str:
     return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
 
 
-def loss_charts(run: Run) -> list[str]:
+def loss_charts(run: RunRecord) -> list[str]:
     """The same chart for wide and for narrow screens; the style sheet shows one of them."""
     skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
     series = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     return [line_chart(series, "Loss", log=10, wide=wide) for wide in (True, False)]
 
 
-def train_and_eval(run: Run, key: str) -> list[Series]:
+def train_and_eval(run: RunRecord, key: str) -> list[Series]:
     return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
 
 
@@ -247,12 +248,12 @@ def curve(records: Iterable[Record], key: str) -> list[Point]:
 # ---- text and tables ----
 
 
-def sample(run: Run) -> str:
+def sample(run: RunRecord) -> str:
     text = run.last_event("sample").get("text")
     return section("Sample", f"<pre>{escaped(text)}</pre>") if text else ""
 
 
-def config_table(run: Run) -> str:
+def config_table(run: RunRecord) -> str:
     """Every value with its source; what somebody chose comes before the defaults."""
     if not run.config:
         return section("Configuration", nothing_in(run, "config.yaml"))
@@ -271,7 +272,7 @@ def source_of(key: str, sources: Record) -> str:
     return str(sources.get(key, "-"))
 
 
-def plan_table(run: Run) -> str:
+def plan_table(run: RunRecord) -> str:
     """What was said at the start, then the derived values with the reasons that the plan gives for them."""
     facts, values = run.last_event("start").get("facts"), flat(run.plan)
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
@@ -282,7 +283,7 @@ def plan_table(run: Run) -> str:
     return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 
-def events_table(run: Run) -> str:
+def events_table(run: RunRecord) -> str:
     if not run.events:
         return section("Events", nothing_in(run, "events.jsonl"))
     began, shown = number(run.events[0].get("time")), run.events[-MOST_EVENTS:]

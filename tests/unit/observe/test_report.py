@@ -234,7 +234,7 @@ def test_the_rate_is_work_over_time_without_the_first_record():
 
 def test_nothing_heavy_is_imported():
     program = (
-        "import sys, lockstep.observe.sinks, lockstep.observe.progress, lockstep.observe.report\n"
+        "import sys, lockstep.observe.sinks, lockstep.observe.console, lockstep.observe.report\n"
         "print([name for name in ('torch', 'rich', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.observe.stragglers import LASTING, Hunger, Watch, pack, slowest, unpack
+from lockstep.observe.stragglers import LASTING, LateDataWatch, SlowRankWatch, pack, slowest, unpack
 from lockstep.runtime.heartbeat import Heartbeat
 
 
@@ -105,7 +105,7 @@ LATE = job([(0.21, 0.2), (0.01, 0.2), (0.01, 0.2)])  # the first rank, for anoth
 def said(intervals, seconds):
     """The ranks that a watch names, with the number of the interval. `seconds`: from one to the next."""
     now = iter(range(0, 10**6, seconds))
-    watch = Watch(clock=lambda: next(now))
+    watch = SlowRankWatch(clock=lambda: next(now))
     found = [watch.look(rows) for rows in intervals]
     return [(place, slow.rank) for place, slow in enumerate(found) if slow]
 
@@ -136,13 +136,13 @@ def test_nothing_is_said_twice_within_minutes():
 
 def test_gpus_that_wait_for_data_are_told_about_once():
     def said(*intervals):
-        watch = Hunger()
+        watch = LateDataWatch()
         return [bool(watch.look(rows)) for rows in intervals]
 
     late, fine = [row(0.005, 0.003, 0.001)] * 2, [row(0.001, 0.008, 0.001)] * 2
     assert said(late, late, late, fine, late, late) == [False, True, False, False, False, False]
     assert said(late, fine, late, fine) == [False] * 4
     assert said(*[[late[0], fine[0]]] * 3) == [False] * 3  # one of them: a slow rank
-    watch = Hunger()
+    watch = LateDataWatch()
     watch.look(late)
     assert "5 ms of every step, 56% of it" in watch.look(late)

@@ -27,7 +27,7 @@ from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import add_copies, agree_on_plain
-from lockstep.precision import WAYS, store
+from lockstep.precision import BF16_STORED, store
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
@@ -57,7 +57,7 @@ class FSDPDriver(ShardedDriver):
         mesh = axes.devices["dp"] if axes else make_mesh(strategy, config, runtime)
         self._keeps = strategy == "fsdp-grads"
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not self._keeps, offload_policy=offload)
-        if precision in WAYS:  # gradients of bfloat16 parameters are added in float32, and rounded once
+        if precision in BF16_STORED:  # gradients of bfloat16 parameters are added in float32, and rounded once
             shard = partial(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
         def cut(module: nn.Module) -> None:
