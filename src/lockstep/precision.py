@@ -30,19 +30,19 @@ def _fits_everywhere(config: RunConfig, device: torch.device) -> None:
 class NumberFormat:
     """What is special about a precision. The defaults are those of plain float32."""
 
+    # The dtype of autocast; float32 means that there is no autocast.
     compute: torch.dtype = torch.float32
-    """The dtype of autocast; float32 means that there is no autocast."""
+    # How updates of parameters that are stored in bfloat16 are not lost: `master`, `stochastic` or `compensated` (see
+    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, as they come.
     rounding: str | None = None
-    """How updates of parameters that are stored in bfloat16 are not lost: `master`, `stochastic` or `compensated`
-    (see optim/bf16_masters.py). None: parameters are stored as they come."""
+    # Whether the loss is multiplied by a dynamic scale.
     scaled: bool = False
-    """Whether the loss is multiplied by a dynamic scale."""
+    # How the compute is described, where its dtype does not say it.
     compute_text: str = ""
-    """How the compute is described, where its dtype does not say it."""
+    # How the optimizer of parameters that are stored in bfloat16 is described.
     optimizer_text: str = "float32"
-    """How the optimizer of parameters that are stored in bfloat16 is described."""
+    # Raises a UserError where the format cannot work.
     check: Callable[[RunConfig, torch.device], None] = _fits_everywhere
-    """Raises a UserError where the format cannot work."""
 
 
 @dataclass(frozen=True)

@@ -381,7 +381,9 @@ def test_a_stream_that_shuffles_itself_is_dealt_once(pool: Pool, size: int, work
 def test_a_stream_with_fewer_samples_than_ranks(pool: Pool) -> None:
     """One rank has nothing at all to work on, not even padding: everybody says so."""
     values = {"global_batch": 4, "micro_batch": 1, "steps": 2}
-    assert_user_errors(pool.errors(collect, Stream(3), values, world=4), "rank 3 of 4 got none in epoch 0")
+    assert_user_errors(
+        pool.errors(collect, Stream(3), values, world=4), "rank 3 of 4 got no sample of the stream in epoch 0"
+    )
 
 
 class OnceOnly(Stream):
@@ -393,7 +395,7 @@ class OnceOnly(Stream):
 
 def test_a_stream_that_can_be_read_only_once(pool: Pool) -> None:
     values = {"global_batch": 4, "micro_batch": 1, "steps": 9}
-    assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got none in epoch 1")
+    assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got no sample of the stream in epoch 1")
 
 
 def test_a_stream_cannot_be_dealt_unevenly(pool: Pool) -> None:

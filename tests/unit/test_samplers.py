@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
-from lockstep.data.samplers import BLOCK, make_sampler
+from lockstep.config import DataConfig
+from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
+from lockstep.data.sources import BatchShape, open_source
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
 
 
 @given(length=st.integers(1, 3 * BLOCK), seed=st.integers(0, 2**62), epoch=st.integers(0, 1000))
@@ -64,3 +70,62 @@ def test_the_order_never_changes_between_versions():
 
 
 FROZEN = [6, 3, 0, 1, 8, 7, 2, 4, 5, 9]
+
+
+class Weighted:
+    """A sampler with replacement: each position draws an id by itself, from a stream of its own."""
+
+    def __init__(self, weights, length, seed):
+        self.bounds = np.cumsum(weights) / np.sum(weights)
+        self.length = length
+        self.seed = seed
+
+    def __len__(self):
+        return self.length
+
+    def ids(self, epoch, start, stop):
+        draws = [np.random.default_rng((self.seed, epoch, position)).random() for position in range(start, stop)]
+        return np.searchsorted(self.bounds, draws).astype(np.int64)
+
+
+def source(sampler, rank, ranks, dataset, micro_batch=2):
+    shape = BatchShape(global_batch=6, micro_batch=micro_batch, tail="short")
+    data = Sampled(dataset, sampler)
+    return open_source(data, default_collate, shape, DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+
+
+def test_samplers_are_samplers():
+    assert isinstance(make_sampler(10, 0), ShuffledSampler)
+    assert isinstance(make_sampler(10, 0, shuffle=False), SequentialSampler)
+    for sampler in (make_sampler(10, 0), SequentialSampler(10), Weighted([1], 4, 0)):
+        assert isinstance(sampler, Sampler)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_position_of_a_weighted_sampler_is_trained_once_on_any_number_of_ranks(ranks):
+    """20 positions of a dataset of 5, over two epochs; sample 0 is never drawn."""
+    sampler = Weighted([0, 1, 1, 1, 5], 20, seed=3)
+    expected = [*sampler.ids(0, 0, 20), *sampler.ids(1, 0, 20)]
+    sources = [source(sampler, rank, ranks, list(range(5))) for rank in range(ranks)]
+    seen = []
+    while sources[0].position < 40:
+        for one in sources:
+            share = one.take()
+            seen += [int(i) for micro in share if not micro.padding for i in micro.data]
+            one.commit(share, None)
+    assert seen == expected
+    assert 0 not in seen
+
+
+def test_the_state_of_a_sampled_dataset_is_its_position():
+    first = source(Weighted([1, 2, 3], 20, seed=1), 0, 1, [10, 11, 12])
+    first.commit(first.take(), None)
+    assert first.state_dict() == {"position": 6, "length": 20, "passed_over": []}
+    second = source(Weighted([1, 2, 3], 20, seed=1), 1, 2, [10, 11, 12])
+    second.load_state_dict(first.state_dict())
+    assert second.upcoming() == first.upcoming()
+
+
+def test_a_sampler_needs_a_dataset_with_an_index():
+    with pytest.raises(UserError, match="a sampler needs a dataset with __getitem__"):
+        source(SequentialSampler(4), 0, 1, iter(range(4)))

@@ -23,8 +23,10 @@ FOLD_AT = 128
 # 2^-1074 is the smallest float above 0.
 SMALLEST_POWER = 1074
 
-Term = tuple[str, Weight, Weight]  # (name, sum, weight)
-Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
+# (name, sum, weight)
+Term = tuple[str, Weight, Weight]
+# A multiple of 2^-1074, as an integer; a float only if it is nan or infinite.
+Exact = int | float
 
 
 class Sums:

@@ -32,8 +32,11 @@ from lockstep.observe.formats import (
 )
 from lockstep.observe.run_record import Record, RunRecord, read_run
 
+# The newest events are shown, and the first of the task's own metrics.
 MOST_EVENTS = 400
 MOST_METRICS = 8
+
+# The style of events that are no good news.
 TROUBLE = {"skip": "warn", "warning": "warn", "error": "bad"}
 
 
@@ -41,10 +44,13 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Make `report.html` in a run folder and return its path."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise UserError(f"a report of {folder}", "no such folder", "name a run's folder, such as runs/NAME-TIME")
-    path, draft = folder / "report.html", folder / "report.html.tmp"
+        raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
+
+    # A browser never loads half a page.
+    path = folder / "report.html"
+    draft = folder / "report.html.tmp"
     draft.write_text(page(read_run(folder)), encoding="utf-8")
-    draft.replace(path)  # a browser never loads half a page
+    draft.replace(path)
     return path
 
 
@@ -52,6 +58,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def page(run: RunRecord) -> str:
+    """Return the whole page."""
     task = str(run.facts.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
@@ -80,23 +87,28 @@ def page(run: RunRecord) -> str:
 
 
 def section(title: str, body: str) -> str:
+    """Return a part of the page with its heading."""
     return f"<section>\n<h2>{escaped(title)}</h2>\n{body}\n</section>"
 
 
 def nothing_in(run: RunRecord, file: str) -> str:
+    """Return why there is nothing to show of a file."""
     return f'<p class="note">{escaped(run.notes.get(file, f"{file} is empty"))}</p>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[str] = ()) -> str:
+    """Return a table; `styles` holds a class for every row, or nothing."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
     for index, row in enumerate(rows):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
-        body += f'<tr class="{styles[index] if styles else ""}">{cells}</tr>'
+        style = styles[index] if styles else ""
+        body += f'<tr class="{style}">{cells}</tr>'
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _plain(value: Any) -> str:
+    """Return a value as it is typed in a configuration."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -105,6 +117,7 @@ def _plain(value: Any) -> str:
 
 
 def _clock(seconds: Any) -> str:
+    """Return the date and time of a record."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (TypeError, OverflowError, OSError, ValueError):
@@ -115,6 +128,7 @@ def _clock(seconds: Any) -> str:
 
 
 def header(run: RunRecord, task: str) -> str:
+    """Return the head of the page: how the run ended, and its key numbers."""
     state, label, reason = outcome(run)
     why = f'<p class="reason {state}">{escaped(reason)}</p>' if reason else ""
     cards = "".join(
@@ -130,14 +144,16 @@ def header(run: RunRecord, task: str) -> str:
 
 
 def outcome(run: RunRecord) -> tuple[str, str, str]:
-    """(style, label, reason): how the run ended, as far as the folder tells."""
+    """Return (style, label, reason): how the run ended, as far as the folder tells."""
     for event in reversed(run.events):
         kind = event.get("event")
         if kind == "end":
             return "good", "finished", ""
         if kind == "error":
-            return "bad", "failed", str(event.get("message") or event.get("error") or "No reason was recorded.")
-        if kind == "start":  # what came before is an earlier attempt
+            reason = event.get("message") or event.get("error") or "No reason was recorded."
+            return "bad", "failed", str(reason)
+        # What came before the last start is an earlier attempt.
+        if kind == "start":
             break
     if run.summary and not run.events:
         return "good", "finished", ""
@@ -145,15 +161,21 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
 
 
 def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(name, value, aside) for the cards of the header; `-` for what the folder does not tell."""
-    facts, unit = run.facts, run.unit
-    known = {**(run.metrics[-1] if run.metrics else {}), **facts}  # a run without an end has only its records
+    """Return (name, value, aside) for the cards of the header; `-` stands for what the folder does not tell."""
+    facts = run.facts
+    unit = run.unit
+    # A run without an end has only its records.
+    known = {**(run.metrics[-1] if run.metrics else {}), **facts}
+
     latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
     finite = [found for found in run.evals if number(found.get("loss")) is not None]
     best = min(finite, key=lambda found: found["loss"], default=latest)
+
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
     trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
+
+    # A task with a unit of its own, such as tokens, has two counts and two rates.
     tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
     samples_per_s = rate(mean_rate(run.metrics, "samples"), SAMPLE) if unit != SAMPLE else ""
     counted = "samples" if unit == SAMPLE else "weight"
@@ -178,29 +200,33 @@ def _at_step(record: Record) -> str:
 
 
 def amounts(records: Sequence[Record], key: str) -> list[float]:
+    """Return the finite numbers that records hold under a key."""
     return [amount for record in records if (amount := number(record.get(key))) is not None]
 
 
 def total(records: Sequence[Record], key: str) -> float | None:
-    """All of a quantity that the records count interval by interval."""
+    """Return all of a quantity that the records count interval by interval."""
     found = amounts(records, key)
     return math.fsum(found) if found else None
 
 
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
-    """Work over time, without the first record: it holds compilation and warm-up."""
+    """Return work over time, without the first record: it holds compilation and warm-up."""
     work = seconds = 0.0
     for record in records[1:] or records:
-        amount, per_second = number(record.get(key)), number(record.get(f"{key}_per_s"))
+        amount = number(record.get(key))
+        per_second = number(record.get(f"{key}_per_s"))
         if amount and per_second:
-            work, seconds = work + amount, seconds + amount / per_second
+            work += amount
+            seconds += amount / per_second
     return work / seconds if seconds else None
 
 
 def wall_seconds(run: RunRecord) -> float | None:
+    """Return how long the run took, or how long it has left records so far."""
     if "seconds" in run.facts:
         return number(run.facts["seconds"])
-    times = [at for record in [*run.events, *run.metrics] if (at := number(record.get("time"))) is not None]
+    times = amounts([*run.events, *run.metrics], "time")
     return max(times) - min(times) if len(times) > 1 else None
 
 
@@ -208,6 +234,7 @@ def wall_seconds(run: RunRecord) -> float | None:
 
 
 def curves(run: RunRecord) -> str:
+    """Return a chart for every kind of number that the run has logged."""
     if not run.metrics:
         return section("Curves", nothing_in(run, "metrics.jsonl"))
 
@@ -223,40 +250,51 @@ def curves(run: RunRecord) -> str:
     ]
     if any("scale" in record for record in run.metrics):
         charts.append(line_chart(series("scale", "scale"), "Loss scale (fp16)", log=2))
-    names = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
-    charts += [line_chart(train_and_eval(run, name), name[len("metrics.") :]) for name in list(names)[:MOST_METRICS]]
+
+    # A dict keeps the order in which metrics appeared.
+    own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
+    for key in list(own)[:MOST_METRICS]:
+        charts.append(line_chart(train_and_eval(run, key), key.removeprefix("metrics.")))
     return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
 
 
 def loss_charts(run: RunRecord) -> list[str]:
-    """The same chart for wide and for narrow screens; the style sheet shows one of them."""
+    """Return the same chart for wide and for narrow screens; the style sheet shows one of them."""
     skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
     series = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     return [line_chart(series, "Loss", log=10, wide=wide) for wide in (True, False)]
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
+    """Return a number of the training and the same of the evaluations."""
     return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
 
 
 def curve(records: Iterable[Record], key: str) -> list[Point]:
-    """(step, value) of the records that have this key; NaN for a value that is not a finite number."""
-    found = [(number(record.get("step")), number(record[key])) for record in records if key in record]
-    return [(step, math.nan if value is None else value) for step, value in found if step is not None]
+    """Return (step, value) of the records that have this key; NaN for a value that is not a finite number."""
+    points = []
+    for record in records:
+        step = number(record.get("step"))
+        if key in record and step is not None:
+            value = number(record[key])
+            points.append((step, math.nan if value is None else value))
+    return points
 
 
 # ---- text and tables ----
 
 
 def sample(run: RunRecord) -> str:
+    """Return the text that the task has shown at the end."""
     text = run.last_event("sample").get("text")
     return section("Sample", f"<pre>{escaped(text)}</pre>") if text else ""
 
 
 def config_table(run: RunRecord) -> str:
-    """Every value with its source; what somebody chose comes before the defaults."""
+    """Return every setting with its source; those that were chosen come before the defaults."""
     if not run.config:
         return section("Configuration", nothing_in(run, "config.yaml"))
+
     heads = ("Key", "Value", "Source")
     rows = [(key, value, source_of(key, run.sources)) for key, value in flat(run.config).items()]
     chosen = [row for row in rows if row[2] != "default"]
@@ -266,33 +304,39 @@ def config_table(run: RunRecord) -> str:
 
 
 def source_of(key: str, sources: Record) -> str:
-    """The source of a key, or of the nearest section around it that has one."""
+    """Return the source of a key, or of the nearest section around it that has one."""
     while key and key not in sources:
         key = key.rpartition(".")[0]
     return str(sources.get(key, "-"))
 
 
 def plan_table(run: RunRecord) -> str:
-    """What was said at the start, then the derived values with the reasons that the plan gives for them."""
-    facts, values = run.last_event("start").get("facts"), flat(run.plan)
+    """Return the banner of the run, then the derived values with the reasons that the plan gives for them."""
+    facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
+    values = flat(run.plan)
     if not values:
         return section("Plan", lead + nothing_in(run, "plan.json"))
+
     derived = [key for key in values if not key.startswith("reasons.")]
     rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
     return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 
 def events_table(run: RunRecord) -> str:
+    """Return the newest events, with the time since the first one."""
     if not run.events:
         return section("Events", nothing_in(run, "events.jsonl"))
-    began, shown = number(run.events[0].get("time")), run.events[-MOST_EVENTS:]
+
+    began = number(run.events[0].get("time"))
+    shown = run.events[-MOST_EVENTS:]
     rows = []
     for event in shown:
         at = number(event.get("time"))
         since = "-" if at is None or began is None else duration(at - began)
-        told = " · ".join(event_words(event, leave_out=("time", "event", "step", "facts", "traceback")))
-        rows.append((since, event.get("event"), event.get("step"), told))
+        details = event_words(event, leave_out=("time", "event", "step", "facts", "traceback"))
+        rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
+
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.runtime.layout import grid_of, laid_out, like, local
 
-LEAST = 1e-30  # is added to a squared gradient: the update divides by its root
-LARGEST = 1.0  # root mean square of an update, before the learning rate
+# Is added to a squared gradient: the update divides by its root.
+LEAST = 1e-30
+# Root mean square of an update, before the learning rate.
+LARGEST = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):

@@ -16,10 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runtime.layout import laid_out, like, local
 
-BLOCK = 256  # elements of a row that share a scale, at most
-SMALLEST = 4096  # elements of a parameter from which on its moments are bytes
-PIECE = 2**22  # elements that are float32 at once
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
+# Elements of a row that share a scale, at most.
+BLOCK = 256
+# Elements of a parameter from which on its moments are bytes.
+SMALLEST = 4096
+# Elements that are float32 at once.
+PIECE = 2**22
+# Name -> whether it has a sign.
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -19,11 +19,15 @@ from torch.distributed.tensor import DTensor
 from lockstep.runtime.layout import block_of, grid_of, like, local
 from lockstep.runtime.seeds import derive
 
-PIECE = 2**24  # elements that are updated at once
-COMPENSATION = "compensation"  # what rounding has cut off: its name in the optimizer's state, and in a checkpoint
-LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
+# Elements that are updated at once.
+PIECE = 2**24
+# What rounding has cut off: its name in the optimizer's state, and in a checkpoint.
+COMPENSATION = "compensation"
+# The half of a float32's bits that a bfloat16 does not have.
+LOW_BITS = 0xFFFF
 
-Part = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its stand-ins
+# A parameter group, and some of its stand-ins.
+Part = tuple[dict[str, Any], list[Tensor]]
 
 
 class MasterWeights:
@@ -34,8 +38,10 @@ class MasterWeights:
         self.rounding = rounding
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
-        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+        # By the id of the parameter.
+        self._stand_ins: dict[int, nn.Parameter] = {}
+        # By the id of the stand-in.
+        self._parameters: dict[int, nn.Parameter] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
@@ -65,7 +71,8 @@ class MasterWeights:
         """
         groups = optimizer.param_groups
         if not any(id(p) in self._parameters for group in groups for p in group["params"]):
-            optimizer.step()  # it moves something that is no parameter of the model
+            # It moves something that is no parameter of the model.
+            optimizer.step()
             return
 
         try:

@@ -44,8 +44,10 @@ class Optimizers:
         # Whether a step can be skipped on the device, without the host knowing.
         self.skips_by_itself = self.folds and all(map(_divides_and_skips, self.all))
 
-        self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
-        self.now: Callable[[], int] = lambda: 0  # returns the number of the current step
+        # What the optimizers hold instead of bfloat16 parameters.
+        self.masters: MasterWeights | None = None
+        # Returns the number of the current step.
+        self.now: Callable[[], int] = lambda: 0
         self._several_meshes = len({grid_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []

@@ -16,25 +16,27 @@ from lockstep.errors import UserError, unknown_name
 if TYPE_CHECKING:
     import torch
 
-Groups = list[dict[str, Any]]  # parameter groups, as every torch optimizer takes them
+# Parameter groups, as every torch optimizer takes them.
+Groups = list[dict[str, Any]]
 
-OWN = "task"  # the name that stands for the task's own optimizer
+# The name that stands for the task's own optimizer.
+OWN = "task"
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
     """What a run must know of an optimizer that it can build by name."""
 
+    # Makes the optimizer from parameter groups.
     build: Callable[[Groups], torch.optim.Optimizer]
-    """Makes the optimizer from parameter groups."""
+    # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
     options: tuple[str, ...]
-    """Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out."""
+    # Bytes of state per parameter, for a large matrix.
     state_bytes: float
-    """Bytes of state per parameter, for a large matrix."""
+    # What its state holds, for the banner.
     about: str
-    """What its state holds, for the banner."""
+    # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
     needs_full_rows: bool = False
-    """Whether its state belongs to full rows of a parameter, which tensor parallelism would shard."""
 
 
 def _adamw(groups: Groups) -> torch.optim.Optimizer:
@@ -46,7 +48,8 @@ def _adamw(groups: Groups) -> torch.optim.Optimizer:
 def _sgd(groups: Groups) -> torch.optim.Optimizer:
     import torch
 
-    return torch.optim.SGD(groups, fused=True)
+    # Not fused: torch has no fused SGD for DTensors (2.13).
+    return torch.optim.SGD(groups)
 
 
 def _adamw8bit(groups: Groups) -> torch.optim.Optimizer:
@@ -77,14 +80,16 @@ OPTIMIZERS = {
     "adamw8bit": OptimizerKind(
         _adamw8bit,
         options=("lr", "betas", "eps", "weight_decay"),
-        state_bytes=2 + 2 * 4 / 256,  # two moments, and a float32 scale of each for every 256 elements
+        # Two moments, and a float32 scale of each for every 256 elements.
+        state_bytes=2 + 2 * 4 / 256,
         about="both moments in 8 bits, those of vectors and small parameters in float32",
         needs_full_rows=True,
     ),
     "adafactor": OptimizerKind(
         _adafactor,
         options=("lr", "weight_decay"),
-        state_bytes=0,  # a float32 for every row and every column
+        # A float32 for every row and every column.
+        state_bytes=0,
         about="means of squared gradients by row and by column, no momentum",
         needs_full_rows=True,
     ),
