@@ -92,6 +92,7 @@ class Precision:
         if stored == torch.float64 and not self.casts:
             return "everything float64"
 
+        # Gradients of bfloat16 parameters are added in float32, and rounded once.
         compute = self.format.compute_text or _dtype_name(self.compute)
         if self.rounding:
             return f"stored {own}, computed {compute}, reduced float32, optimizer {self.format.optimizer_text}"
@@ -183,6 +184,7 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
 
 
 def _refuse_sharded_layers(config: RunConfig) -> None:
+    # The strategies, and the axes of a mesh that do the same.
     sharding = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
     for axis in ("tp", "pp"):
         size = getattr(config.mesh, axis)
@@ -330,6 +332,7 @@ class DynamicScaler:
                 self.overflows_left = config.hysteresis
             return
 
+        # Growth is how the scale finds its limit again.
         self.clean_steps += 1
         if self.clean_steps >= config.interval:
             self.value = min(self.value * config.growth, config.maximum)
@@ -392,6 +395,7 @@ class LossScale:
         We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
         comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
         """
+        # Padding and stages without a loss would distort the mean: they add nothing.
         assert self.scaler is not None
         counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
         mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)

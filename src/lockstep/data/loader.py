@@ -45,6 +45,8 @@ class SampleReader:
 
     def __call__(self, request: Request) -> Any:
         epoch, ids = request
+
+        # Indexing draws no random numbers: nothing is seeded.
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
@@ -54,6 +56,7 @@ class SampleReader:
             self._seed(epoch, int(ids[0]))
             return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
 
+        # Each sample has a seed of its own, so that it does not matter which were read before it.
         samples = []
         for index in ids:
             self._seed(epoch, int(index))
@@ -95,6 +98,7 @@ def read_ahead(
     """Return batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
     loader = DataLoader(
         _OneRequestPerItem(reader),
+        # A "batch" of this loader is one request, so that its order and its size stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=_only,
         num_workers=workers,
@@ -118,6 +122,7 @@ def outlive_signals(worker: int) -> None:
     Schedulers signal all processes of a job, but a rank needs its loaders until it has saved. They end with the
     rank; after a SIGTERM, by themselves in the end.
     """
+    # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _exit_later())
@@ -177,6 +182,7 @@ def _map_tensors(
     def inside(values: Iterable[Any]) -> Iterator[Any]:
         return (_map_tensors(value, change, otherwise, method, arguments) for value in values)
 
+    # A named tuple takes its fields as arguments, other sequences an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*inside(batch))
     if isinstance(batch, list | tuple):

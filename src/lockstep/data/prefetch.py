@@ -26,6 +26,7 @@ def one_ahead(batches: Iterator[Any], link: Link) -> Iterator[Any]:
 
     A batch that cannot be read raises its error when it is its turn, not one batch early.
     """
+    # At most two batches are on their way: the one that is due, and the one after it.
     waiting: list[Any] = []
     problem: Exception | None = None
     try:
@@ -80,6 +81,7 @@ class SideStream:
         if tensor.is_cuda:
             return tensor.to(self.device, non_blocking=True)
 
+        # Memory comes from the computing stream, the copy runs on ours.
         there = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):
             there.copy_(tensor, non_blocking=True)

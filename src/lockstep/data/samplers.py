@@ -86,6 +86,7 @@ class ShuffledSampler:
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the sample ids at positions [start, stop) of `epoch`, as int64."""
         assert 0 <= start <= stop <= self.length
+        # Blocks are cached: consecutive micro-batches lie in the same one.
         first = start // BLOCK
         last = max(start, stop - 1) // BLOCK
         blocks = [self._block(epoch, index) for index in range(first, last + 1)]
@@ -93,6 +94,7 @@ class ShuffledSampler:
         return joined[start - first * BLOCK : stop - first * BLOCK]
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
+        """Return the ids (int64) at BLOCK positions of an epoch."""
         positions = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
         ids = self._feistel(positions, keys)
@@ -105,6 +107,11 @@ class ShuffledSampler:
         return ids.astype(np.int64)
 
     def _feistel(self, values: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
+        """Permute uint64 values below the power of four, with one key per round.
+
+        A round replaces one half of the bits by itself xor a function of the other half, which can be undone. Hence
+        it is a permutation, whatever the function.
+        """
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left = values >> bits

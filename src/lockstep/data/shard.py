@@ -30,6 +30,7 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
 
     A window never crosses an epoch: the last one is short (`tail="short"`) or left out (`"drop"`).
     """
+    # Positions count through all epochs.
     epoch, start = divmod(position, length)
     if tail == "drop" and start + batch > length:
         epoch, start = epoch + 1, 0
@@ -50,6 +51,7 @@ def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = Non
     if weights is None:
         return range(count * rank // size, count * (rank + 1) // size)
 
+    # Every rank computes all counts: no message is needed.
     counts = apportion(count, tuple(weights))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])

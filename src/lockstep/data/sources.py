@@ -65,7 +65,10 @@ def open_source(
     world: World,
     device: torch.device,
 ) -> BatchSource:
-    """Return the source for the object that `Task.data()` has returned."""
+    """Return the source for the object that `Task.data()` has returned.
+
+    That is a dataset with `__getitem__`, one with a sampler of its own (`Sampled`), a stream, or already a source.
+    """
     if isinstance(data, BatchSource):
         return data
     if isinstance(data, DataLoader):
@@ -135,7 +138,7 @@ class MapSource:
         self._ahead_at = 0
 
     def take(self) -> StepBatches:
-        """Return this rank's part of the next global step."""
+        """Return this rank's part of the next global step. Nothing is read before it is iterated over."""
         window = self._window(self.position)
         pieces = self._pieces(window)
         after = self._after(window)
@@ -163,6 +166,7 @@ class MapSource:
 
     def upcoming(self, most: int = 64) -> list[Any]:
         """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
+        # An epoch's end is no place to look beyond: the batch may differ after a resume.
         window = self._window(self.position)
         stop = min(window.start + most, self.length)
         return [window.epoch, *self.sampler.ids(window.epoch, window.start, stop).tolist()]
@@ -195,6 +199,8 @@ class MapSource:
                 "",
                 "give the run its old dataset back, or start a new run",
             )
+
+        # Workers that run ahead stand at the old position.
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
         self._ahead = None
@@ -244,6 +250,7 @@ class MapSource:
         return pieces
 
     def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        """Return a micro-batch of a window, by its index in it."""
         start, stop = micro_slice(window, self.shape.micro_batch, index)
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
@@ -252,6 +259,7 @@ class MapSource:
 
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches with their data, as they are asked for."""
+        # In the training process of a CPU run, reading ahead would overlap with nothing.
         reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
         ahead = self._read_ahead(window) if reads_ahead else None
         for piece in pieces:
@@ -278,11 +286,13 @@ class MapSource:
             read = map(self.reader, requests)
             read = map(pin, read) if pins_memory else read
 
+        # On a CPU there is no copy to overlap.
         if self.options.device.type == "cuda":
             return one_ahead(read, SideStream(self.options.device))
         return read
 
     def _requests(self, position: int) -> Iterator[Request]:
+        """Yield this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
             for piece in self._pieces(window):
@@ -322,6 +332,7 @@ class StreamSource:
     def take(self) -> StepBatches:
         """Return this rank's part of the next global step: padding, if its part of the stream has ended."""
         pieces = [] if self._ended else self._pull()
+        # A rank whose part has ended earlier than that of others repeats its last micro-batch with weight 0.
         if pieces:
             self._last = pieces[-1]
             self._began = True
@@ -335,6 +346,7 @@ class StreamSource:
                 "__iter__ starts anew",
             )
 
+        # The samples of the other ranks are an estimate: they are not asked.
         shape = self.options.shape
         samples = sum(piece.samples for piece in pieces)
         wanted = self.samples // shape.micro_batch if shape.even else 1
@@ -377,6 +389,7 @@ class StreamSource:
             self._next = next(self._batches, None)
         self._ended = self._next is None
 
+        # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
         first = self.options.world.rank * count
         return [
             MicroBatch(to_device(batch, self.options.device), first + i, samples, self.epoch)

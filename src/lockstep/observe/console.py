@@ -119,6 +119,7 @@ class Progress:
     def _show(self, method: str, *arguments: Any) -> None:
         if self._display is None:
             return
+
         try:
             getattr(self._display, method)(*arguments)
         except Exception as error:
@@ -186,6 +187,7 @@ class PlainDisplay:
     def event(self, record: Record) -> None:
         """Show an event, unless `start` has shown it."""
         self._tracker.event(record)
+        # The last line of a run says where to find it.
         if record.get("event") == "end":
             record = {"run_dir": self._tracker.facts.get("run_dir"), **record}
         if record.get("event") != "start":
@@ -214,6 +216,7 @@ def title_parts(facts: Record) -> list[str]:
 
 def step_line(tracker: Tracker) -> str:
     """`step   120/400  loss  2.314  lr 1.0e-03  norm  0.831  57.6k token/s  mem  512 MB  eta 0:42`"""
+    # Fixed widths, so that the numbers of consecutive lines stand below each other.
     last = tracker.last
     total = str(tracker.total_steps)
     parts = [
@@ -225,6 +228,8 @@ def step_line(tracker: Tracker) -> str:
         f"mem {megabytes(last.get('memory_mb')):>7}",
         f"eta {duration(tracker.seconds_left)}",
     ]
+
+    # What not every line has stands at its end.
     parts += [f"{name} {value}" for name, value in metric_parts(last)]
     if number(last.get("skipped")):
         parts.append(f"skipped {last['skipped']}")
@@ -239,6 +244,7 @@ def event_line(record: Record) -> str:
     if kind == "end":
         record = {key: record.get(key) for key in END_KEYS}
 
+    # The kind stands in a column of its own.
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
     return _wrapped(parts) if kind in WRAPPED else "  ".join(parts).rstrip()
 

@@ -23,8 +23,11 @@ MOST_CHARACTERS = 2000
 
 def number(value: Any) -> float | None:
     """Return `value` if it is a finite number."""
+    # `float` would read text and take True for 1.
     if isinstance(value, str | bytes | bool):
         return None
+
+    # numpy scalars and tensors of one element are numbers, too.
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -44,6 +47,7 @@ def figures(value: Any, digits: int) -> str:
     if found == 0:
         return f"{0:.{digits - 1}f}"
 
+    # Very small and very large numbers would need more columns than the others.
     exponent = math.floor(math.log10(abs(found)))
     if not -3 <= exponent <= 5:
         return f"{found:.{max(1, digits - 3)}e}"
@@ -67,6 +71,8 @@ def compact(value: Any) -> str:
         if abs(found) < 999.5:
             return f"{found:.3g}{suffix}"
         found /= 1000
+
+    # There is no suffix for more than 999 T.
     return f"{found * 1e15:.1e}"
 
 
@@ -85,6 +91,8 @@ def megabytes(value: Any) -> str:
     found = number(value)
     if found is None:
         return "-"
+
+    # 10,000 MB would take more columns.
     return f"{found:.0f} MB" if abs(found) < 9999.5 else f"{found / 1024:.1f} GB"
 
 
@@ -94,6 +102,7 @@ def duration(seconds: Any) -> str:
     if found is None:
         return "-"
 
+    # The time left may be estimated below 0.
     minutes, second = divmod(max(0, round(found)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

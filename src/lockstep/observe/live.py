@@ -84,10 +84,13 @@ class LiveDisplay:
         self._open = False
         self._live.stop()
 
+    # ---- drawing, in rich's thread ----
+
     def _frame(self) -> RenderableType:
         facts = " · ".join(title_parts(self._tracker.facts))
         title = Text(facts, style="bold", no_wrap=True, overflow="ellipsis")
 
+        # Building and compiling a model may take minutes.
         if not self._tracker.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
         lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
@@ -97,13 +100,19 @@ class LiveDisplay:
         now = time.monotonic()
         total = self._tracker.total_steps
         step = number(self._tracker.last.get("step")) or 0
-        words = [f"{step:.0f}/{total}", f"{step / max(1, total):.0%}", f"{duration(now - self._began)} elapsed"]
+        words = [
+            f"{step:.0f}/{total}",
+            f"{step / max(1, total):.0%}",
+            f"{duration(now - self._began)} elapsed",
+        ]
+
+        # The clock runs on between records. After the end there is no time left to show.
         if self._open:
-            # The clock runs on between records.
             left = self._tracker.seconds_left
             passed = now - self._updated
             words.append(f"{duration(None if left is None else left - passed)} left")
 
+        # The bar takes the width that the words leave.
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
@@ -120,6 +129,8 @@ class LiveDisplay:
         last = self._tracker.last
         yield "lr", scientific(last.get("lr"))
         yield "norm", figures(last.get("grad_norm"), 3)
+
+        # Only fp16 has a loss scale.
         if (scale := number(last.get("scale"))) is not None:
             yield "scale", f"{scale:g}"
         yield from metric_parts(last)
@@ -130,10 +141,13 @@ class LiveDisplay:
         last = self._tracker.last
         unit = self._tracker.unit
         yield "", rate(last.get(rate_key(unit)), unit)
+
+        # A task that counts tokens has samples as well.
         if unit != SAMPLE:
             yield "", rate(last.get(rate_key(SAMPLE)), SAMPLE)
         yield "mem", megabytes(last.get("memory_mb"))
 
+        # A little waiting is normal, and not worth a word.
         wait = number(last.get("data_wait_s"))
         step = number(last.get("step_s"))
         if wait and step and wait >= MUCH_WAITING * step:

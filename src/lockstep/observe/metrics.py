@@ -38,7 +38,10 @@ class Sums:
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
     def add(self, loss: Loss) -> None:
-        """Add one micro-batch. The device is not waited for."""
+        """Add one micro-batch. The device is not waited for.
+
+        Nothing is added up here: that would be one more kernel per micro-batch.
+        """
         self._losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
             self._metrics += metric_terms(loss)
@@ -56,7 +59,11 @@ class Sums:
             self._fold()
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
-        """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and start from 0 again."""
+        """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and start from 0 again.
+
+        A name that this rank has not seen has the sum 0 and the weight 0.
+        """
+        # Sums are tensors or plain numbers, as the task gave them. The plain ones travel together.
         self._fold()
         flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
         known = [0.0 if isinstance(value, Tensor) else value for value in flat]
@@ -70,7 +77,10 @@ class Sums:
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the same, summed over all ranks, on the host, for a checkpoint. Collective."""
+        """Return the same, summed over all ranks, on the host, for a checkpoint. Collective.
+
+        This is a host-device synchronisation.
+        """
         return collectives.sum_(self.take(names, collectives.device)).tolist()
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
@@ -90,6 +100,7 @@ class Sums:
 
     def _fold(self) -> None:
         """Add up what has been collected, with one stacked sum per name."""
+        # The sum so far is the first part of the next one.
         parts: dict[str, tuple[list[Weight], list[Weight]]] = {
             name: ([total], [weight]) for name, (total, weight) in self._folded.items()
         }
@@ -121,7 +132,10 @@ class ExactSums(Sums):
         return torch.tensor(mine, dtype=torch.float64, device=device)
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the sums over all ranks, as text that loses nothing. Collective."""
+        """Return the sums over all ranks, as text that loses nothing. Collective.
+
+        Every rank adds up the same integers, so that all have the same result, whatever the number of ranks.
+        """
         self._fold()
         mine = [exact_to_text(part) for name in names for part in self._exact.pop(name, [0, 0])]
         totals: list[Exact] = [0] * len(mine)
@@ -135,6 +149,7 @@ class ExactSums(Sums):
             self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def _fold(self) -> None:
+        """Add up what has been collected, without rounding, on the host."""
         found = self._terms()
         numbers = _as_floats([part for _, *pair in found for part in pair])
         for (name, *_), total, weight in zip(found, numbers[0::2], numbers[1::2], strict=True):
@@ -169,6 +184,7 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
 
 
 def _add_up(values: list[Weight]) -> Weight:
+    """Return the sum of tensors of shape () and plain numbers: on the device, if there is a tensor."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     plain = float(sum(value for value in values if not isinstance(value, Tensor)))
     return torch.stack(tensors).sum() + plain if tensors else plain
@@ -190,6 +206,7 @@ def to_exact(value: float) -> Exact:
         return value
     # The denominator is a power of two.
     numerator, denominator = value.as_integer_ratio()
+    # value = numerator / 2^(bits - 1) = numerator * 2^(1074 - bits + 1) * 2^-1074
     return numerator << (SMALLEST_POWER + 1 - denominator.bit_length())
 
 

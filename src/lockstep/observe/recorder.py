@@ -1,4 +1,8 @@
-"""The recorder of a run: metrics, events, progress. The host never waits for the device between log lines."""
+"""The recorder of a run: metrics, events, progress.
+
+Sums of an interval are reduced over ranks on the device, and copied to the host without waiting. A line is written when
+its numbers have arrived, so that the host never waits for the device between log lines.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,11 @@ class Recorder:
     """Every rank has one and keeps a log; rank 0's also writes metrics and events, and shows progress."""
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
-        """`slow_rank` is the threshold of `checks.slow_rank`; `sinks` are names of further sinks."""
+        """Open the files of this rank.
+
+        `slow_rank` is `checks.slow_rank`: a rank is named if it takes that many times as long as the others.
+        `sinks` are names of sinks besides the JSON lines, which rank 0 always writes.
+        """
         self.runtime = runtime
         self.run_dir = run_dir
         # The metrics that all ranks know, in the order of the log; and the last line of metrics.
@@ -65,7 +73,10 @@ class Recorder:
         self._process = psutil.Process()
 
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:
-        """Begin to show progress: on the terminal (rank 0) and in this rank's log."""
+        """Begin to show progress: on the terminal (rank 0) and in this rank's log.
+
+        `mode` is `log.progress`; `start` is the start event, whose `facts` are the lines of the banner.
+        """
         self._displays = [make_progress("plain", steps, unit, self._log)]
         if self.runtime.is_main:
             self._displays.append(make_progress(mode, steps, unit, sys.stdout))
@@ -96,12 +107,15 @@ class Recorder:
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
         """End an interval of `steps`, of which some were skipped. Collective.
 
-        The sums are reduced over ranks, and written once they have arrived on the host.
+        The sums are reduced over ranks, and written once they have arrived on the host. `facts` are further numbers of
+        the line that every rank knows: step, rate, norm, epoch, loss scale.
         """
+        # One all-reduce carries the sums and, behind them, the times of all ranks.
         names = list(self.names)
         taken = sums.take(names, self.runtime.device)
         packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
 
+        # Time and memory are those of rank 0, whose line it is.
         seconds = time.perf_counter() - self._since
         facts = {
             "time": time.time(),
@@ -116,6 +130,8 @@ class Recorder:
         if self._records is None:
             return
 
+        # The copy runs on while training does. `carried` and `facts` are those of this interval: the next one may have
+        # ended before the line is written.
         host = packed.to("cpu", non_blocking=True)
         carried = self._carried_weight
         self._carried_weight = 0.0
@@ -142,12 +158,18 @@ class Recorder:
                     display.update(self.last)
 
     def agree_on_names(self, mine: set[str]) -> None:
-        """Learn the metrics that some rank has seen for the first time. Collective."""
+        """Learn the metrics that some rank has seen for the first time. Collective.
+
+        From now on every rank sums them in the same order; `mine` are those that this rank has seen.
+        """
         names = {name for names in self.runtime.collectives.gather_json(sorted(mine)) for name in names}
         self.names = ["loss", *sorted(names - {"loss"})]
 
     def carry(self, sums: Sums) -> dict[str, Any]:
-        """Return the global sums of the running interval for a checkpoint. From now on rank 0 holds them."""
+        """Return the global sums of the running interval for a checkpoint. Collective.
+
+        From now on rank 0 holds them, and the other ranks begin with 0: nothing is counted twice.
+        """
         names = list(self.names)
         totals = sums.take_global(names, self.runtime.collectives)
         if self.runtime.is_main:
@@ -155,7 +177,10 @@ class Recorder:
         return {"names": names, "totals": totals}
 
     def carry_on(self, sums: Sums, carried: dict[str, Any]) -> None:
-        """Continue the interval of a checkpoint, on resume."""
+        """Continue the interval of a checkpoint, on resume.
+
+        `carried` is what `carry` has returned, on any number of ranks.
+        """
         self.names = list(carried["names"])
         if self.runtime.is_main:
             sums.put(carried["names"], carried["totals"])
@@ -168,6 +193,7 @@ class Recorder:
         width = stragglers.WIDTH
         slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
 
+        # The heartbeat counts the seconds of every phase since the start.
         now = dict(self.runtime.heartbeat.spent)
         mine = stragglers.pack(self._spent, now, steps, self.micro_batches)
         slots[world.rank * width : (world.rank + 1) * width] = torch.tensor(mine, dtype=torch.float64)
@@ -190,9 +216,14 @@ class Recorder:
     # ---- events ----
 
     def event(self, event: str, **fields: Any) -> None:
-        """Record and show that something has happened."""
+        """Record and show that something has happened.
+
+        Rank 0 writes it to `events.jsonl`; every rank shows it in its own log. `fields` are plain values.
+        """
         record = {"time": time.time(), "event": event, **fields}
         self._write(record)
+
+        # Before `open` there is no display: what happens until then is shown later.
         if not self._displays:
             self._early.append(record)
         for display in self._displays:
@@ -205,7 +236,7 @@ class Recorder:
                 self._log.write(fields["traceback"])
 
     def hide(self) -> None:
-        """Show nothing more on the terminal."""
+        """Show nothing more on the terminal. The process that has started this one shows the error."""
         for display in self._displays[1:]:
             display.close()
         self._displays = self._displays[:1]
@@ -216,6 +247,8 @@ class Recorder:
             if part is not None:
                 with self._despite_the_disk():
                     part.close()
+
+        # A late event, of a run that fails while it closes, must not meet a closed file.
         self._displays = []
         self._records = None
 
@@ -252,7 +285,11 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
 def _record(
     names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float, skipped: int
 ) -> dict[str, Any]:
-    """Return a line of metrics. `carried` is weight from before a resume, for which no time was spent here."""
+    """Return a line of metrics.
+
+    `packed` holds (sum, weight) of every name, then figures that do not belong here. `carried` is weight from before a
+    resume, for which no time was spent here.
+    """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
     # None: no outcome is known yet, since a GPU's come a step late; or all had weight 0. A skipped step is news.

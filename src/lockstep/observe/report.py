@@ -155,6 +155,8 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
         # What came before the last start is an earlier attempt.
         if kind == "start":
             break
+
+    # The events may be lost or damaged: a summary is written at the end only.
     if run.summary and not run.events:
         return "good", "finished", ""
     return "idle", "no end recorded", "The run is still going, or its process was killed."
@@ -171,6 +173,7 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     finite = [found for found in run.evals if number(found.get("loss")) is not None]
     best = min(finite, key=lambda found: found["loss"], default=latest)
 
+    # A run that has not ended may not know all of these.
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
     trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
@@ -242,6 +245,7 @@ def curves(run: RunRecord) -> str:
         return [Series(name, curve(run.metrics, key), style)]
 
     charts = [
+        # The loss comes first, and is wide where the screen is.
         *loss_charts(run),
         line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
         line_chart(series("lr", "learning rate"), "Learning rate", zero=True),
@@ -299,6 +303,7 @@ def config_table(run: RunRecord) -> str:
     rows = [(key, value, source_of(key, run.sources)) for key, value in flat(run.config).items()]
     chosen = [row for row in rows if row[2] != "default"]
     defaults = [row for row in rows if row[2] == "default"]
+    # Most settings are defaults: they are folded away.
     rest = f"<summary>{len(defaults)} values left at their default</summary>{table(heads, defaults)}"
     return section("Configuration", f"{table(heads, chosen)}<details>{rest}</details>")
 
@@ -337,6 +342,7 @@ def events_table(run: RunRecord) -> str:
         details = event_words(event, leave_out=("time", "event", "step", "facts", "traceback"))
         rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
 
+    # The file has all of them.
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""

@@ -41,6 +41,7 @@ class RunRecord:
     @cached_property
     def facts(self) -> Record:
         """All that is known of the run as a whole. Where two records differ, the later one counts."""
+        # In the order in which they were written.
         found: Record = {}
         for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
             found |= {key: value for key, value in record.items() if value is not None}
@@ -82,6 +83,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read_mapping(path: Path) -> Record:
+    # `safe_load`: nothing that a file holds can run code.
     text = path.read_text(encoding="utf-8")
     found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(found, dict):
@@ -96,6 +98,8 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
         step = number(record.get("step"))
         if step is None:
             continue
+
+        # A step that comes again undoes all that came after it.
         while kept and kept[-1]["step"] >= step:
             kept.pop()
         kept.append(record)

@@ -31,7 +31,7 @@ class Adafactor(torch.optim.Optimizer):
     """Adafactor for plain parameters and for those that FSDP shards by rows."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, decay: float = 0.8):
-        """After t steps the means forget a share t ** -decay of what they hold."""
+        """Store the settings. After t steps the means forget a share t ** -decay of what they hold."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
     @torch.no_grad()
@@ -49,7 +49,10 @@ class Adafactor(torch.optim.Optimizer):
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters that lie on one mesh, or on none."""
+        """Update parameters that lie on one mesh, or on none.
+
+        The estimate of a squared gradient is the product of its row mean and its column mean, over the mean of all.
+        """
         for p in parameters:
             if not self.state[p]:
                 self.state[p].update(_first_state(p))
@@ -72,7 +75,10 @@ class Adafactor(torch.optim.Optimizer):
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
 
     def _update_means(self, p: Tensor, column: Tensor | None, group: dict[str, Any]) -> None:
-        """Move the means towards the squared gradient. `column`: (1, columns), over all ranks; None: found here."""
+        """Move the means towards the squared gradient.
+
+        column: (1, columns), the means over the rows of all ranks. None: this rank has full columns.
+        """
         state = self.state[p]
         square = _squared(p)
         share = float(state["step"]) ** -group["decay"]
@@ -86,7 +92,10 @@ class Adafactor(torch.optim.Optimizer):
         local(state["columns"]).lerp_(column, share)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """Return the gradient over its usual size. It is computed twice rather than kept for all parameters."""
+        """Return the gradient of this rank's rows over its usual size.
+
+        It is computed twice rather than kept for all parameters.
+        """
         state = self.state[p]
         if "square" in state:
             return local(p.grad) * local(state["square"]).rsqrt()  # pyrefly: ignore[bad-argument-type]
@@ -127,6 +136,7 @@ def _all_reduced(parts: list[Tensor], model: Tensor) -> list[Tensor]:
     if not parts or not isinstance(model, DTensor):
         return parts
 
+    # Along a replicated axis every rank has the same sums already.
     flat = torch.cat([part.flatten() for part in parts])
     for axis, placement in enumerate(model.placements):
         if placement != Replicate():

@@ -37,7 +37,7 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
-        """The arguments are those of torch's AdamW."""
+        """Store the settings. The arguments are those of torch's AdamW."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -51,6 +51,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(p, p.grad, group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the rows of one parameter that lie on this rank."""
         state = self.state[p]
         if not state:
             state.update(_first_state(p))
@@ -93,7 +94,10 @@ def _update_8bit(here: Tensor, grad: Tensor, state: dict[str, Any], count: float
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:
-    """Return moments of zero: bytes and scales for large parameters, float32 for small ones."""
+    """Return moments of zero: bytes and scales for large parameters, float32 for small ones.
+
+    Whether a parameter is small depends on the full tensor: every rank, and every number of them, must agree.
+    """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     small = p.dim() < 2 or p.numel() < SMALLEST
     for name, signed in MOMENTS.items():
@@ -129,10 +133,12 @@ def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group:
     lr = float(group["lr"])
     mean, square = moments
 
+    # The moments, and the bias correction of the second one.
     mean.lerp_(grad, 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = square.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
 
+    # Decoupled weight decay, then the step with the bias correction of the first moment.
     p.mul_(1 - lr * group["weight_decay"])
     p.addcdiv_(mean, denominator, value=-lr / (1 - beta1**count))
 
@@ -174,6 +180,7 @@ def _from_bytes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     """Write values (rows, width) into codes (rows, width) and scales (rows, blocks). The values are used up."""
+    # The scale is the block's largest absolute value. Padding with zeros does not change it.
     rows, width = values.shape
     blocks = scales.shape[-1]
     padded = torch.nn.functional.pad(values, (0, blocks * _block(width, blocks) - width))

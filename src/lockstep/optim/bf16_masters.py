@@ -34,7 +34,10 @@ class MasterWeights:
     """Float32 stand-ins for bfloat16 parameters, in the parameter groups of optimizers."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
-        """Put stand-ins into the optimizers' groups, in place of the parameters."""
+        """Put stand-ins into the optimizers' groups, in place of the parameters.
+
+        `rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding.
+        """
         self.rounding = rounding
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
@@ -65,9 +68,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, now: int) -> None:
-        """Update the parameters of one optimizer. Gradients are divided by `divisor`, shape ().
+        """Update the parameters of one optimizer, piece by piece.
 
-        `now` numbers the steps, so that no two of them draw the same random bits.
+        divisor: shape (); gradients are divided by it. None: they have their true size.
+        now: the number of the step, so that no two steps draw the same random bits.
         """
         groups = optimizer.param_groups
         if not any(id(p) in self._parameters for group in groups for p in group["params"]):
@@ -105,6 +109,7 @@ class MasterWeights:
         return stand_in
 
     def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a float32 parameter of the same placement. Frozen parameters stand for themselves."""
         if not parameter.requires_grad:
             return parameter
 
@@ -130,6 +135,7 @@ class MasterWeights:
 
     def _parts(self, group: dict[str, Any]) -> Iterator[Part]:
         """Yield the stand-ins that have a gradient, by their mesh, about PIECE elements at a time."""
+        # torch's foreach and fused kernels take tensors of one mesh only.
         by_mesh: dict[Any, list[Tensor]] = {}
         for stand_in in group["params"]:
             parameter = self._parameters.get(id(stand_in))
@@ -152,6 +158,8 @@ class MasterWeights:
         """Give stand-ins their values and gradients in float32. Dividing here costs no precision."""
         for stand_in in stand_ins:
             parameter = self._parameters[id(stand_in)]
+
+            # The value: what the model has, and what rounding has cut off before. Masters have theirs.
             if not self.persistent:
                 wide = local(stand_in)
                 wide.untyped_storage().resize_(wide.numel() * wide.element_size())
@@ -161,6 +169,7 @@ class MasterWeights:
                 if cut_off is not None:
                     wide.add_(local(cut_off))
 
+            # The gradient: a float32 copy for the time of the update.
             gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
             wide = local(gradient).float()
             if divisor is not None:
@@ -173,6 +182,8 @@ class MasterWeights:
             parameter = self._parameters[id(stand_in)]
             wide = local(stand_in)
             here = local(parameter)
+
+            # `copy_` rounds to the nearest bfloat16.
             if self.rounding == "stochastic":
                 key = rounding_key(self.seed, now, self.names[id(parameter)])
                 here.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
@@ -183,6 +194,8 @@ class MasterWeights:
                 # Not before the update: optimizers set up a state that they find empty.
                 cut_off = (wide - here).to(here.dtype)
                 optimizer.state[stand_in][COMPENSATION] = _placed_like(cut_off, parameter)
+
+            # Only masters live on.
             stand_in.grad = None
             if not self.persistent:
                 _free(wide)
@@ -229,6 +242,7 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
     if not hasattr(parameter, "to_local"):
         return torch.arange(parameter.numel(), dtype=torch.int32, device=device).view(parameter.shape)
 
+    # Row-major indices, built up from the last dimension.
     block = block_of(parameter)  # pyrefly: ignore[bad-argument-type]
     dims = len(block.shape)
     indices = torch.zeros((), dtype=torch.int64, device=device)

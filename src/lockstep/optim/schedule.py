@@ -39,6 +39,7 @@ def cosine(config: LrConfig, step: int, total: int) -> float:
 
 def wsd(config: LrConfig, step: int, total: int) -> float:
     """Warm up, stay, and decay: fall in a straight line over the last share `decay` of the run."""
+    # A decay over one step, or over none, must not divide by 0.
     falling = max(1, round(total * config.decay))
     fallen = max(0, step - (total - falling)) / max(1, falling - 1)
     return 1.0 - (1.0 - config.min_ratio) * min(1.0, fallen)
@@ -93,6 +94,7 @@ class LearningRate:
         self.optimizers = optimizers
         self.total_steps = total_steps
 
+        # The rates that the task has given its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:
             raise UserError(
@@ -114,6 +116,7 @@ class LearningRate:
 
     def set(self, step: int) -> float:
         """Set the rate of every group for this step, and return that of the first group."""
+        # All groups follow one schedule, each from its own peak.
         share = factor(self.config, step, self.total_steps)
         for group, peak in zip(self.groups, self.peaks, strict=True):
             # A captured or compiled optimizer holds its rate in a tensor, which must stay the same object.

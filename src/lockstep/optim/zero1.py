@@ -15,7 +15,10 @@ from lockstep.runtime.context import Runtime
 
 
 class ShardedOptimizers(Optimizers):
-    """Optimizers of which each rank steps a part. Parameters are dealt to ranks as a whole, by their bytes."""
+    """Optimizers of which each rank steps a part.
+
+    Parameters are dealt to ranks as a whole, by their bytes: no parameter is sharded.
+    """
 
     def __init__(self, made: Any, model: nn.Module, runtime: Runtime):
         super().__init__(made, model)
@@ -31,7 +34,10 @@ class ShardedOptimizers(Optimizers):
                 del optimizer.state[p]
 
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Step this rank's parameters, then broadcast them. Collective: every rank must call it."""
+        """Step this rank's parameters, then broadcast them. Collective: every rank must call it.
+
+        The arguments are those of `Optimizers.step`.
+        """
         super().step(divisor, skip)
         with torch.no_grad():
             for owner, parameters in enumerate(self._owned):
@@ -51,7 +57,10 @@ class ShardedOptimizers(Optimizers):
 
 
 def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Deal parameters to `count` ranks, about equally many bytes for each. Every rank computes the same deal."""
+    """Deal parameters to `count` ranks, about equally many bytes for each.
+
+    The largest comes first, and goes to the rank with the fewest bytes. Every rank computes the same deal.
+    """
     owned: list[list[nn.Parameter]] = [[] for _ in range(count)]
     loads = [0] * count
     # The sort is stable: parameters of equal size stay in the order of the model.

@@ -24,10 +24,11 @@ class CsvSink:
         self._columns = rows[0] if rows else []
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one row."""
+        """Append one row. The file is opened for each: a reader sees whole rows at any time."""
         if "event" in record:
             return
 
+        # A header must name every column before the first row that has it.
         values = flat(record)
         new = [key for key in values if key not in self._columns]
         if new:
@@ -39,6 +40,7 @@ class CsvSink:
         """Do nothing: the file is not kept open between two records."""
 
     def _rows(self) -> list[list[str]]:
+        """Return the header and all rows, or nothing if there is no file yet."""
         if not self.path.exists():
             return []
         with self.path.open(newline="", encoding="utf-8") as file:

@@ -49,6 +49,7 @@ class JsonlSink:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _mend_tail(self._fd)
 
@@ -131,6 +132,7 @@ def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nonfinite(item, _join(path, index), found) for index, item in enumerate(value)]
 
+    # A numpy scalar may be non-finite, too.
     if value is not None and not isinstance(value, str | int | float):
         return _without_nonfinite(_plain(value), path, found)
     if isinstance(value, float) and not math.isfinite(value):
@@ -156,6 +158,7 @@ def _mend_tail(fd: int) -> None:
         start -= length
         tail = os.pread(fd, length, start) + tail
 
+    # Everything behind the last newline.
     torn = tail.rpartition(b"\n")[2]
     if _parse(torn) is not None:
         # Only the newline is missing.
@@ -176,6 +179,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
 
+    # Most records have no such number.
     marks = record.pop(NONFINITE, None)
     return _with_nonfinite(record, "", marks) if isinstance(marks, dict) else record
 
