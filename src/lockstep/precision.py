@@ -96,6 +96,7 @@ class Precision:
         compute = self.format.compute_text or _dtype_name(self.compute)
         if self.rounding:
             return f"stored {own}, computed {compute}, reduced float32, optimizer {self.format.optimizer_text}"
+
         return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
 
 
@@ -144,6 +145,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
         raise UserError(
             f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "type precision=bf16"
         )
+
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         raise UserError(
@@ -175,6 +177,7 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
             "parameters that are stored in bf16 cannot be kept in host memory",
             "leave fsdp.offload out, or type precision=bf16",
         )
+
     if config.ddp.hook not in ("none", "bf16"):
         raise UserError(
             f"precision={config.precision} with ddp.hook={config.ddp.hook} is not supported",
@@ -239,6 +242,7 @@ def store(module: nn.Module, precision: str) -> None:
     """Store parameters as `precision` wants them: most formats leave them alone. They stay the same objects."""
     if precision not in BF16_STORED:
         return
+
     for name, p in module.named_parameters():
         if p.dtype == torch.float32:
             p.data = p.data.to(torch.bfloat16)
@@ -259,7 +263,7 @@ def check_storage(model: nn.Module) -> None:
             "trainable parameters are the master weights and must be stored in float32",
             f"{len(low)} stored in half precision, first {low[0]!r}: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
-            "precision=bf16-master stores bf16 ones beside them",
+            "precision=bf16-master stores bf16 copies of them",
         )
 
 
@@ -267,6 +271,7 @@ def check_statistics(model: nn.Module, precision: Precision) -> None:
     """Refuse BatchNorm on a CPU: torch's kernels do not take float32 statistics with bfloat16 weights there."""
     if precision.device_type != "cpu":
         return
+
     kind = nn.modules.batchnorm._BatchNorm
     found = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
     if found:
@@ -358,6 +363,7 @@ class DynamicScaler:
                 "",
                 "resume with the version of Lockstep that wrote it, or start with a fresh scaler",
             )
+
         self.value = float(state["scale"])
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])

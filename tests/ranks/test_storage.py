@@ -1,4 +1,4 @@
-"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are cut, saved and resumed."""
+"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are sharded, saved and resumed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_has_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", [MASTER, COMPENSATED])
-def test_a_run_may_go_on_in_another_format(pool: Pool, tmp_path: Path, precision: str) -> None:
+def test_a_run_may_resume_in_another_format(pool: Pool, tmp_path: Path, precision: str) -> None:
     """fp32 -> this one -> fp32; at each change nothing but rounding happens to the parameters."""
     values = EXACT | {"run_dir": str(tmp_path / "run")}
     pool.run(final, values, 2, world=1)

@@ -191,6 +191,7 @@ def _map_tensors(
         return getattr(batch, method)(*arguments)
     if isinstance(batch, Mapping):
         return _mapping_like(batch, dict(zip(batch, inside(batch.values()), strict=True)))
+
     return otherwise(batch)
 
 

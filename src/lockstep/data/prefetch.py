@@ -35,8 +35,10 @@ def one_ahead(batches: Iterator[Any], link: Link) -> Iterator[Any]:
                 waiting.append(link.send(next(batches)))
             except Exception as error:  # StopIteration is one, too
                 problem = error
+
             if waiting and (problem or len(waiting) > 1):
                 yield link.receive(waiting.pop(0))
+
         if not isinstance(problem, StopIteration):
             raise problem
     finally:

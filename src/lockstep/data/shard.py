@@ -74,4 +74,5 @@ def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
         rank = finishing[0][1]
         counts[rank] += 1
         heapreplace(finishing, ((counts[rank] + 1) / weights[rank], rank))
+
     return tuple(counts)

@@ -39,7 +39,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What every source over a dataset is given: the batch, the configuration, and this rank's place in the job."""
+    """What every source over a dataset is given: the batch, the configuration, and this rank."""
 
     shape: BatchShape
     config: DataConfig
@@ -93,6 +93,7 @@ def open_source(
             "",
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
+
     return StreamSource(dataset, collate, options)
 
 
@@ -104,6 +105,7 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
             "",
             "return a torch Dataset, a list, or an IterableDataset",
         )
+
     if config.sharding == "own" and not streams:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
@@ -166,7 +168,7 @@ class MapSource:
 
     def upcoming(self, most: int = 64) -> list[Any]:
         """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
-        # An epoch's end is no place to look beyond: the batch may differ after a resume.
+        # No further than the epoch: the batch may differ after a resume.
         window = self._window(self.position)
         stop = min(window.start + most, self.length)
         return [window.epoch, *self.sampler.ids(window.epoch, window.start, stop).tolist()]
@@ -220,6 +222,7 @@ class MapSource:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
+
         return window
 
     def _after(self, window: Window) -> int:
@@ -240,6 +243,7 @@ class MapSource:
             begin = window.epoch * self.length + window.start
             weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
             mine = deal(count, rank, size, weights)
+
         self.dealt_until = max(self.dealt_until, self._after(window))
 
         # Padding repeats a micro-batch with weight 0: collectives need every rank.
@@ -289,6 +293,7 @@ class MapSource:
         # On a CPU there is no copy to overlap.
         if self.options.device.type == "cuda":
             return one_ahead(read, SideStream(self.options.device))
+
         return read
 
     def _requests(self, position: int) -> Iterator[Request]:
@@ -417,6 +422,7 @@ class StreamSource:
         # Batches that are read in this process are pinned in this process.
         if pins_memory and not workers and options.device.type != "cpu":
             return map(pin, loader)
+
         return loader
 
 
@@ -460,6 +466,7 @@ class _Shard(IterableDataset):
                 sample = next(samples)
             except StopIteration:
                 return
+
             yield sample
 
 

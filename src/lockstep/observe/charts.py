@@ -116,7 +116,7 @@ def line_chart(
 
 
 def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
-    """Return the picture around its contents: a title, and the unit beside it."""
+    """Return the picture around its contents: a title, and the unit next to it."""
     size = " wide" if width == WIDE[0] else ""
     return (
         f'<svg class="chart{size}" xmlns="http://www.w3.org/2000/svg" '
@@ -159,6 +159,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
         # The last label must not leave the picture.
         inside = min(x, right + 10 - CHARACTER / 2 * len(label))
         parts.append(f'<text class="x tick" x="{inside:.1f}" y="{base + 20:.1f}">{label}</text>')
+
     return "".join(parts)
 
 
@@ -182,6 +183,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
             strokes.append(f"L{at}" if pen_down else f"M{at}l0 0")
         pen_down = math.isfinite(y)
+
     return "".join(strokes)
 
 
@@ -229,6 +231,7 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
         kept += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
+
     return kept
 
 
@@ -244,6 +247,7 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
         window = [other for _, other in points[index - near : index + near + 1] if math.isfinite(other)]
         average = math.fsum(window) / len(window) if math.isfinite(y) else math.nan
         averages.append((x, average))
+
     return averages
 
 
@@ -299,6 +303,7 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
         labels = ["2" + str(power).translate(raised) for power in powers]
     else:
         labels = [tick_labels([tick])[0] for tick in ticks]
+
     return Axis(float(base) ** low, float(base) ** high, start, end, ticks, labels, log=True)
 
 

@@ -82,6 +82,7 @@ def _why_not_live(stream: TextIO) -> str | None:
         return "this terminal cannot move its cursor"
     if "utf" not in (stream.encoding or "").lower():
         return f"this terminal takes {stream.encoding}, not UTF-8"
+
     return None
 
 
@@ -241,6 +242,7 @@ def event_line(record: Record) -> str:
     kind = one_line(record.get("event", "event"))
     if kind == "sample":
         return f"sample:\n{record.get('text', '-')}"
+
     if kind == "end":
         record = {key: record.get(key) for key in END_KEYS}
 
@@ -272,6 +274,7 @@ def _wrapped(parts: list[str]) -> str:
             lines[-1] += f"  {part}"
         else:
             lines.append(f"{'':<7}  {part}")
+
     return "\n".join(lines)
 
 

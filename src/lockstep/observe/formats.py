@@ -32,6 +32,7 @@ def number(value: Any) -> float | None:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
     return found if math.isfinite(found) else None
 
 
@@ -51,6 +52,7 @@ def figures(value: Any, digits: int) -> str:
     exponent = math.floor(math.log10(abs(found)))
     if not -3 <= exponent <= 5:
         return f"{found:.{max(1, digits - 3)}e}"
+
     decimals = min(4, max(0, digits - 1 - exponent))
     return f"{found:.{decimals}f}"
 
@@ -66,10 +68,12 @@ def compact(value: Any) -> str:
     found = number(value)
     if found is None:
         return "-"
+
     for suffix in ("", "k", "M", "B", "T"):
         # 999.5 would be shown as 1000.
         if abs(found) < 999.5:
             return f"{found:.3g}{suffix}"
+
         found /= 1000
 
     # There is no suffix for more than 999 T.
@@ -108,6 +112,7 @@ def duration(seconds: Any) -> str:
     days, hour = divmod(hours, 24)
     if days:
         return f"{days}d {hour:02}:{minute:02}:{second:02}"
+
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minutes}:{second:02}"
 
 
@@ -155,6 +160,7 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
             found |= flat(value, f"{dotted}.")
         else:
             found[dotted] = value
+
     return found
 
 
@@ -164,6 +170,7 @@ def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> li
     for key, value in record.items():
         if key in leave_out or value is None:
             continue
+
         if isinstance(value, Mapping):
             words += event_words(value)
         elif key in ("text", "message", "reason"):
@@ -175,4 +182,5 @@ def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> li
         else:
             shown = figures(value, 4) if isinstance(value, float) else one_line(value)
             words.append(f"{one_line(key)} {shown}")
+
     return words

@@ -93,6 +93,7 @@ class LiveDisplay:
         # Building and compiling a model may take minutes.
         if not self._tracker.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
+
         lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
         return Group(title, self._bar(), *map(_labelled, lines))
 

@@ -108,6 +108,7 @@ class Sums:
             totals, weights = parts.setdefault(name, ([], []))
             totals.append(total)
             weights.append(weight)
+
         self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in parts.items()}
 
 
@@ -173,6 +174,7 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
             raise UserError(
                 "a metric is named 'loss', which is the name of the loss itself", "", "give the metric another name"
             )
+
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
         yield name, total.detach() if isinstance(total, Tensor) else total, weight
 
@@ -204,6 +206,7 @@ def to_exact(value: float) -> Exact:
     """Return a float as an integer multiple of 2^-1074."""
     if not math.isfinite(value):
         return value
+
     # The denominator is a power of two.
     numerator, denominator = value.as_integer_ratio()
     # value = numerator / 2^(bits - 1) = numerator * 2^(1074 - bits + 1) * 2^-1074
@@ -214,6 +217,7 @@ def from_exact(value: Exact) -> float:
     """Return the nearest float."""
     if isinstance(value, float):
         return value
+
     try:
         return value / (1 << SMALLEST_POWER)
     except OverflowError:

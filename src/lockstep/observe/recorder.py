@@ -89,6 +89,7 @@ class Recorder:
                     display.message(fact_lines(name, fact))
             for record in self._early:
                 display.event(record)
+
         self._early = []
         self.event("start", **start)
 

@@ -104,6 +104,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
         style = styles[index] if styles else ""
         body += f'<tr class="{style}">{cells}</tr>'
+
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -159,6 +160,7 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
     # The events may be lost or damaged: a summary is written at the end only.
     if run.summary and not run.events:
         return "good", "finished", ""
+
     return "idle", "no end recorded", "The run is still going, or its process was killed."
 
 
@@ -222,6 +224,7 @@ def mean_rate(records: Sequence[Record], key: str) -> float | None:
         if amount and per_second:
             work += amount
             seconds += amount / per_second
+
     return work / seconds if seconds else None
 
 
@@ -282,6 +285,7 @@ def curve(records: Iterable[Record], key: str) -> list[Point]:
         if key in record and step is not None:
             value = number(record[key])
             points.append((step, math.nan if value is None else value))
+
     return points
 
 

@@ -97,6 +97,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
             "",
             "type run_dir=FOLDER on a file system that all machines share",
         )
+
     return folder
 
 

@@ -68,6 +68,7 @@ def read_run(folder: Path) -> RunRecord:
             notes[file] = f"{file} is not there"
         except (OSError, ValueError, yaml.YAMLError, UserError) as error:
             notes[file] = f"{file} could not be read: {error}"
+
         return otherwise
 
     return RunRecord(
@@ -103,4 +104,5 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
         while kept and kept[-1]["step"] >= step:
             kept.pop()
         kept.append(record)
+
     return kept

@@ -77,6 +77,7 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     """Return the rank whose own work takes `threshold` times as long as that of the others, if they wait for it."""
     if len(rows) < 2:
         return None
+
     rank = max(range(len(rows)), key=lambda rank: _own(rows[rank]) / _micro_batches(rows[rank]))
     mine = rows[rank]
     others = [row for other, row in enumerate(rows) if other != rank]
@@ -110,7 +111,7 @@ def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
 
 
 class SlowRankWatch:
-    """Names a rank that has been slow for a while, once; then it is silent for some minutes, whichever is slow."""
+    """Names a rank that has been slow for a while, once; then it is silent for some minutes."""
 
     def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
         self.threshold = threshold
@@ -140,6 +141,7 @@ class SlowRankWatch:
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
         if not lasts or now < self._silent_until or (found.rank, found.cause) == self._reported:
             return None
+
         self._reported = (found.rank, found.cause)
         self._silent_until = now + SILENCE_S
         return found
@@ -162,6 +164,7 @@ class LateDataWatch:
             self._intervals = 0
         if self._intervals != CONSECUTIVE:
             return None
+
         return (
             f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, because its "
             "batch is late: let loader processes read it (data.workers=4), or more of them"

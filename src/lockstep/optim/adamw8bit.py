@@ -61,6 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
         here = local(p)
         if not here.numel():
             return
+
         count = float(state["step"])
         if state["exp_avg"].dtype == torch.uint8:
             _update_8bit(here, local(grad), state, count, group)
@@ -109,6 +110,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
         state[name] = _filled(p, zero, torch.uint8)
         state[f"{name}_scale"] = _zero_scales(p)
+
     return state
 
 

@@ -152,6 +152,7 @@ class MasterWeights:
                     piece, size = [], 0
                 piece.append(stand_in)
                 size += stand_in.numel()
+
             yield group, piece
 
     def _fill(self, optimizer: torch.optim.Optimizer, stand_ins: list[Tensor], divisor: Tensor | None) -> None:
@@ -252,6 +253,7 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
         trailing = [1] * (dims - 1 - dim)
         indices = indices + (here * stride).view(-1, *trailing)
         stride *= block.shape[dim]
+
     return indices.to(torch.int32).view(block.local.shape)
 
 

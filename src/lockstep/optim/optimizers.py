@@ -78,6 +78,7 @@ class Optimizers:
                     optimizer.step()
             else:
                 optimizer.step()
+
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
@@ -93,6 +94,7 @@ class Optimizers:
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._updating:
             return
+
         raise UserError(
             "optimizer.step() was called directly in a Lockstep loop",
             "the gradients are sums over the batch, not yet divided, checked or clipped",
@@ -129,6 +131,7 @@ def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Paramet
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
     if not replaced:
         return
+
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
@@ -157,6 +160,7 @@ def _check_kind(optimizer: Any) -> None:
             "",
             "return a torch.optim.Optimizer, or a list of them",
         )
+
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
             "LBFGS cannot be used: an optimizer must take one gradient per step",

@@ -115,6 +115,7 @@ def build_optimizers(config: RunConfig, made: Any) -> Any:
         return made
     if config.optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", config.optimizer, NAMES)
+
     kind = OPTIMIZERS[config.optimizer]
     if kind.needs_full_rows:
         _refuse_tensor_parallel(config)
@@ -123,11 +124,13 @@ def build_optimizers(config: RunConfig, made: Any) -> Any:
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return made
+
         if _trains_something(optimizer):
             found.append(kind.build(_groups_for(kind, optimizer)))
         else:
             # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
             found.append(optimizer)
+
     return found
 
 
@@ -143,6 +146,7 @@ def _groups_for(kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> Groups
 def _refuse_tensor_parallel(config: RunConfig) -> None:
     if config.strategy != "tp" and (config.mesh.tp or 1) == 1:
         return
+
     setting = "strategy=tp" if config.strategy == "tp" else "mesh.tp"
     raise UserError(
         f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a parameter, "

@@ -90,6 +90,7 @@ class LearningRate:
     def __init__(self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int):
         if config.schedule not in SCHEDULES:
             raise unknown_name("lr.schedule", config.schedule, SCHEDULES)
+
         self.config = config
         self.optimizers = optimizers
         self.total_steps = total_steps
@@ -102,6 +103,7 @@ class LearningRate:
                 "the other groups keep their ratio to the first one, which is unknown",
                 "give that group a learning rate, or leave lr.peak out",
             )
+
         ratio = 1.0 if config.peak is None else config.peak / own[0]
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own]
 
@@ -124,6 +126,7 @@ class LearningRate:
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share
+
         return self.peaks[0] * share
 
     def landmarks(self) -> dict[str, float]:

@@ -68,4 +68,5 @@ def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Pa
         owner = loads.index(min(loads))
         owned[owner].append(p)
         loads[owner] += p.nbytes
+
     return owned

@@ -43,6 +43,7 @@ class SinkList:
         for name in names:
             if name not in SINKS:
                 raise unknown_name("log.sinks", name, SINKS)
+
             self._sinks[name] = SINKS[name](run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -89,6 +89,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+
         record = _parse(line)
         if record is None:
             raise UserError(
@@ -96,6 +97,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 f"it begins with {line[:60].decode(errors='replace')!r}",
                 f"look at it, and remove it: sed -i {number}d {shlex.quote(os.fspath(path))}",
             )
+
         records.append(record)
 
     # A last line without a newline may still be complete.
@@ -138,6 +140,7 @@ def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = repr(float(value))
         return None
+
     return value
 
 
@@ -176,6 +179,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
+
     if not isinstance(record, dict):
         return None
 
@@ -192,4 +196,5 @@ def _with_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
         return {key: _with_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
+
     return value
