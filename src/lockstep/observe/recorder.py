@@ -57,7 +57,7 @@ class Recorder:
         # Only rank 0 writes records.
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
         self._records = RunJsonl(run_dir) if runtime.is_main else None
-        self._sinks = SinkList(sinks if runtime.is_main else (), run_dir, self._warn)
+        self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
         self._warned_of_disk = False
         self._displays: list[Progress] = []
         # Events from before there was a display.

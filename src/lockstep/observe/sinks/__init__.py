@@ -36,15 +36,18 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
 class SinkList:
     """The sinks that a run has asked for by name. A sink that fails never stops the run."""
 
-    def __init__(self, names: Iterable[str], run_dir: Path, report: Callable[[str], None]):
-        """Open the sinks. `report` gets one line for each sink that fails later."""
+    def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
+        """Open the sinks. `report` gets one line for each sink that fails later.
+
+        Without `run_dir` the names are only checked: all ranks must refuse an unknown one, and one of them writes.
+        """
         self._report = report
         self._sinks: dict[str, Sink] = {}
         for name in names:
             if name not in SINKS:
                 raise unknown_name("log.sinks", name, SINKS)
-
-            self._sinks[name] = SINKS[name](run_dir)
+            if run_dir is not None:
+                self._sinks[name] = SINKS[name](run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Give a record to every sink."""
