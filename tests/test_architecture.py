@@ -20,7 +20,7 @@ ROWS = [
     {"checkpoint"},
     {"parallel"},
     {"engine"},
-    {"targets"},
+    {"targets", "registries"},
     {"api"},
     {"classic"},
     {"verify"},

@@ -34,6 +34,7 @@ import pytest
 from lockstep.config import KEYS, read_file, resolve
 from lockstep.config.schema import SECTIONS
 from lockstep.config.values import typed
+from lockstep.registries import REGISTRIES
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -287,6 +288,14 @@ def takes(kind: Any) -> str:
     return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]
 
 
+def takes_of(key: str) -> str:
+    """A setting that names an entry of a registry takes the names that are in it."""
+    if key not in REGISTRIES:
+        return takes(KEYS[key].annotation)
+    names = takes(Literal[*REGISTRIES[key]])
+    return f"list of {names}" if typing.get_origin(KEYS[key].annotation) is list else names
+
+
 def test_the_table_of_keys_is_the_schema():
     rows = [line for line in (ROOT / "docs" / "configuration.md").read_text().splitlines() if line.startswith("| `")]
     assert rows == table_of_keys()
@@ -295,7 +304,7 @@ def test_the_table_of_keys_is_the_schema():
 def table_of_keys() -> list[str]:
     """After a change of the schema: print these, and paste them."""
     return [
-        f"| `{key}` | `{typed(field.default)}` | {takes(field.annotation)} | {html.escape(field.description or '')} |"
+        f"| `{key}` | `{typed(field.default)}` | {takes_of(key)} | {html.escape(field.description or '')} |"
         for key, field in KEYS.items()
     ]
 

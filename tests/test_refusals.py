@@ -445,14 +445,14 @@ MODEL = {
         Asked(net_in_row),
         ranks=2,
     ),
-    "no optimizer": Row({}, "an optimizer", "a NoneType", "torch.optim", Asked(made_optimizer=lambda model: None)),
+    "no optimizer": Row({}, "it returned a NoneType", "", "torch.optim", Asked(made_optimizer=lambda model: None)),
     "BatchNorm of all ranks on a CPU": Row(
         {"ddp.sync_batchnorm": True}, "the device is cpu", "GPUs only", "GroupNorm", Asked(Strange)
     ),
     "statistics beside bf16 weights": Row(
         {"precision": "bf16-master"},
-        "bf16-master on a CPU",
-        "'beta'",
+        "with BatchNorm ('beta') on a CPU",
+        "stay in float32",
         "type precision=bf16",
         Asked(Strange),
     ),
@@ -462,7 +462,9 @@ MODEL = {
     "places of a batch that move": Row(
         {"speed_weights": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
     ),
-    "tf32 on a CPU": Row({"precision": "tf32"}, "precision=tf32", "no TF32", "type precision=fp32"),
+    "tf32 on a CPU": Row(
+        {"precision": "tf32"}, "precision=tf32 cannot be used on cpu, which has no TF32", "", "type precision=fp32"
+    ),
 }
 BATCH = {
     "fewer samples than ranks": Row(
@@ -486,10 +488,12 @@ BATCH = {
 }
 DATA = {
     "a loader": Row({}, "a dataset", "already decided batch size", "its dataset", Asked(samples=DataLoader(ROWS))),
-    "a number": Row({}, "training data", "a int that can do neither", "torch Dataset", Asked(samples=5)),
-    "no length": Row({}, "training data", "NoLength without __len__", "torch Dataset", Asked(samples=NoLength())),
+    "a number": Row({}, "a int can neither be indexed nor iterated", "", "torch Dataset", Asked(samples=5)),
+    "no length": Row(
+        {}, "data cannot be read: a NoLength has no __len__", "", "torch Dataset", Asked(samples=NoLength())
+    ),
     "no samples": Row({}, "a dataset to train on", "no samples", "check the path", Asked(samples=[])),
-    "shards of its own": Row({"data.sharding": "own"}, "sharding=own", "whose samples we deal", "leave data.sharding"),
+    "shards of its own": Row({"data.sharding": "own"}, "sharding=own cannot", "for a stream", "leave data.sharding"),
     "speeds of a stream": Row(
         {"speed_weights": "auto", "micro_batch": 1},
         "by speed",

@@ -24,6 +24,7 @@ from lockstep.launch.run_dir import choose_run_dir, latest, latest_step, lock, p
 from lockstep.launch.supervisor import Ending, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
+from lockstep.registries import check_names
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def train(target: str, layers: list[Layer], asked: Processes, again: Again) -> i
     """`lockstep train`: start the workers, or be the only one. `again`: what to type to go on. Returns an exit code."""
     targets.check(target)
     check(layers)  # misspelt keys are reported before torch is imported
+    check_names(layers)
     nproc, nnodes = parse_nproc(asked.nproc), parse_nnodes(asked.nnodes)
     if asked.launched and World.launched():
         raise UserError(
@@ -191,6 +193,7 @@ def fit(
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
+    check_names([("task default", task.defaults), *layers])
     if isinstance(task, type):
         resolved = targets.settled(task, resolved)
         task = targets.make_task(task, resolved.config.task)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(Exception):
     """Something the user can mend. Shown without a traceback.
@@ -59,3 +62,14 @@ def some_names(names: list[str], most: int = 5) -> str:
     """Return the first few names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
+    """Return the error for a setting whose value should be a name of a registry, and is not."""
+    names = list(known)
+    near = get_close_matches(str(name), names, 1, 0.0)
+    return UserError(
+        f"{key}={name} is not known",
+        f"{key} takes {', '.join(names)}",
+        f"type {key}={near[0]}",
+    )

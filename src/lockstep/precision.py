@@ -1,10 +1,14 @@
-"""What is stored, computed, reduced and optimized in which number format; the fp16 loss scale all ranks agree on."""
+"""Precision: in which number format a run stores, computes, reduces and optimizes; and the loss scale of fp16.
+
+Every value of `precision` but `auto` is one record in PRECISIONS. Its hooks do nothing by default, so that a new
+format says only how it differs from float32.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,155 +21,278 @@ from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
 
-# Formats whose parameters and gradients are stored in bfloat16, and how updates too small for it are not lost.
-WAYS = {"bf16-master": "kept", "bf16-pure-stochastic": "stochastic", "bf16-pure-compensated": "compensated"}
-_OPTIMIZER = {
-    "kept": "float32 on float32 master weights",
-    "stochastic": "float32, new weights rounded up or down at random",
-    "compensated": "float32, what rounding a weight cuts off kept in bfloat16",
-}
+
+def _fits_everywhere(config: RunConfig, device: torch.device) -> None:
+    """Refuse nothing: the format works with any configuration on any device."""
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """What is special about a precision. The defaults are those of plain float32."""
+
+    # The dtype of autocast; float32 means that there is no autocast.
+    compute: torch.dtype = torch.float32
+    # How updates of parameters that are stored in bfloat16 are not lost: `master`, `stochastic` or `compensated` (see
+    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, as they come.
+    rounding: str | None = None
+    # Whether the loss is multiplied by a dynamic scale.
+    scaled: bool = False
+    # How the compute is described, where its dtype does not say it.
+    compute_text: str = ""
+    # How the optimizer of parameters that are stored in bfloat16 is described.
+    optimizer_text: str = "float32"
+    # Raises a UserError where the format cannot work.
+    check: Callable[[RunConfig, torch.device], None] = _fits_everywhere
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype contract of a run. Parameters, gradients and optimizer state stay in the model's own fp32, unless
-    another way to store them was asked for by name."""
+    """A number format by its name, on a kind of device: the dtype contract of a run.
+
+    Parameters, gradients and optimizer state stay in the model's own float32, unless another way to store them was
+    asked for by name.
+    """
 
     name: str
-    compute: torch.dtype
+    format: NumberFormat
     device_type: str
 
     @property
-    def way(self) -> str | None:
+    def compute(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return self.format.compute
+
+    @property
+    def rounding(self) -> str | None:
         """How bfloat16 parameters are updated; None: parameters are stored as they come."""
-        return WAYS.get(self.name)
+        return self.format.rounding
 
     @property
     def needs_scaler(self) -> bool:
-        return self.name == "fp16"
+        """Whether the loss is multiplied by a dynamic scale."""
+        return self.format.scaled
 
     @property
     def casts(self) -> bool:
+        """Whether the forward runs under autocast."""
         return self.compute in (torch.bfloat16, torch.float16)
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for forwards."""
         if not self.casts:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.compute)
 
     def contract(self, stored: torch.dtype) -> str:
-        """`stored`: the dtype of the parameters, in which gradients are reduced and the optimizer works."""
-        own = str(stored).removeprefix("torch.")
+        """Return one line about all formats.
+
+        `stored` is the dtype of the parameters, in which gradients are reduced and the optimizer works.
+        """
+        own = _dtype_name(stored)
         if stored == torch.float64 and not self.casts:
             return "everything float64"
-        compute = str(self.compute).removeprefix("torch.")
-        compute = {"tf32": "tf32", "fp8": "float8 in blocks, else bfloat16"}.get(self.name, compute)
-        if self.way:
-            return f"stored {own}, computed {compute}, reduced float32, optimizer {_OPTIMIZER[self.way]}"
+
+        # Gradients of bfloat16 parameters are added in float32, and rounded once.
+        compute = self.format.compute_text or _dtype_name(self.compute)
+        if self.rounding:
+            return f"stored {own}, computed {compute}, reduced float32, optimizer {self.format.optimizer_text}"
+
         return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def choose(config: RunConfig, device: torch.device) -> Precision:
-    """bf16 where the hardware has it, fp32 on a CPU; what was asked for by name is never changed silently."""
-    on_cuda = device.type == "cuda"
+    """Return the precision of a run: bf16 where the hardware has it, fp32 on a CPU.
+
+    A format that was asked for by name is never changed silently: it is used, or refused.
+    """
     name = config.precision
     if name == "auto":
-        name = "fp32" if not on_cuda else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    elif name == "tf32" and not on_cuda:
-        raise UserError("precision=tf32", f"a run on {device.type}, which has no TF32", "type precision=fp32")
-    elif name.startswith("bf16") and on_cuda and not torch.cuda.is_bf16_supported():
-        raise UserError(f"precision={name}", f"{torch.cuda.get_device_name(device)} has no bf16", "type precision=fp16")
-    elif name == "fp8":
-        check_fp8(config, device)
-    if name in WAYS:
-        _check_way(config)
-    compute = torch.float16 if name == "fp16" else torch.float32 if name in ("fp32", "tf32") else torch.bfloat16
-    return Precision(name, compute, device.type)
+        name = _usual(device)
+    PRECISIONS[name].check(config, device)
+    return Precision(name, PRECISIONS[name], device.type)
 
 
-def check_fp8(config: RunConfig, device: torch.device) -> None:
+def _usual(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+
+
+# ---- where a format cannot work -------------------------------------------------------------------------
+
+
+def _check_tf32(config: RunConfig, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError(f"precision=tf32 cannot be used on {device.type}, which has no TF32", "", "type precision=fp32")
+
+
+def _check_bf16(config: RunConfig, device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError(
+            f"precision={config.precision} cannot be used: {torch.cuda.get_device_name(device)} has no bf16",
+            "",
+            "type precision=fp16",
+        )
+
+
+def _check_fp8(config: RunConfig, device: torch.device) -> None:
     """Matrix units for float8 came with compute capability 8.9 (Ada, Hopper)."""
     if device.type != "cuda":
-        raise UserError("precision=fp8", f"a run on {device.type}, which has no float8", "type precision=bf16")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        found = (
-            f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}; 8.9 is needed"
+        raise UserError(
+            f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "type precision=bf16"
         )
-        raise UserError("precision=fp8", found, "type precision=bf16")
-    _check_whole_layers(config)
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise UserError(
+            f"precision=fp8 cannot be used on {torch.cuda.get_device_name(device)}, compute capability {major}.{minor};"
+            " 8.9 is needed",
+            "",
+            "type precision=bf16",
+        )
+
+    _refuse_sharded_layers(config)
     if find_spec("torchao") is None:
-        raise UserError("precision=fp8", "torchao is not installed", "pip install 'lockstep-train[fp8]'")
+        raise UserError(
+            "precision=fp8 cannot be used: torchao is not installed", "", "pip install 'lockstep-train[fp8]'"
+        )
     if config.compile is False:
         raise UserError(
-            "precision=fp8 with compile=false",
-            "conversions to float8 that cost more than they save unless they are compiled",
+            "precision=fp8 with compile=false would be slow",
+            "conversions to float8 cost more than they save unless they are compiled",
             "leave compile out, or type precision=bf16",
         )
 
 
-def _check_whole_layers(config: RunConfig) -> None:
-    cutting = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
-    cutting += [f"mesh.{axis}={size}" for axis in ("tp", "pp") if (size := getattr(config.mesh, axis)) and size > 1]
-    if cutting:
-        raise UserError(
-            f"precision={config.precision} with {cutting[0]}",
-            "layers or stages on several ranks, for which this format is not made",
-            "type precision=bf16, or strategy=fsdp without a mesh",
-        )
-
-
-def _check_way(config: RunConfig) -> None:
-    asked = f"precision={config.precision}"
-    _check_whole_layers(config)
+def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
+    _check_bf16(config, device)
+    _refuse_sharded_layers(config)
     if config.fsdp.offload:
         raise UserError(
-            f"{asked} with fsdp.offload=true",
-            "parameters in host memory, for which this way of storing them is not made",
+            f"precision={config.precision} with fsdp.offload=true is not supported",
+            "parameters that are stored in bf16 cannot be kept in host memory",
             "leave fsdp.offload out, or type precision=bf16",
         )
+
     if config.ddp.hook not in ("none", "bf16"):
         raise UserError(
-            f"{asked} with ddp.hook={config.ddp.hook}",
-            "gradients that are stored in bfloat16 already",
+            f"precision={config.precision} with ddp.hook={config.ddp.hook} is not supported",
+            "gradients are stored in bfloat16 already",
             "type ddp.hook=bf16 (they are added in bfloat16), or ddp.hook=none (they are added in float32)",
         )
 
 
+def _refuse_sharded_layers(config: RunConfig) -> None:
+    # The strategies, and the axes of a mesh that do the same.
+    sharding = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
+    for axis in ("tp", "pp"):
+        size = getattr(config.mesh, axis)
+        if size and size > 1:
+            sharding.append(f"mesh.{axis}={size}")
+
+    if sharding:
+        raise UserError(
+            f"precision={config.precision} with {sharding[0]} is not supported",
+            "layers or stages lie on several ranks",
+            "type precision=bf16, or strategy=fsdp without a mesh",
+        )
+
+
+# ---- the table ------------------------------------------------------------------------------------------
+
+
+PRECISIONS = {
+    "fp32": NumberFormat(),
+    "tf32": NumberFormat(compute_text="tf32", check=_check_tf32),
+    "bf16": NumberFormat(torch.bfloat16, check=_check_bf16),
+    "fp16": NumberFormat(torch.float16, scaled=True),
+    "fp8": NumberFormat(torch.bfloat16, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
+    "bf16-master": NumberFormat(
+        torch.bfloat16,
+        rounding="master",
+        optimizer_text="float32 on float32 master weights",
+        check=_check_bf16_storage,
+    ),
+    "bf16-pure-stochastic": NumberFormat(
+        torch.bfloat16,
+        rounding="stochastic",
+        optimizer_text="float32, new weights rounded up or down at random",
+        check=_check_bf16_storage,
+    ),
+    "bf16-pure-compensated": NumberFormat(
+        torch.bfloat16,
+        rounding="compensated",
+        optimizer_text="float32, what rounding a weight cuts off kept in bfloat16",
+        check=_check_bf16_storage,
+    ),
+}
+
+# Formats whose parameters and gradients are stored in bfloat16.
+BF16_STORED = tuple(name for name, found in PRECISIONS.items() if found.rounding)
+
+
+# ---- the model ------------------------------------------------------------------------------------------
+
+
 def store(module: nn.Module, precision: str) -> None:
-    """Parameters as `precision` wants them stored: for most, as they are. They stay the same objects."""
-    if precision not in WAYS:
+    """Store parameters as `precision` wants them: most formats leave them alone. They stay the same objects."""
+    if precision not in BF16_STORED:
         return
+
     for name, p in module.named_parameters():
         if p.dtype == torch.float32:
             p.data = p.data.to(torch.bfloat16)
         elif p.requires_grad and p.dtype != torch.bfloat16:
-            own = str(p.dtype).removeprefix("torch.")
-            raise UserError(f"precision={precision}", f"{name!r} in {own}", "build the model in float32")
+            raise UserError(
+                f"precision={precision} needs a model in float32; the model has {name!r} in {_dtype_name(p.dtype)}",
+                "",
+                "build the model in float32",
+            )
 
 
 def check_storage(model: nn.Module) -> None:
-    """Trainable weights below fp32 swallow small updates without a word: refuse them, unless asked for by name."""
-    low = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    """Refuse trainable weights below float32: they lose small updates silently, and must be asked for by name."""
+    half = (torch.bfloat16, torch.float16)
+    low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in half]
     if low:
         raise UserError(
             "trainable parameters are the master weights and must be stored in float32",
             f"{len(low)} stored in half precision, first {low[0]!r}: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
-            "precision=bf16-master stores bf16 ones beside them",
+            "precision=bf16-master stores bf16 copies of them",
         )
 
 
 def check_statistics(model: nn.Module, precision: Precision) -> None:
-    """torch's CPU kernels do not take running statistics in float32 beside weights in bfloat16."""
+    """Refuse BatchNorm on a CPU: torch's kernels do not take float32 statistics with bfloat16 weights there."""
+    if precision.device_type != "cpu":
+        return
+
     kind = nn.modules.batchnorm._BatchNorm
     found = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
-    if found and precision.device_type == "cpu":
+    if found:
         raise UserError(
-            f"precision={precision.name} on a CPU",
-            f"BatchNorm ({found[0]!r}), whose statistics stay in float32",
+            f"precision={precision.name} cannot be used with BatchNorm ({found[0]!r}) on a CPU",
+            "its statistics stay in float32, which torch's CPU kernels do not take with bf16 weights",
             "use GroupNorm, or type precision=bf16",
         )
+
+
+@contextmanager
+def full_precision(precision: Precision) -> Iterator[None]:
+    """Run a backward outside autocast: it repeats the forward's dtypes by itself."""
+    if not precision.casts:
+        yield
+        return
+    with torch.autocast(precision.device_type, enabled=False):
+        yield
+
+
+# ---- the loss scale of fp16 -----------------------------------------------------------------------------
 
 
 class DynamicScaler:
@@ -173,7 +300,7 @@ class DynamicScaler:
 
     It holds no tensor and asks no other rank: gradients are summed over ranks before they are judged, so an
     overflow anywhere is an overflow everywhere, and equal inputs give an equal scale. The step compares the
-    scales of all ranks once per step all the same (they travel with the gradient).
+    scales of all ranks once per step all the same (they are part of the control word).
     """
 
     VERSION = 1
@@ -181,28 +308,36 @@ class DynamicScaler:
     def __init__(self, config: ScalerConfig | None = None):
         self.config = config or ScalerConfig()
         self.value = float(self.config.initial)
-        self.clean_steps = 0  # since the last overflow or growth
+        # Steps since the last overflow or growth.
+        self.clean_steps = 0
         self.overflows_left = self.config.hysteresis
-        self.unit_weight: float | None = None  # what a usual step weighs: we scale sums, `value` is meant for means
-        self.history: deque[tuple[float, bool]] = deque(maxlen=100)  # (scale, overflowed) of recent steps
+        # The weight of a usual step: we scale sums, and `value` is meant for means.
+        self.unit_weight: float | None = None
+        # (scale, overflowed) of recent steps
+        self.history: deque[tuple[float, bool]] = deque(maxlen=100)
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, shape (), times the scale."""
         return loss * self.value
 
     def unscale(self, grads: list[Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
         torch._foreach_mul_(grads, 1.0 / self.value)
 
     def update(self, overflowed: bool) -> None:
-        """Once per step, with the outcome that all ranks share."""
+        """Adapt the scale, once per step, to the outcome that all ranks share."""
         config = self.config
         self.history.append((self.value, overflowed))
         if overflowed:
             self.clean_steps = 0
             self.overflows_left -= 1
-            if self.overflows_left <= 0:  # hysteresis: a rare overflow need not halve the scale
+            # Hysteresis: a rare overflow need not halve the scale.
+            if self.overflows_left <= 0:
                 self.value = max(self.value * config.backoff, config.minimum)
                 self.overflows_left = config.hysteresis
             return
+
+        # Growth is how the scale finds its limit again.
         self.clean_steps += 1
         if self.clean_steps >= config.interval:
             self.value = min(self.value * config.growth, config.maximum)
@@ -210,6 +345,7 @@ class DynamicScaler:
             self.overflows_left = config.hysteresis
 
     def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
         return {
             "version": self.VERSION,
             "scale": self.value,
@@ -220,12 +356,14 @@ class DynamicScaler:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from the state of `get_state`."""
         if state.get("version") != self.VERSION:
             raise UserError(
-                "loading the state of a loss scaler",
-                f"version {state.get('version')!r}, this code writes version {self.VERSION}",
+                f"the state of the loss scaler is of version {state.get('version')!r}, not {self.VERSION}",
+                "",
                 "resume with the version of Lockstep that wrote it, or start with a fresh scaler",
             )
+
         self.value = float(state["scale"])
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])
@@ -233,50 +371,46 @@ class DynamicScaler:
         self.history = deque(((float(s), bool(o)) for s, o in state["history"]), maxlen=100)
 
 
-@contextmanager
-def full_precision(precision: Precision) -> Iterator[None]:
-    """Backward runs outside autocast: it repeats the forward's types by itself."""
-    if not precision.casts:
-        yield
-        return
-    with torch.autocast(precision.device_type, enabled=False):
-        yield
-
-
-# What a backward starts with: 1, or for fp16 the loss scale, on which all ranks agree.
-
-
 class LossScale:
+    """The factor that a backward starts with: 1, or for fp16 the scaler's value, on which all ranks agree."""
+
     def __init__(self, scaler: DynamicScaler | None, runtime: Runtime):
-        self.scaler, self.runtime = scaler, runtime
+        self.scaler = scaler
+        self.runtime = runtime
 
     @property
     def value(self) -> float:
-        return self.scaler.value / (self.scaler.unit_weight or 1.0) if self.scaler else 1.0
+        """The factor on the sum of a micro-batch's losses."""
+        if self.scaler is None:
+            return 1.0
+        return self.scaler.value / (self.scaler.unit_weight or 1.0)
 
     @property
     def logarithm(self) -> float:
-        """What travels in the control word, for the ranks to compare."""
+        """The number in the control word that the ranks compare."""
         return math.log2(self.scaler.value) if self.scaler else 0.0
 
     @property
     def unknown(self) -> bool:
-        """Before the first micro-batch: nobody knows what a usual step weighs."""
+        """Whether `find_unit` is still to be called: before the first micro-batch the usual weight is not known."""
         return self.scaler is not None and self.scaler.unit_weight is None
 
     def find_unit(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
-        """The weight of a usual step, as a power of two; found once, from the first micro-batches of all ranks that are
-        not `silent`, equal on all of them.
+        """Find the weight of a usual step, as a power of two. Collective: every rank must call it, once.
 
-        We backpropagate sums, while loss scales are thought of for means: the fp16 scale is divided by this.
+        We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
+        comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
         """
+        # Padding and stages without a loss would distort the mean: they add nothing.
         assert self.scaler is not None
         counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
         mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
         total, seen = self.runtime.collectives.sum_(mine).tolist()
-        self.scaler.unit_weight = 2.0 ** round(math.log2(max(1.0, total / max(1.0, seen) * global_batch)))
+
+        per_step = total / max(1.0, seen) * global_batch
+        self.scaler.unit_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
     def check_equal(self, logarithms: float, ranks: int) -> None:
-        """`logarithms`: their sum over all ranks."""
+        """Raise if the ranks' scales differ. `logarithms` is their sum over all ranks."""
         if self.scaler and abs(logarithms / ranks - self.logarithm) > 1e-3:
-            raise RuntimeError(f"the ranks' loss scales differ: here {self.scaler.value}")
+            raise RuntimeError(f"the ranks' loss scales differ: it is {self.scaler.value} on this rank")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.config import Resolved, resolve, resolve_for
-from lockstep.data.order import SampleOrder
+from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
@@ -335,7 +335,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative to the lengt
 
 def windows(length: int, global_batch: int, tail: str, steps: int, seed: int = 0) -> list[list[int]]:
     """The sample ids of every global step."""
-    order, position, found = SampleOrder(length, seed), 0, []
+    order, position, found = make_sampler(length, seed), 0, []
     for _ in range(steps):
         window = next_window(position, length, global_batch, tail)
         found.append(order.ids(window.epoch, window.start, window.stop).tolist())

@@ -75,14 +75,14 @@ def collect(world: World, store: Any, dataset: Any, values: dict[str, Any]) -> l
     ]
 
 
-def counted(everybody: list[list[Seen]]) -> list[Seen]:
+def counted(all_ranks: list[list[Seen]]) -> list[Seen]:
     """What counts: padding only keeps a rank in step."""
-    return [seen for rank in everybody for seen in rank if not seen.piece.padding]
+    return [seen for rank in all_ranks for seen in rank if not seen.piece.padding]
 
 
-def ids_by(key: str, everybody: list[list[Seen]]) -> dict[int, list[int]]:
+def ids_by(key: str, all_ranks: list[list[Seen]]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for seen in counted(everybody):
+    for seen in counted(all_ranks):
         found.setdefault(seen.step if key == "step" else seen.piece.epoch, []).extend(seen.ids)
     return found
 
@@ -115,9 +115,9 @@ def test_every_epoch_visits_every_sample_once(pool: Pool, tail: str) -> None:
             assert len(epochs[epoch]) == len(set(epochs[epoch])) == length // batch * batch
     assert len({tuple(order) for order in epochs.values()}) == 3, "an epoch repeated the order of another"
     one = {step: sorted(ids) for step, ids in ids_by("step", by_world[1]).items()}
-    for size, everybody in by_world.items():
-        assert {step: sorted(ids) for step, ids in ids_by("step", everybody).items()} == one, f"world {size}"
-        for seen in counted(everybody):
+    for size, all_ranks in by_world.items():
+        assert {step: sorted(ids) for step, ids in ids_by("step", all_ranks).items()} == one, f"world {size}"
+        for seen in counted(all_ranks):
             assert seen.ids == seen.piece.ids, "the data is not that of the ids"
 
 
@@ -125,8 +125,8 @@ def test_a_micro_batch_is_the_same_slice_wherever_it_runs(pool: Pool) -> None:
     values = {"global_batch": 12, "micro_batch": 2, "steps": 5}
 
     def slices(size: int) -> dict[tuple[int, int], list[int]]:
-        everybody = pool.run(collect, Ids(30), values, world=size)
-        return {(seen.step, seen.piece.index): seen.ids for seen in counted(everybody)}
+        all_ranks = pool.run(collect, Ids(30), values, world=size)
+        return {(seen.step, seen.piece.index): seen.ids for seen in counted(all_ranks)}
 
     one = slices(1)
     assert len(one) == 2 * 6 + 3 + 2 * 6
@@ -157,10 +157,10 @@ class Augmented(Ids):
 def draws(pool: Pool, world: int, workers: int = 0) -> dict[tuple[int, int], tuple[float, ...]]:
     """(epoch, sample) -> what it drew."""
     values = {"global_batch": 6, "micro_batch": 2, "steps": 8, "data.workers": workers}
-    everybody = pool.run(collect, Augmented(20), values, world=world)
+    all_ranks = pool.run(collect, Augmented(20), values, world=world)
     return {
         (seen.piece.epoch, int(row[0])): row[1:]
-        for seen in counted(everybody)
+        for seen in counted(all_ranks)
         for row in zip(*seen.columns, strict=True)
     }
 
@@ -237,8 +237,8 @@ def collated(world: World, store: Any, values: dict[str, Any]) -> list[float]:
 def test_the_tasks_collate_is_used_for_tensor_datasets_too(pool: Pool) -> None:
     values = {"global_batch": 8, "steps": 1}
     for size in (1, 2):
-        everybody = pool.run(collated, values, world=size)
-        assert sorted(value for rank in everybody for value in rank) == list(range(0, 16, 2))
+        all_ranks = pool.run(collated, values, world=size)
+        assert sorted(value for rank in all_ranks for value in rank) == list(range(0, 16, 2))
 
 
 def loaders_left(world: World, store: Any, dataset: Any) -> int:
@@ -276,8 +276,8 @@ def test_a_stream_is_read_once_by_all_ranks_together(pool: Pool, length: int, wo
     """29 and 37 samples end on the ranks at different steps; the early ones wait without counting."""
     values = {"global_batch": 12, "micro_batch": 1, "steps": 9, "data.workers": workers}
     for size in (1, 2, 3, 4) if workers == 0 else (2,):
-        everybody = pool.run(collect, Stream(length), values, world=size)
-        epochs = ids_by("epoch", everybody)
+        all_ranks = pool.run(collect, Stream(length), values, world=size)
+        epochs = ids_by("epoch", all_ranks)
         assert sorted(epochs[0]) == list(range(length)), f"world {size}"
         assert sorted(epochs[1]) == list(range(1000, 1000 + length)), f"world {size}"
 
@@ -379,9 +379,11 @@ def test_a_stream_that_shuffles_itself_is_dealt_once(pool: Pool, size: int, work
 
 
 def test_a_stream_with_fewer_samples_than_ranks(pool: Pool) -> None:
-    """One rank has nothing at all to work on, not even padding: everybody says so."""
+    """One rank has nothing at all to work on, not even padding: every rank raises."""
     values = {"global_batch": 4, "micro_batch": 1, "steps": 2}
-    assert_user_errors(pool.errors(collect, Stream(3), values, world=4), "rank 3 of 4 got none in epoch 0")
+    assert_user_errors(
+        pool.errors(collect, Stream(3), values, world=4), "rank 3 of 4 got no sample of the stream in epoch 0"
+    )
 
 
 class OnceOnly(Stream):
@@ -393,7 +395,7 @@ class OnceOnly(Stream):
 
 def test_a_stream_that_can_be_read_only_once(pool: Pool) -> None:
     values = {"global_batch": 4, "micro_batch": 1, "steps": 9}
-    assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got none in epoch 1")
+    assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got no sample of the stream in epoch 1")
 
 
 def test_a_stream_cannot_be_dealt_unevenly(pool: Pool) -> None:

@@ -361,7 +361,7 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 MISTAKES = [
     (forgets_apply, ("step 0 ended without it", "call step.apply()")),
-    (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
+    (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
     (applies_too_early, ("1 of", "batches went backward")),
     (forgets_backward, ("one step.backward", "0 for batch 0")),
     (goes_backward_twice, ("one step.backward", "2 for batch 0")),

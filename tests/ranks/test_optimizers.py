@@ -23,7 +23,7 @@ VALUES = {"global_batch": 4, "micro_batch": 2, "steps": 6}
 
 def test_a_parameter_in_no_optimizer_is_named():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"2 in none, first '1\.weight'"):
+    with pytest.raises(UserError, match=r"2 trainable parameters are in no optimizer, first '1\.weight'"):
         Optimizers(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
     model[1].requires_grad_(False)
     Optimizers(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
@@ -110,7 +110,7 @@ def test_a_metric_may_not_be_named_loss(pool: Pool) -> None:
             loss.metrics["loss"] = loss.total.detach()
             return loss
 
-    assert_user_errors(pool.errors(fit, Named(), VALUES, world=1), "a metric named 'loss'")
+    assert_user_errors(pool.errors(fit, Named(), VALUES, world=1), "a metric is named 'loss'")
 
 
 def modes_after_evaluation(world: Any, store: Any) -> list[bool]:

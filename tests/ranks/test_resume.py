@@ -238,7 +238,7 @@ class Slots(Averaged):
         (OtherNet(), {}, ("the model of the checkpoint", "missing, first '0.bias'")),
         (OtherOptimizer(), {}, ("2 optimizers, here 1",)),
         (Untied(), {}, ("tied",)),
-        (MoreData(), {}, ("45 samples now, 44 when",)),
+        (MoreData(), {}, ("has 45 samples, but had 44 when",)),
         (Averaged(), {"seed": 7}, ("the order of the samples has changed", "has changed (seed: 0 -> 7)")),
         (Averaged(), {"data.shuffle": False}, ("data.shuffle",)),
     ],

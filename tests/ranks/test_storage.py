@@ -1,4 +1,4 @@
-"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are cut, saved and resumed."""
+"""Parameters stored in bfloat16: the same bits on one rank and on two, however they are sharded, saved and resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.engine import loop
 from lockstep.engine.run import Run
-from lockstep.precision import WAYS
+from lockstep.precision import BF16_STORED
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -39,7 +39,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(found[name], expected[name]), name
 
 
-MASTER, STOCHASTIC, COMPENSATED = WAYS
+MASTER, STOCHASTIC, COMPENSATED = BF16_STORED
 CASES = [(MASTER, name) for name in ("ddp", "unused", "zero1", "fsdp-grads")]
 CASES += [(STOCHASTIC, name) for name in ("ddp", "zero1", "fsdp")] + [(COMPENSATED, "fsdp"), (COMPENSATED, "meta")]
 HOW = STRATEGIES | {"meta": {"strategy": "fsdp", "init": "meta"}}
@@ -81,7 +81,7 @@ def test_a_resumed_run_has_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", [MASTER, COMPENSATED])
-def test_a_run_may_go_on_in_another_format(pool: Pool, tmp_path: Path, precision: str) -> None:
+def test_a_run_may_resume_in_another_format(pool: Pool, tmp_path: Path, precision: str) -> None:
     """fp32 -> this one -> fp32; at each change nothing but rounding happens to the parameters."""
     values = EXACT | {"run_dir": str(tmp_path / "run")}
     pool.run(final, values, 2, world=1)
@@ -108,5 +108,5 @@ def trained(world: World, store: Any, values: dict[str, Any]) -> float:
 def test_char_lm_learns_as_in_fp32(pool: Pool) -> None:
     fp32 = pool.run(trained, {}, world=1)[0]
     assert fp32 < 3.1  # a model that has learnt nothing costs 4.6
-    for precision in WAYS:
+    for precision in BF16_STORED:
         assert pool.run(trained, {"precision": precision}, world=1)[0] == pytest.approx(fp32, rel=0.02), precision

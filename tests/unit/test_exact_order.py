@@ -15,7 +15,7 @@ from lockstep.config import resolve
 from lockstep.data.shard import deal
 from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
-from lockstep.observe import dyadic
+from lockstep.observe import metrics
 from lockstep.parallel.exact.row_norms import _sum_by_halves, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.plan.plan import make_plan
@@ -84,10 +84,10 @@ def test_a_part_alone_has_no_sum() -> None:
 @given(st.lists(st.floats(width=64, allow_subnormal=True), max_size=30), st.randoms(use_true_random=False))
 def test_sums_without_rounding(values: list[float], shuffler: random.Random) -> None:
     def total(numbers: list[float]) -> str:
-        found: dyadic.Exact = 0
+        found: metrics.Exact = 0
         for number in numbers:
-            found = dyadic.add(found, dyadic.read(dyadic.spelled(dyadic.exactly(number))))
-        return dyadic.spelled(found)
+            found = metrics.add_exact(found, metrics.exact_from_text(metrics.exact_to_text(metrics.to_exact(number))))
+        return metrics.exact_to_text(found)
 
     mixed = list(values)
     shuffler.shuffle(mixed)
@@ -97,7 +97,7 @@ def test_sums_without_rounding(values: list[float], shuffler: random.Random) -> 
             expected = math.fsum(values)
         except OverflowError:  # a sum on the way; ours has none
             return
-        assert dyadic.rounded(dyadic.read(total(values))) == expected
+        assert metrics.from_exact(metrics.exact_from_text(total(values))) == expected
 
 
 @given(st.lists(st.floats(0, 1000), max_size=20), st.randoms(use_true_random=False))

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +9,11 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
+from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.schedule import Clipping, LearningRate, batch_scaling, factor
+from lockstep.optim.clip import Clipping
+from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers
+from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, factor
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.runtime.world import World
 
@@ -90,9 +95,63 @@ def test_what_an_optimizer_has_set_up_at_once_goes_where_its_parameters_go():
     runtime: Any = SimpleNamespace(world=World(0, 2))
     optimizers = ShardedOptimizers(made, model, runtime)
     assert list(made.state) == [model.weight]
-    MasterWeights(optimizers.all, model, "kept", seed=0)
+    MasterWeights(optimizers.all, model, "master", seed=0)
     ((stand_in, state),) = made.state.items()
     assert stand_in is made.param_groups[0]["params"][0]
     assert stand_in is not model.weight
     assert state["sum"].dtype == torch.float32
     assert state["sum"].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_a_schedule_is_one_function_and_one_entry(monkeypatch):
+    def polynomial(config, step, total):
+        return (1 - step / total) ** 2
+
+    monkeypatch.setitem(SCHEDULES, "polynomial", polynomial)
+    assert curve(total=4, schedule="polynomial") == [1.0, 0.5625, 0.25, 0.0625]
+    lr_config(schedule="polynomial", min_ratio=0.1)  # is no constant: a floor means something
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(UserError, match=r"lr\.schedule=cosin(.|\n)*constant, linear, cosine, wsd(.|\n)*=cosine"):
+        LearningRate(lr_config(schedule="cosin"), [optimizer], total_steps=10, global_batch=8)
+
+
+def test_an_optimizer_is_one_entry(monkeypatch):
+    kind = OptimizerKind(torch.optim.RMSprop, options=("lr", "momentum"), state_bytes=4, about="torch's RMSprop")
+    monkeypatch.setitem(OPTIMIZERS, "rmsprop", kind)
+    parameter = nn.Parameter(torch.ones(2))
+    task = torch.optim.SGD([{"params": [parameter], "momentum": 0.5}], lr=0.1)
+    (made,) = build_optimizers(resolve([("test", {"optimizer": "rmsprop"})]).config, task)
+    assert type(made) is torch.optim.RMSprop
+    assert [(group["lr"], group["momentum"]) for group in made.param_groups] == [(0.1, 0.5)]
+    with pytest.raises(UserError, match=r"optimizer=adamv(.|\n)*task, adamw, sgd, adamw8bit, adafactor"):
+        build_optimizers(resolve([("test", {"optimizer": "adamv"})]).config, task)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_of_state_are_those_that_the_registry_gives(name):
+    weight = nn.Parameter(torch.ones(512, 512))
+    (made,) = build_optimizers(resolve([("test", {"optimizer": name})]).config, torch.optim.AdamW([weight]))
+    weight.grad = torch.ones_like(weight)
+    made.step()
+    state = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor) and value.dim()]
+    found = sum(value.nbytes for value in state) / weight.numel()
+    assert found == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.05)
+
+
+def test_unknown_names_are_reported_before_a_launch():
+    """All at once, and without torch."""
+    program = (
+        "import sys\n"
+        "from lockstep.errors import ConfigError\n"
+        "from lockstep.registries import check_names\n"
+        "names = {'lr': {'schedule': 'x'}, 'optimizer': 'y', 'log.sinks': ['csv', 'z']}\n"
+        "try:\n"
+        "    check_names([('test', {'lr.schedule': 'wsd', 'optimizer': 'task'}), ('test', names)])\n"
+        "except ConfigError as error:\n"
+        "    print(len(error.problems), 'torch' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "3 False"

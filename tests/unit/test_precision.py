@@ -1,3 +1,4 @@
+import typing
 from types import SimpleNamespace
 
 import pytest
@@ -5,9 +6,9 @@ import torch
 from torch import nn
 
 from lockstep import precision
-from lockstep.config import ScalerConfig, resolve
+from lockstep.config import KEYS, ScalerConfig, resolve
 from lockstep.errors import UserError
-from lockstep.precision import WAYS, DynamicScaler, check_storage, choose, store
+from lockstep.precision import BF16_STORED, PRECISIONS, DynamicScaler, NumberFormat, check_storage, choose, store
 from lockstep.runtime import context
 from lockstep.runtime.context import start
 from lockstep.runtime.world import World
@@ -93,11 +94,27 @@ def test_half_precision_master_weights_are_refused():
 
 
 def test_the_contract_of_every_format():
-    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in WAYS}
+    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in BF16_STORED}
     start = "stored bfloat16, computed bfloat16, reduced float32, optimizer float32"
     assert all(contract.startswith(start) for contract in contracts.values())
     assert len(set(contracts.values())) == 3
-    assert choose(config(precision="bf16"), CPU).way is None
+    assert choose(config(precision="bf16"), CPU).rounding is None
+
+
+def test_the_table_has_every_precision_of_the_configuration():
+    choices = typing.get_args(KEYS["precision"].annotation)
+    assert set(choices) == {"auto", *PRECISIONS}
+
+
+def test_a_precision_is_one_record(monkeypatch):
+    """Whatever it does not say is as in fp32."""
+    refused = []
+    plain = NumberFormat(compute_text="int8 in blocks", check=lambda config, device: refused.append(device))
+    monkeypatch.setitem(PRECISIONS, "tf32", plain)
+    found = choose(config(precision="tf32"), CPU)
+    assert refused == [CPU]
+    assert (found.rounding, found.needs_scaler, found.casts) == (None, False, False)
+    assert found.contract(torch.float32).startswith("stored float32, computed int8 in blocks, reduced float32")
 
 
 @pytest.mark.parametrize(

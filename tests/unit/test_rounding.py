@@ -55,7 +55,7 @@ def small_updates(way: str | None) -> torch.Tensor:
     return model.weight.detach().double()
 
 
-@pytest.mark.parametrize("way", ["kept", "stochastic", "compensated"])
+@pytest.mark.parametrize("way", ["master", "stochastic", "compensated"])
 def test_small_updates_are_not_lost(way):
     assert torch.equal(small_updates(None), torch.ones(64, 64).double()), "the control must stall"
     found = small_updates(way)

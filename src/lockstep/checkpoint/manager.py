@@ -42,7 +42,7 @@ from lockstep.config.values import typed
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
-from lockstep.observe.run_folder import RunFolder, on_main
+from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
@@ -270,7 +270,7 @@ class CheckpointManager:
                 )
             return free
 
-        free = on_main(check, self.runtime)
+        free = self.runtime.collectives.run_on_rank0(check)
         needed = 2 * (certain + guess)
         if free < needed:
             self.log_event(

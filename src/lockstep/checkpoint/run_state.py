@@ -19,7 +19,7 @@ from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.reshard import fill, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
-from lockstep.optim.bf16_masters import CUT_OFF
+from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor, local
 from lockstep.task import BatchSource, Task
@@ -386,8 +386,8 @@ class RunState:
         """Read this rank's part of an optimizer's state, by parameter."""
         # What rounding cut off is of no use to a run that does not add it back.
         masters = self.optimizers.masters
-        if not (masters and masters.way == "compensated"):
-            saved = {name: {key: v for key, v in kept.items() if key != CUT_OFF} for name, kept in saved.items()}
+        if not (masters and masters.rounding == "compensated"):
+            saved = {name: {key: v for key, v in kept.items() if key != COMPENSATION} for name, kept in saved.items()}
 
         # A tensor's name has that of its parameter, which tells how it is sharded.
         parameters = dict(self.model.named_parameters())
@@ -428,9 +428,9 @@ class RunState:
         """Return what is saved of a parameter: its master, if it has one. None: another rank has that."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
-        if masters is None or masters.way != "kept" or parameter is None:
+        if masters is None or not masters.persistent or parameter is None:
             return value
-        return masters.kept(parameter)
+        return masters.master_of(parameter)
 
     def _names(self) -> dict[int, str]:
         """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""

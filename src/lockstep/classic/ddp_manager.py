@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.classic.distributed_config import world_size_not_set
-from lockstep.data.order import SampleOrder
+from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
@@ -133,7 +133,7 @@ class RankBatches(Sampler[list[int]]):
     """One rank's batches. An epoch cuts one order, the same for all ranks, into global batches, and deals each."""
 
     def __init__(self, length: int, batch_size: int, world: World, shuffle: bool, drop_last: bool, seed: int):
-        self.order, self.length, self.world = SampleOrder(length, seed, shuffle), length, world
+        self.order, self.length, self.world = make_sampler(length, seed, shuffle), length, world
         self.batch, self.drop_last, self.epoch = batch_size * world.size, drop_last, 0
         rest = length % self.batch
         if drop_last and length < self.batch:

@@ -54,7 +54,7 @@ PathText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v
 
 class LrConfig(Section):
     peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = _key("constant", "shape after the warm-up")
+    schedule: str = _key("constant", "shape after the warm-up, by its name in optim/schedule.py")
     warmup: int = _key(0, "optimizer steps of linear warm-up", ge=0)
     min_ratio: float = _key(0.0, "final rate as a share of the peak", ge=0, le=1)
     decay: float = _key(0.2, "wsd: last share of the run, in which the rate falls", ge=0, le=1)
@@ -166,6 +166,7 @@ class HangConfig(Section):
 class LogConfig(Section):
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "write down which samples every step was trained on")
+    sinks: list[str] = _key([], "where metrics go besides metrics.jsonl, by name (observe/sinks)", example=["csv"])
     progress: Progress = _key("auto", "how progress is shown; auto: live on a terminal, else plain")
 
 
@@ -194,9 +195,7 @@ class RunConfig(Section):
     precision: Literal[
         "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
     ] = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
-    optimizer: Literal["task", "adamw8bit", "adafactor"] = _key(
-        "task", "which optimizer: the task's own, or one whose state is small, with its groups"
-    )
+    optimizer: str = _key("task", "the task's own, or one of optim/registry.py by name, with the task's groups")
     strategy: Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"] = _key(
         "ddp", "how the ranks share the model"
     )

@@ -1,1 +1,1 @@
-"""Which sample, when, exactly once."""
+"""Which sample is trained when: order, windows, micro-batches, ranks; and how samples are read."""

@@ -1,5 +1,7 @@
-"""Reading samples: in this process, or in worker processes. Randomness is keyed by sample, so it is the same
-whichever rank or worker reads it."""
+"""Reading samples, in this process or in worker processes, and moving batches to the device.
+
+Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
-Request = tuple[int, Sequence[int]]  # (epoch, sample ids) of one micro-batch
+# (epoch, sample ids) of one micro-batch
+Request = tuple[int, Sequence[int]]
+
+# After SIGTERM a loader process ends by itself, if its rank has not ended it before.
+LOADER_GRACE_S = 120.0
 
 
 @dataclass
@@ -33,31 +39,43 @@ class SampleReader:
     seed_samples: bool = True
 
     def __post_init__(self) -> None:
-        self.plain_collate = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
+        self._gathers = type(self.dataset) is TensorDataset and plain
 
     def __call__(self, request: Request) -> Any:
         epoch, ids = request
-        if type(self.dataset) is TensorDataset and self.plain_collate:
-            # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
+
+        # Indexing draws no random numbers: nothing is seeded.
+        if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
-        if _reads_in_batches(self.dataset):
-            if self.seed_samples:  # one key for all: the samples of a micro-batch are drawn together
-                seed_everything(derive(self.seed, "sample", epoch, int(ids[0])))
-            return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
-        return self.collate([self._sample(epoch, int(i)) for i in ids])
 
-    def _sample(self, epoch: int, index: int) -> Any:
+        if _reads_in_batches(self.dataset):
+            # One seed for all: the samples of a micro-batch are drawn together.
+            self._seed(epoch, int(ids[0]))
+            return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
+
+        # Each sample has a seed of its own, so that it does not matter which were read before it.
+        samples = []
+        for index in ids:
+            self._seed(epoch, int(index))
+            samples.append(self.dataset[int(index)])
+        return self.collate(samples)
+
+    def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:
             seed_everything(derive(self.seed, "sample", epoch, index))
-        return self.dataset[index]
 
 
 def _reads_in_batches(dataset: Any) -> bool:
-    """Subset always offers `__getitems__`; only what lies below it tells whether batches are meant."""
+    """Return whether a dataset has `__getitems__`. Subset always offers it: what lies below it counts."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
+
+
+# ---- worker processes -----------------------------------------------------------------------------------
 
 
 class _OneRequestPerItem(torch.utils.data.Dataset):
@@ -77,93 +95,120 @@ def _only(items: list[Any]) -> Any:
 def read_ahead(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
 ) -> Iterator[Any]:
-    """Batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
+    """Return batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
     loader = DataLoader(
         _OneRequestPerItem(reader),
+        # A "batch" of this loader is one request, so that its order and its size stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=_only,
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
-        worker_init_fn=stay_with_the_rank,
+        worker_init_fn=outlive_signals,
     )
     return iter(loader)
 
 
-LOADER_GRACE = 120.0  # seconds
+def read_all(reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
+    """Return batches for `requests`, in their order, with or without worker processes."""
+    if workers:
+        return read_ahead(reader, requests, workers, prefetch, pin_memory=False)
+    return map(reader, requests)
 
 
-def stay_with_the_rank(worker: int) -> None:
-    """In a loader process: schedulers tell all processes of a job to leave, but a rank needs its loaders until it has
-    saved. They go when it goes; after a SIGTERM, by themselves in the end."""
+def outlive_signals(worker: int) -> None:
+    """Make a loader process survive the signals of a preemption.
+
+    Schedulers signal all processes of a job, but a rank needs its loaders until it has saved. They end with the
+    rank; after a SIGTERM, by themselves in the end.
+    """
+    # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _leave_later())
+    signal.signal(signal.SIGTERM, lambda *_: _exit_later())
 
 
-def _leave_later() -> None:
-    timer = threading.Timer(LOADER_GRACE, os._exit, (0,))
+def _exit_later() -> None:
+    timer = threading.Timer(LOADER_GRACE_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
-def read_all(reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
-    """Batches for `requests`, in their order."""
-    return read_ahead(reader, requests, workers, prefetch, False) if workers else map(reader, requests)
+# ---- to the device --------------------------------------------------------------------------------------
 
 
 def pin(batch: Any) -> Any:
-    """In page-locked memory, from where a copy to the GPU does not hold up the host. What a dataset keeps on a GPU
-    stays where it is: only host memory can be locked."""
+    """Return the batch in page-locked memory, from where a copy to the GPU does not block the host.
+
+    Tensors that a dataset keeps on a GPU stay there: only host memory can be locked.
+    """
     from torch.utils.data._utils.pin_memory import pin_memory
 
     def locked(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
-    return _each(batch, locked, pin_memory, "pin_memory")
+    return _map_tensors(batch, locked, pin_memory, "pin_memory")
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch`; asynchronous from pinned memory. `move` may know another way."""
+    """Move every tensor inside `batch`, asynchronously from pinned memory; by `move`, if that is given."""
     if device.type == "cpu":
         return batch
 
     def moved(tensor: Tensor) -> Tensor:
-        return move(tensor) if move and type(tensor) is Tensor else tensor.to(device, non_blocking=True)
+        # A subclass of Tensor knows better how it is moved.
+        if move and type(tensor) is Tensor:
+            return move(tensor)
+        return tensor.to(device, non_blocking=True)
 
-    return _each(batch, moved, lambda other: other, "to", (device,))
+    return _map_tensors(batch, moved, lambda other: other, "to", (device,))
 
 
-def _each(
-    batch: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any], own: str, arguments: tuple[Any, ...] = ()
+def _map_tensors(
+    batch: Any,
+    change: Callable[[Tensor], Any],
+    otherwise: Callable[[Any], Any],
+    method: str,
+    arguments: tuple[Any, ...] = (),
 ) -> Any:
-    """`batch` with every tensor changed. What is neither a tensor nor a plain container changes itself by its method
-    `own`, if it has that; a mapping without it is taken for a dict, and the rest is left to `other`."""
+    """Return `batch` with every tensor changed.
+
+    An object that is neither a tensor nor a plain container changes itself by its method of the name `method`, if it
+    has one. A mapping without that method is taken for a dict, and anything else is left to `otherwise`.
+    """
     if isinstance(batch, Tensor):
         return change(batch)
 
     def inside(values: Iterable[Any]) -> Iterator[Any]:
-        return (_each(value, change, other, own, arguments) for value in values)
+        return (_map_tensors(value, change, otherwise, method, arguments) for value in values)
 
+    # A named tuple takes its fields as arguments, other sequences an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*inside(batch))
     if isinstance(batch, list | tuple):
         return type(batch)(inside(batch))
-    if not isinstance(batch, dict) and hasattr(batch, own):
-        return getattr(batch, own)(*arguments)
+    if not isinstance(batch, dict) and hasattr(batch, method):
+        return getattr(batch, method)(*arguments)
     if isinstance(batch, Mapping):
-        return _alike(batch, dict(zip(batch, inside(batch.values()), strict=True)))
-    return other(batch)
+        return _mapping_like(batch, dict(zip(batch, inside(batch.values()), strict=True)))
+
+    return otherwise(batch)
 
 
-def _alike(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`values` as a mapping of the same kind, with whatever else `batch` has; a dict if its kind cannot be made."""
+def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return `values` as a mapping of the same kind, with the other attributes of `batch`.
+
+    A kind that cannot be made from a dict becomes a dict.
+    """
     if type(batch) is dict:
         return values
-    if isinstance(batch, dict | UserDict):  # a copy of these does not share their values
+
+    # A copy of these does not share their values.
+    if isinstance(batch, dict | UserDict):
         made = copy.copy(batch)
         made.update(values)
         return made
+
     kind: Callable[..., Mapping[Any, Any]] = type(batch)
     try:
         return kind(values)

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU while it computes: copied on a stream of their own, one micro-batch ahead."""
+"""Prefetching to a GPU: batches are copied on a stream of their own, one micro-batch ahead, while the GPU computes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from lockstep.data.loader import to_device
 
 
 class Link(Protocol):
+    """The way of a batch to the device."""
+
     def send(self, batch: Any) -> Any:
-        """Begin to copy. Nobody waits."""
+        """Begin to copy, without waiting."""
 
     def receive(self, sent: Any) -> Any:
-        """The batch on the device, where what comes next waits until it is complete. The host does not."""
+        """Return the batch on the device. Later work of the device waits until it is complete; the host does not."""
 
 
 def one_ahead(batches: Iterator[Any], link: Link) -> Iterator[Any]:
-    """What was read last is sent before the one before it is handed out. A batch that cannot be read is told about
-    when it is its turn."""
+    """Yield batches on the device, each after the next one has been sent.
+
+    A batch that cannot be read raises its error when it is its turn, not one batch early.
+    """
+    # At most two batches are on their way: the one that is due, and the one after it.
     waiting: list[Any] = []
     problem: Exception | None = None
     try:
@@ -30,12 +35,15 @@ def one_ahead(batches: Iterator[Any], link: Link) -> Iterator[Any]:
                 waiting.append(link.send(next(batches)))
             except Exception as error:  # StopIteration is one, too
                 problem = error
+
             if waiting and (problem or len(waiting) > 1):
                 yield link.receive(waiting.pop(0))
+
         if not isinstance(problem, StopIteration):
             raise problem
     finally:
-        for sent in waiting:  # thrown away: its memory must not be used again before the copy has ended
+        # Batches that are thrown away: their memory must not be used again before the copy has ended.
+        for sent in waiting:
             link.receive(sent)
 
 
@@ -45,14 +53,19 @@ class _Sent(NamedTuple):
 
 
 class SideStream:
-    """Memory is taken from the stream that computes, in the order of the host: a batch that is done with makes room for
-    the next but one, however far the host has run ahead. So a copy begins when the work is done that was handed out
-    before its batch was sent: it runs beside that of the batch in between."""
+    """A link that copies on a CUDA stream of its own.
+
+    Memory is taken from the stream that computes, in the order of the host: a batch that is done with makes room for
+    the next but one, however far the host has run ahead. A copy therefore begins when the work is done that was
+    queued before its batch was sent, and overlaps with that of the batch in between.
+    """
 
     def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
 
     def send(self, batch: Any) -> _Sent:
+        """Begin to copy, behind the work that the device has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
         arrived = torch.cuda.Event()
@@ -60,12 +73,17 @@ class SideStream:
         return _Sent(moved, arrived)
 
     def receive(self, sent: _Sent) -> Any:
+        """Return the batch, and have the computing stream wait for its copy."""
         torch.cuda.current_stream(self.device).wait_event(sent.arrived)
         return sent.batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.is_cuda:  # beside the stream that made it, its memory might be used again while it is being read
+        # A tensor on a GPU was made by the computing stream: read by another one, its memory might be used again
+        # before the read has ended.
+        if tensor.is_cuda:
             return tensor.to(self.device, non_blocking=True)
+
+        # Memory comes from the computing stream, the copy runs on ours.
         there = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):
             there.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How an epoch is cut: windows (one optimizer step each) -> micro-batches -> ranks. Pure arithmetic.
+"""How an epoch is sharded: windows (one optimizer step each) -> micro-batches -> ranks. Pure arithmetic.
 
 Windows and micro-batches do not depend on the number of ranks; ranks own contiguous ranges of micro-batches.
 """
@@ -21,14 +21,16 @@ class Window:
 
     @property
     def size(self) -> int:
+        """The number of samples in the window."""
         return self.stop - self.start
 
 
 def next_window(position: int, length: int, batch: int, tail: str) -> Window:
-    """The window at `position`, the number of samples consumed since the start of the run.
+    """Return the window at `position`, the number of samples consumed since the start of the run.
 
     A window never crosses an epoch: the last one is short (`tail="short"`) or left out (`"drop"`).
     """
+    # Positions count through all epochs.
     epoch, start = divmod(position, length)
     if tail == "drop" and start + batch > length:
         epoch, start = epoch + 1, 0
@@ -36,14 +38,20 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
 
 
 def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
+    """Return the positions [start, stop) of one micro-batch of a window. The last one may be short."""
     start = window.start + index * micro
     return start, min(start + micro, window.stop)
 
 
 def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = None) -> range:
-    """The contiguous part of `count` items that belongs to `rank`. Without `weights` parts differ by at most one."""
+    """Return the contiguous range of `count` items that belongs to `rank`.
+
+    Without `weights` ranges differ by at most one item.
+    """
     if weights is None:
         return range(count * rank // size, count * (rank + 1) // size)
+
+    # Every rank computes all counts: no message is needed.
     counts = apportion(count, tuple(weights))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])
@@ -51,16 +59,20 @@ def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = Non
 
 @lru_cache(maxsize=64)
 def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """How many of `count` equal items each rank gets, so that ranks of these speeds are done as early as possible.
+    """Return how many of `count` equal items each rank gets, so that ranks of these speeds finish early.
 
-    One after another goes to whoever would be done with it first; of equals, to the first. Nobody is left without if
-    there are enough: an idle rank runs an item all the same, as padding.
+    Items are given out one after another, each to the rank that would finish it first; of equal ranks to the first.
+    Every rank gets an item if there are enough: an idle rank runs one all the same, as padding.
     """
-    counts = [int(count >= len(weights))] * len(weights)
-    waiting = [((n + 1) / weight, rank) for rank, (n, weight) in enumerate(zip(counts, weights, strict=True))]
-    heapify(waiting)
+    least = int(count >= len(weights))
+    counts = [least] * len(weights)
+
+    # (time at which the rank would finish its next item, rank): a heap, with the earliest on top.
+    finishing = [((least + 1) / weight, rank) for rank, weight in enumerate(weights)]
+    heapify(finishing)
     for _ in range(count - sum(counts)):
-        rank = waiting[0][1]
+        rank = finishing[0][1]
         counts[rank] += 1
-        heapreplace(waiting, ((counts[rank] + 1) / weights[rank], rank))
+        heapreplace(finishing, ((counts[rank] + 1) / weights[rank], rank))
+
     return tuple(counts)

@@ -1,4 +1,7 @@
-"""Batch sources over datasets. The whole state of a map-style source is one integer: samples consumed so far."""
+"""Batch sources over datasets: the micro-batches of each global step that belong to this rank.
+
+The whole state of a map-style source is one integer: samples consumed so far.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Request, SampleReader, pin, read_ahead, stay_with_the_rank, to_device
-from lockstep.data.order import SampleOrder
+from lockstep.data.loader import Request, SampleReader, outlive_signals, pin, read_ahead, to_device
 from lockstep.data.prefetch import SideStream, one_ahead
+from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
@@ -28,8 +31,29 @@ class BatchShape:
     global_batch: int
     micro_batch: int
     tail: str
-    interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
-    even: bool = False  # every rank runs equally many micro-batches, padded with ones that weigh nothing
+    # Whether ranks take micro-batches in turns, instead of a range each.
+    interleaved: bool = False
+    # Whether every rank runs equally many micro-batches, padded with ones that weigh nothing.
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What every source over a dataset is given: the batch, the configuration, and this rank."""
+
+    shape: BatchShape
+    config: DataConfig
+    seed: int
+    # The ranks that have samples of their own, and which of them this one is.
+    world: World
+    device: torch.device
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether batches go through page-locked host memory."""
+        if self.config.pin_memory == "auto":
+            return self.device.type == "cuda"
+        return self.config.pin_memory
 
 
 def open_source(
@@ -41,63 +65,82 @@ def open_source(
     world: World,
     device: torch.device,
 ) -> BatchSource:
-    """The source for whatever `Task.data()` returned."""
+    """Return the source for the object that `Task.data()` has returned.
+
+    That is a dataset with `__getitem__`, one with a sampler of its own (`Sampled`), a stream, or already a source.
+    """
     if isinstance(data, BatchSource):
         return data
     if isinstance(data, DataLoader):
         raise UserError(
-            "the training data must be a dataset",
-            "a torch DataLoader, which has already decided batch size, order and sharding",
+            "the training data must be a dataset; data() returned a torch DataLoader",
+            "it has already decided batch size, order and sharding",
             "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
         )
-    pin = device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
-    _check_readable(data, streams, config)
-    if streams:
-        return StreamSource(data, collate, shape, config, seed, world, device, pin)
-    return MapSource(SampleReader(data, collate, seed, config.seed_samples), shape, config, seed, world, device, pin)
+
+    dataset = data.dataset if isinstance(data, Sampled) else data
+    streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    _check_readable(dataset, streams, config)
+    options = SourceOptions(shape, config, seed, world, device)
+    if not streams:
+        reader = SampleReader(dataset, collate, seed, config.seed_samples)
+        own = data.sampler if isinstance(data, Sampled) else None
+        return MapSource(reader, own or make_sampler(len(dataset), seed, config.shuffle), options)
+
+    if isinstance(data, Sampled):
+        raise UserError(
+            f"a sampler needs a dataset with __getitem__; it was given a {type(dataset).__name__}",
+            "",
+            "return the stream alone, or a dataset with __getitem__ and __len__",
+        )
+
+    return StreamSource(dataset, collate, options)
 
 
 def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
     if not (hasattr(data, "__iter__") if streams else hasattr(data, "__len__")):
+        lack = "can neither be indexed nor iterated over" if streams else "has no __len__"
         raise UserError(
-            "training data: a dataset with __getitem__ and __len__, or one to iterate over",
-            f"a {type(data).__name__} " + ("that can do neither" if streams else "without __len__"),
+            f"the training data cannot be read: a {type(data).__name__} {lack}",
+            "",
             "return a torch Dataset, a list, or an IterableDataset",
         )
+
     if config.sharding == "own" and not streams:
         raise UserError(
-            "data.sharding=own, for a dataset that deals its samples to the ranks by itself",
-            f"a {type(data).__name__} with __getitem__, whose samples we deal",
+            f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
+            "it is for a stream that deals its samples to the ranks by itself",
             "return all samples on every rank, and leave data.sharding out",
         )
 
 
 class MapSource:
-    """A map-style dataset. Each epoch visits each sample once, in an order no rank and no world size enters."""
+    """A map-style dataset. A sampler orders it, in a way that no rank and no world size enters."""
 
-    def __init__(
-        self,
-        reader: SampleReader,
-        shape: BatchShape,
-        config: DataConfig,
-        seed: int,
-        world: World,
-        device: torch.device,
-        pin_memory: bool,
-    ):
-        self.reader, self.shape, self.config, self.world = reader, shape, config, world
-        self.device, self.pin_memory = device, pin_memory
-        self.length = len(reader.dataset)
-        self.order = SampleOrder(self.length, seed, config.shuffle)
+    def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
+        self.reader = reader
+        self.sampler = sampler
+        self.options = options
+        self.shape = options.shape
+        self.world = options.world
+        self.length = len(sampler)
+        self._samples = len(reader.dataset)
+
+        # Samples consumed so far, and positions that are left out because they have spoiled a step.
         self.position = 0
         self.passed_over: list[tuple[int, int]] = []
-        self.dealt_until = 0  # the position up to which this rank's share is settled: workers may be reading it
-        self._deals: list[tuple[int, tuple[float, ...]]] = []  # (position, from which on these weights count)
-        self._ahead: Iterator[Any] | None = None  # batches that are read, or sent to the device, before their turn
-        self._ahead_at = 0  # the position of the next one
+
+        # The position up to which this rank's share is settled: workers may be reading it.
+        self.dealt_until = 0
+        # (position from which on the weights count, weights of the ranks)
+        self._deals: list[tuple[int, tuple[float, ...]]] = []
+
+        # Batches that are read, or sent to the device, before their turn; and the position of the next one.
+        self._ahead: Iterator[Any] | None = None
+        self._ahead_at = 0
 
     def take(self) -> StepBatches:
+        """Return this rank's part of the next global step. Nothing is read before it is iterated over."""
         window = self._window(self.position)
         pieces = self._pieces(window)
         after = self._after(window)
@@ -110,12 +153,13 @@ class MapSource:
         )
 
     def commit(self, share: StepBatches, result: StepResult | None) -> None:
+        """Move on behind the samples of a step."""
         assert share.span is not None
         self.position = share.span[1]
 
     def some_samples(self, most: int = 8) -> list[Any]:
-        """A few samples from all over the dataset, each alone."""
-        ids = sorted({index * self.length // most for index in range(most)})
+        """Return a few samples from all over the dataset, each as a batch of one."""
+        ids = sorted({index * self._samples // most for index in range(most)})
         return [self.reader((0, [index])) for index in ids]
 
     def close(self) -> None:
@@ -123,92 +167,137 @@ class MapSource:
         self._ahead = None
 
     def upcoming(self, most: int = 64) -> list[Any]:
-        """The epoch and ids of the next samples, whatever the batch: what resuming must find again."""
+        """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
+        # No further than the epoch: the batch may differ after a resume.
         window = self._window(self.position)
         stop = min(window.start + most, self.length)
-        return [window.epoch, *self.order.ids(window.epoch, window.start, stop).tolist()]
+        return [window.epoch, *self.sampler.ids(window.epoch, window.start, stop).tolist()]
 
     def pass_over(self, span: tuple[int, int]) -> None:
         """Never train on these positions again: they have spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
     def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
-        """From `position` on the ranks' shares follow `weights`. All ranks must say so, before any has read so far."""
+        """From `position` on the ranks' shares follow `weights`.
+
+        All ranks must call it, before any of them has read so far.
+        """
         assert position >= self.dealt_until
         self._deals.append((position, tuple(weights)))
 
     def state_dict(self) -> dict[str, Any]:
-        passed_over = [list(span) for span in self.passed_over]
-        return {"position": self.position, "length": self.length, "passed_over": passed_over}
+        """Return the position. No rank and no world size is in it."""
+        return {
+            "position": self.position,
+            "length": self.length,
+            "passed_over": [list(span) for span in self.passed_over],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position of the same dataset."""
         if state["length"] != self.length:
             raise UserError(
-                "continuing at the next sample of the same dataset",
-                f"{self.length} samples now, {state['length']} when the position was saved",
+                f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
+                "",
                 "give the run its old dataset back, or start a new run",
             )
+
+        # Workers that run ahead stand at the old position.
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
-        self._ahead, self.dealt_until = None, self.position
+        self._ahead = None
+        self.dealt_until = self.position
+
+    # ---- which samples ----
 
     def _window(self, position: int) -> Window:
+        """Return the window at a position, without the samples that are left out."""
         for start, stop in self.passed_over:
             if start <= position < stop:
                 position = stop
         window = next_window(position, self.length, self.shape.global_batch, self.shape.tail)
-        for start, _ in self.passed_over:  # a window of another size may reach into what is left out
+
+        # A window of another size, after a resume, may reach into what is left out.
+        for start, _ in self.passed_over:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
+
         return window
 
     def _after(self, window: Window) -> int:
+        """Return the position behind a window."""
         return window.epoch * self.length + window.stop
 
-    def _pieces(self, window: Window) -> list[MicroBatch]:
-        """This rank's micro-batches, still without data. With nothing to do it repeats the first, as padding."""
-        count, rank, size = self._count(window), self.world.rank, self.world.size
-        begin = window.epoch * self.length + window.start
-        weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
-        mine = range(rank, count, size) if self.shape.interleaved else deal(count, rank, size, weights)
-        self.dealt_until = max(self.dealt_until, self._after(window))
-        most = -(-count // size) if self.shape.even else 1
-        padding = [self._piece(window, mine[0] if mine else 0, padding=True) for _ in range(most - len(mine))]
-        return [*(self._piece(window, index, padding=False) for index in mine), *padding]
-
     def _count(self, window: Window) -> int:
-        """Its micro-batches."""
+        """Return the number of micro-batches in a window."""
         return -(-window.size // self.shape.micro_batch)
 
+    def _pieces(self, window: Window) -> list[MicroBatch]:
+        """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
+        count = self._count(window)
+        rank, size = self.world.rank, self.world.size
+        if self.shape.interleaved:
+            mine = range(rank, count, size)
+        else:
+            begin = window.epoch * self.length + window.start
+            weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
+            mine = deal(count, rank, size, weights)
+
+        self.dealt_until = max(self.dealt_until, self._after(window))
+
+        # Padding repeats a micro-batch with weight 0: collectives need every rank.
+        pieces = [self._piece(window, index, padding=False) for index in mine]
+        wanted = -(-count // size) if self.shape.even else 1
+        while len(pieces) < wanted:
+            pieces.append(self._piece(window, mine[0] if mine else 0, padding=True))
+        return pieces
+
     def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        """Return a micro-batch of a window, by its index in it."""
         start, stop = micro_slice(window, self.shape.micro_batch, index)
-        ids = self.order.ids(window.epoch, start, stop)
+        ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
+    # ---- reading them ----
+
     def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
-        ahead = self._read_ahead(window) if self.config.workers or self.device.type == "cuda" else None
+        """Yield the micro-batches with their data, as they are asked for."""
+        # In the training process of a CPU run, reading ahead would overlap with nothing.
+        reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
+        ahead = self._read_ahead(window) if reads_ahead else None
         for piece in pieces:
-            piece.data = next(ahead) if ahead is not None else self.reader((window.epoch, piece.ids))
+            if ahead is not None:
+                piece.data = next(ahead)
+            else:
+                piece.data = self.reader((window.epoch, piece.ids))
             yield piece
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
-        """The running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
+        """Return the running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
         if self._ahead is None or self._ahead_at != self.position:
             self._ahead = self._batches(self._requests(self.position))
         self._ahead_at = self._after(window)
         return self._ahead
 
     def _batches(self, requests: Iterator[Request]) -> Iterator[Any]:
-        workers, prefetch = self.config.workers, self.config.prefetch
+        """Return the batches for an endless series of requests, on the device."""
+        workers = self.options.config.workers
+        pins_memory = self.options.pins_memory
         if workers:
-            read = read_ahead(self.reader, requests, workers, prefetch, self.pin_memory)
+            read = read_ahead(self.reader, requests, workers, self.options.config.prefetch, pins_memory)
         else:
             read = map(self.reader, requests)
-            read = map(pin, read) if self.pin_memory else read
-        return one_ahead(read, SideStream(self.device)) if self.device.type == "cuda" else read
+            read = map(pin, read) if pins_memory else read
+
+        # On a CPU there is no copy to overlap.
+        if self.options.device.type == "cuda":
+            return one_ahead(read, SideStream(self.options.device))
+
+        return read
 
     def _requests(self, position: int) -> Iterator[Request]:
+        """Yield this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
             for piece in self._pieces(window):
@@ -217,101 +306,124 @@ class MapSource:
 
 
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own part. Resuming it is approximate, and said so."""
+    """An iterable dataset: every rank and worker reads its own part. Resuming repeats the epoch, which is logged."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        shape: BatchShape,
-        config: DataConfig,
-        seed: int,
-        world: World,
-        device: torch.device,
-        pin_memory: bool,
-    ):
-        self.dataset, self.collate, self.shape, self.config, self.seed = dataset, collate, shape, config, seed
-        self.world, self.device, self.pin_memory = world, device, pin_memory
-        self.samples, rest = divmod(shape.global_batch, world.size)  # this rank's, per global step
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
+        self.dataset = dataset
+        self.collate = collate
+        self.options = options
+
+        # The samples of this rank per global step.
+        shape = options.shape
+        ranks = options.world.size
+        self.samples, rest = divmod(shape.global_batch, ranks)
         if rest or self.samples % shape.micro_batch:
             raise UserError(
-                f"global_batch={shape.global_batch} in micro-batches of {shape.micro_batch} on {world.size} ranks",
-                "a stream, whose samples cannot be dealt again for a window that does not divide evenly",
-                f"choose a global_batch that is a multiple of {world.size} ranks x {shape.micro_batch}",
+                f"global_batch={shape.global_batch} of a stream cannot be divided into micro-batches of "
+                f"{shape.micro_batch} on {ranks} ranks",
+                "the samples of a stream cannot be dealt again for a window that does not divide evenly",
+                f"choose a global_batch that is a multiple of {ranks} ranks x {shape.micro_batch}",
             )
+
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
+        # The batch that was read one ahead, and the last one that was trained, which serves as padding.
         self._next: Any = None
-        self._began = self._ended = False  # whether this epoch has given samples, and whether it is over
         self._last: MicroBatch | None = None
+        # Whether this epoch has given samples, and whether it is over.
+        self._began = False
+        self._ended = False
 
     def take(self) -> StepBatches:
+        """Return this rank's part of the next global step: padding, if its part of the stream has ended."""
         pieces = [] if self._ended else self._pull()
+        # A rank whose part has ended earlier than that of others repeats its last micro-batch with weight 0.
         if pieces:
-            self._last, self._began = pieces[-1], True
-        elif self._last is None or not self._began:
+            self._last = pieces[-1]
+            self._began = True
+        last = self._last
+        if last is None or not self._began:
+            world = self.options.world
             raise UserError(
-                "a stream with samples for every rank in every epoch",
-                f"rank {self.world.rank} of {self.world.size} got none in epoch {self.epoch}",
+                f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
+                "a stream must have samples for every rank in every epoch",
                 "give every rank at least one sample; a generator can be read only once, so return an iterable whose "
                 "__iter__ starts anew",
             )
-        else:
-            pieces = []
-        most = self.samples // self.shape.micro_batch if self.shape.even else 1
-        assert self._last is not None
-        for _ in range(most - len(pieces)):
-            last = self._last
+
+        # The samples of the other ranks are an estimate: they are not asked.
+        shape = self.options.shape
+        samples = sum(piece.samples for piece in pieces)
+        wanted = self.samples // shape.micro_batch if shape.even else 1
+        while len(pieces) < wanted:
             pieces.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
-        samples = sum(piece.samples for piece in pieces if not piece.padding)
-        return StepBatches(len(pieces), pieces, samples * self.world.size, exhausted=self._ended)
+        return StepBatches(len(pieces), pieces, samples * self.options.world.size, exhausted=self._ended)
 
     def commit(self, share: StepBatches, result: StepResult | None) -> None:
+        """Begin the next epoch, once the stream has ended on all ranks."""
         if result is not None and result.exhausted and self._ended:
-            self.epoch, self._batches = self.epoch + 1, None
-            self._ended = self._began = False
+            self.epoch += 1
+            self._batches = None
+            self._ended = False
+            self._began = False
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches = self._next = None
+        self._batches = None
+        self._next = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the epoch. The place in it is not known."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the start of a saved epoch."""
         self.epoch = int(state["epoch"])
 
     def _pull(self) -> list[MicroBatch]:
+        """Read the micro-batches of one step, fewer of them at the end."""
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
-        count = self.samples // self.shape.micro_batch
+
+        # One is read ahead, so that the end is known with the last batch, not after it.
+        count = self.samples // self.options.shape.micro_batch
         found = []
         while self._next is not None and len(found) < count:
             found.append(self._next)
-            self._next = next(self._batches, None)  # one ahead: the end is known with the last batch, not after it
+            self._next = next(self._batches, None)
         self._ended = self._next is None
-        first = self.world.rank * count
+
+        # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
+        first = self.options.world.rank * count
         return [
-            MicroBatch(to_device(batch, self.device), first + i, samples, self.epoch)
+            MicroBatch(to_device(batch, self.options.device), first + i, samples, self.epoch)
             for i, (samples, batch) in enumerate(found)
         ]
 
     def _open(self) -> Iterable[Any]:
+        """Return an iterable over (number of samples, batch) of this rank's part of an epoch."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        workers = self.config.workers
+        options = self.options
+        workers = options.config.workers
+        pins_memory = options.pins_memory
         loader = DataLoader(
-            _Shard(self.dataset, self.world, self.config.sharding, self.shape.micro_batch, (self.seed, self.epoch)),
-            batch_size=None,  # the shard already cuts micro-batches
+            _Shard(self.dataset, options, self.epoch),
+            # The shard already makes micro-batches.
+            batch_size=None,
             collate_fn=_Collate(self.collate),
             num_workers=workers,
-            prefetch_factor=self.config.prefetch if workers else None,
-            pin_memory=self.pin_memory and workers > 0,
-            worker_init_fn=stay_with_the_rank,
+            prefetch_factor=options.config.prefetch if workers else None,
+            pin_memory=pins_memory and workers > 0,
+            worker_init_fn=outlive_signals,
         )
-        here = self.pin_memory and not workers and self.device.type != "cpu"
-        return map(pin, loader) if here else loader
+
+        # Batches that are read in this process are pinned in this process.
+        if pins_memory and not workers and options.device.type != "cpu":
+            return map(pin, loader)
+
+        return loader
 
 
 class _Shard(IterableDataset):
@@ -322,37 +434,46 @@ class _Shard(IterableDataset):
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
     """
 
-    def __init__(self, dataset: Any, world: World, sharding: str, micro: int, key: tuple[int, int]):
-        self.dataset, self.rank, self.size, self.sharding = dataset, world.rank, world.size, sharding
-        self.micro, self.key = micro, key
+    def __init__(self, dataset: Any, options: SourceOptions, epoch: int):
+        self.dataset = dataset
+        self.options = options
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # Readers are numbered over all workers of all ranks.
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
-        place, places = self.rank * workers + worker, self.size * workers
-        if self.sharding == "own":
-            samples = self._keyed(place)
+        world = self.options.world
+        reader = world.rank * workers + worker
+        readers = world.size * workers
+
+        if self.options.config.sharding == "own":
+            samples = self._seeded(reader)
         else:
-            samples = itertools.islice(self._keyed(0), place, None, places)
-        while chunk := list(itertools.islice(samples, self.micro)):
+            samples = itertools.islice(self._seeded(0), reader, None, readers)
+        while chunk := list(itertools.islice(samples, self.options.shape.micro_batch)):
             yield chunk
 
-    def _keyed(self, place: int) -> Iterator[Any]:
-        seed, epoch = self.key
-        seed_everything(derive(seed, "stream", epoch, place))
+    def _seeded(self, stream: int) -> Iterator[Any]:
+        """Yield the dataset's samples, each with seeds of its own; `stream` is part of them."""
+        seed = self.options.seed
+        seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
         for position in itertools.count():
             # Before each sample anew: between two of them the training has drawn from the same generators.
-            seed_everything(derive(seed, "stream", epoch, place, position))
+            seed_everything(derive(seed, "stream", self.epoch, stream, position))
             try:
                 sample = next(samples)
             except StopIteration:
                 return
+
             yield sample
 
 
 @dataclass
 class _Collate:
+    """Collates a micro-batch, and counts its samples. A class, because worker processes pickle it."""
+
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, chunk: list[Any]) -> tuple[int, Any]:

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.engine.load_balance import about_speeds
-from lockstep.optim.registry import KEEPS
+from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
@@ -90,7 +90,7 @@ def facts(
             config.graph == "auto"
         )
     if config.optimizer != "task":
-        told["optimizer"] = f"{config.optimizer} in place of the task's: {KEEPS[config.optimizer]}"
+        told["optimizer"] = f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
     if config.ddp.hook != "none" and not runtime.world.alone:
         told["exchange"] = about(config.ddp)
     return told

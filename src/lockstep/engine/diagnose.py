@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import SmallerMicroBatch, UserError
-from lockstep.observe.run_folder import on_main
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
@@ -47,7 +46,9 @@ def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
         )
     path = _note(run_dir)
-    return on_main(lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None, runtime)
+    return runtime.collectives.run_on_rank0(
+        lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None
+    )
 
 
 def explanation(error: RuntimeError, run: Run) -> Exception:

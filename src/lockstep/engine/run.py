@@ -33,7 +33,7 @@ from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import on_main, open_run_dir, save_weights, write_summary
+from lockstep.observe.run_folder import open_run_dir, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
@@ -63,7 +63,7 @@ class Run:
         self.precision = choose(self.config, runtime.device)
         self.folder = open_run_dir(self.config, name, runtime)
         self.run_dir = self.folder.path
-        self.recorder = Recorder(self.run_dir, runtime, self.config.checks.slow_rank)
+        self.recorder = Recorder(self.run_dir, runtime, self.config.checks.slow_rank, self.config.log.sinks)
         tell_launcher(self.config)
         self.others: dict[str, Stateful] = {}  # what else is saved: the task, what the user's loop has registered
         self.resumed: Resumed | None = None
@@ -208,7 +208,7 @@ class Run:
         self.recorder.poll(wait=True)
         self.driver.sync_buffers()
         weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
-        on_main(lambda: save_weights(self.run_dir, weights, aliases), self.runtime)
+        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.run_dir, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report."""

@@ -29,11 +29,11 @@ from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.load_balance import by_speed, open_dealer
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.observe.run_folder import on_main, write_head
+from lockstep.observe.run_folder import write_head
 from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, rebind
-from lockstep.optim.registry import chosen
+from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.apply import apply
@@ -64,7 +64,7 @@ def adopt(
             "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
         )
     check_plain(model)
-    if not run.precision.way:
+    if not run.precision.rounding:
         check_storage(model)
     else:
         check_statistics(model, run.precision)
@@ -75,11 +75,11 @@ def adopt(
     run.others.update(run.driver.extra_state)
     made = optimizers(run.driver.model)
     rebind(made, before, dict(model.named_parameters()))
-    made = chosen(run.config, made)
+    made = build_optimizers(run.config, made)
     cut = run.config.strategy == "zero1" and not run.runtime.world.alone
     run.optimizers = ShardedOptimizers(made, model, run.runtime) if cut else Optimizers(made, model)
-    if run.precision.way:
-        run.optimizers.stand_in(MasterWeights(run.optimizers.all, model, run.precision.way, run.config.seed))
+    if run.precision.rounding:
+        run.optimizers.use_masters(MasterWeights(run.optimizers.all, model, run.precision.rounding, run.config.seed))
     run.guard = TrainableGuard(model)
     changing = getattr(task, "changing_buffers", ())
     run.exactness = Exactness(model, run.optimizers, run.runtime, changing) if run.config.exact else None
@@ -172,7 +172,7 @@ def _go_on(run: Run) -> dict[str, str]:
         run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
         run.stepper.context.metrics.known = set(run.recorder.names)
         if run.stepper.counters.step == run.plan.steps:  # all that is left is to end it
-            run.recorder.last = on_main(lambda: _last_line(run), run.runtime)
+            run.recorder.last = run.runtime.collectives.run_on_rank0(lambda: _last_line(run))
     if run.exactness:
         told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
     return told

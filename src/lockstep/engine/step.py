@@ -23,8 +23,9 @@ from lockstep.config import RunConfig
 from lockstep.engine.control import StepContext, StepControl
 from lockstep.engine.outcome import GradientStats, Outcomes
 from lockstep.observe.metrics import ExactSums, Sums
+from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.schedule import Clipping, LearningRate
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, MicroBatchDriver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime

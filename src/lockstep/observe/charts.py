@@ -18,10 +18,20 @@ from lockstep.observe.formats import escaped
 Point = tuple[float, float]
 Style = Literal["line", "smooth", "points", "marks"]
 
-MOST_POINTS = 600  # per drawn line; more than the pixels of a chart only costs bytes
-MOST_HOVERS = 150  # per series; each is an invisible circle that carries a tooltip
-CHARACTER = 9  # room for one
-RIGHT, TOP, BOTTOM = 14, 44, 30  # margins; the left one depends on the labels
+# Per drawn line: more than the pixels of a chart only costs bytes.
+MOST_POINTS = 600
+# Per series: each is an invisible circle that carries a tooltip.
+MOST_HOVERS = 150
+# Room for one character.
+CHARACTER = 9
+# Margins. The left one depends on the labels.
+RIGHT, TOP, BOTTOM = 14, 44, 30
+# (width, height)
+WIDE = (1040, 340)
+NARROW = (510, 240)
+# Values beyond these would make an axis overflow.
+LARGEST = 1e290
+SMALLEST = 1e-290
 
 
 @dataclass
@@ -37,31 +47,34 @@ class Series:
     style: Style = "line"
 
     def __post_init__(self) -> None:
-        # What is too large counts as infinite and what is too small as zero, so that no axis can overflow.
-        self.points = [
-            (x, math.inf if abs(y) > 1e290 else 0.0 if abs(y) < 1e-290 else y)
-            for x, y in self.points
-            if math.isfinite(x)
-        ]
+        self.points = [(x, _representable(y)) for x, y in self.points if math.isfinite(x)]
+
+
+def _representable(value: float) -> float:
+    """Count what is too large as infinite, and what is too small as zero."""
+    if abs(value) > LARGEST:
+        return math.inf
+    return 0.0 if abs(value) < SMALLEST else value
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to places in the picture, and knows where round numbers lie."""
+    """Maps values to coordinates in the picture, and knows where round numbers lie."""
 
     low: float
     high: float
-    start: float  # place of `low`
-    end: float  # place of `high`
+    # The coordinates of `low` and of `high`.
+    start: float
+    end: float
     ticks: Sequence[float]
     labels: Sequence[str]
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
+        low, high = self.low, self.high
         if self.log:
-            low, high, at = math.log(low), math.log(high), math.log(at)
-        return self.start + (at - low) / (high - low) * (self.end - self.start)
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
 def line_chart(
@@ -73,22 +86,27 @@ def line_chart(
     log: Literal[2, 10] | None = None,
     wide: bool = False,
 ) -> str:
-    """An SVG of these series.
+    """Return an SVG of these series.
 
     `zero` starts the y axis at 0. `log=10` makes it logarithmic where the values are positive and span more
     than two decades, `log=2` counts in powers of two.
     """
-    width, height = (1040, 340) if wide else (510, 240)
+    width, height = WIDE if wide else NARROW
     ys = [y for one in series for _, y in one.points if math.isfinite(y)]
     if not ys:
         words = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
         return _frame(words, title, unit, width, height)
+
+    # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):
         y_axis = _log_axis(ys, height - BOTTOM, TOP, log)
     else:
         y_axis = _linear_axis(ys, height - BOTTOM, TOP, zero)
+
+    # The labels of the y axis decide how much room is left for the curves.
     left = 12 + CHARACTER * max(4, *map(len, y_axis.labels))
     x_axis = _step_axis([x for one in series for x, _ in one.points], left, width - RIGHT)
+
     curves = "".join(_draw(one, x_axis, y_axis, unit) for one in series)
     aside = ", ".join(word for word in (unit, "log scale" if y_axis.log else "") if word)
     return _frame(_grid(x_axis, y_axis) + curves + _legend(series, width), title, aside, width, height)
@@ -98,8 +116,10 @@ def line_chart(
 
 
 def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
+    """Return the picture around its contents: a title, and the unit next to it."""
+    size = " wide" if width == WIDE[0] else ""
     return (
-        f'<svg class="chart{" wide" if width > 600 else ""}" xmlns="http://www.w3.org/2000/svg" '
+        f'<svg class="chart{size}" xmlns="http://www.w3.org/2000/svg" '
         f'viewBox="0 0 {width} {height}" role="img" aria-label="{escaped(title)}">'
         f'<text class="title" x="4" y="18">{escaped(title)}'
         f'<tspan class="unit" dx="7">{escaped(aside)}</tspan></text>{body}</svg>'
@@ -107,36 +127,47 @@ def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
 
 
 def _legend(series: Sequence[Series], width: int) -> str:
+    """Return the names of the series, if there are several."""
     shown = [one for one in series if one.points]
     if len(shown) < 2:
         return ""
-    words = "\u2003".join(
-        f'<tspan class="{one.style}">{"▼" if one.style == "marks" else "●"}</tspan> {escaped(one.name)}'
-        for one in shown
-    )
-    return f'<text class="legend" x="{width - RIGHT}" y="18">{words}</text>'
+
+    words = []
+    for one in shown:
+        symbol = "▼" if one.style == "marks" else "●"
+        words.append(f'<tspan class="{one.style}">{symbol}</tspan> {escaped(one.name)}')
+    # An em space is wide enough to tell the names apart.
+    joined = "\u2003".join(words)
+    return f'<text class="legend" x="{width - RIGHT}" y="18">{joined}</text>'
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> str:
-    left, right, base = x_axis.start, x_axis.end, y_axis.start
+    """Return a rule for every tick of the y axis, the x axis, and all labels."""
+    left, right = x_axis.start, x_axis.end
+    base = y_axis.start
     parts = []
     for tick, label in zip(y_axis.ticks, y_axis.labels, strict=True):
         y = y_axis(tick)
         parts.append(f'<line class="rule" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y tick" x="{left - 7:.1f}" y="{y + 4:.1f}">{label}</text>')
+
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
     parts.append(f'<text x="4" y="{base + 20:.1f}">step</text>')
     for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
         x = x_axis(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
-        inside = min(x, right + 10 - CHARACTER / 2 * len(label))  # the last label must not leave the picture
+        # The last label must not leave the picture.
+        inside = min(x, right + 10 - CHARACTER / 2 * len(label))
         parts.append(f'<text class="x tick" x="{inside:.1f}" y="{base + 20:.1f}">{label}</text>')
+
     return "".join(parts)
 
 
 def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
-    half = min(25, len(series.points) // 60) if series.style == "smooth" else 0
+    """Return the line or lines of a series, and its tooltips."""
     lines = [("points" if series.style == "points" else "line", series.points)]
+    # A short curve is not smoothed: there is nothing to see in an average of it.
+    half = min(25, len(series.points) // 60) if series.style == "smooth" else 0
     if half:
         lines = [("raw", series.points), ("line", moving_average(series.points, half))]
     paths = "".join(f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines)
@@ -144,7 +175,7 @@ def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
-    """One stroke per stretch of finite values; a lone value is a stroke of no length, seen as a round dot."""
+    """Return one stroke per stretch of finite values. A lone value is a stroke of no length, seen as a round dot."""
     strokes: list[str] = []
     pen_down = False
     for x, y in thinned(points, MOST_POINTS):
@@ -152,11 +183,12 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
             strokes.append(f"L{at}" if pen_down else f"M{at}l0 0")
         pen_down = math.isfinite(y)
+
     return "".join(strokes)
 
 
 def _tooltips(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
-    """A circle where there is a value (a dot, or seen only under the pointer), a triangle where there is none."""
+    """Return a circle for every value (a dot, or seen only under the pointer), a triangle where there is none."""
     style, radius = ("dot", 4) if series.style == "points" else ("hover", 7)
     suffix = f" {escaped(unit)}" if unit else ""
 
@@ -164,19 +196,21 @@ def _tooltips(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
         value = "" if series.style == "marks" else f" {y:.4g}{suffix}"
         return f"<title>step {x:.0f}: {escaped(series.name)}{value}</title>"
 
+    finite = [point for point in series.points if math.isfinite(point[1])]
+    missing = [point for point in series.points if not math.isfinite(point[1])]
     circles = [
         f'<circle class="{style}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="{radius}">{title(x, y)}</circle>'
-        for x, y in _spread([point for point in series.points if math.isfinite(point[1])])
+        for x, y in _spread(finite)
     ]
     triangles = [
         f'<path class="mark" d="M{x_axis(x):.1f} {y_axis.start:.1f}l-4 -8h8z">{title(x, y)}</path>'
-        for x, y in _spread([point for point in series.points if not math.isfinite(point[1])])
+        for x, y in _spread(missing)
     ]
     return "".join(circles + triangles)
 
 
 def _spread(points: list[Point]) -> list[Point]:
-    """Evenly chosen points, the last one among them."""
+    """Return evenly chosen points, the last one among them."""
     every = math.ceil(len(points) / MOST_HOVERS) or 1
     return points[::-1][::every][::-1]
 
@@ -185,9 +219,11 @@ def _spread(points: list[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """About `most` points that keep every peak and gap: of each bucket the lowest, the highest, a gap."""
+    """Return about `most` points that keep every peak and gap: of each bucket the lowest, the highest, a gap."""
     if len(points) <= most:
         return points
+
+    # A bucket gives two points, or three.
     size = math.ceil(2 * len(points) / most)
     kept: list[Point] = []
     for start in range(0, len(points), size):
@@ -195,11 +231,12 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
         kept += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
+
     return kept
 
 
 def moving_average(points: Sequence[Point], half: int) -> list[Point]:
-    """Each value with the mean of the finite ones among up to `half` neighbours on each side; a gap stays.
+    """Replace each value by the mean of the finite ones among up to `half` neighbours on each side. A gap stays.
 
     The window grows evenly from the first value on, because a curve that starts steeply must not be flattened
     there; at the far end it just runs out of right-hand neighbours.
@@ -208,7 +245,9 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
     for index, (x, y) in enumerate(points):
         near = min(half, index)
         window = [other for _, other in points[index - near : index + near + 1] if math.isfinite(other)]
-        averages.append((x, math.fsum(window) / len(window) if math.isfinite(y) else math.nan))
+        average = math.fsum(window) / len(window) if math.isfinite(y) else math.nan
+        averages.append((x, average))
+
     return averages
 
 
@@ -216,23 +255,29 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
 
 
 def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
+    """Return the x axis. A run that was logged from early on starts at 0."""
     low, high = min(xs), max(xs)
     if low == high:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:
         low = 0.0
-    ticks = round_ticks(low, high, 8 if end > 600 else 5)
-    ticks = [tick for tick in ticks if tick == round(tick)] or ticks  # there is no step 1.5
+
+    ticks = round_ticks(low, high, 8 if end > NARROW[0] else 5)
+    # There is no step 1.5.
+    ticks = [tick for tick in ticks if tick == round(tick)] or ticks
     return Axis(low, high, start, end, ticks, tick_labels(ticks))
 
 
 def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> Axis:
+    """Return a y axis with round numbers."""
     low, high = min(ys), max(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant: half its own size above and below
+    # A constant gets half its own size above and below.
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 2 or 1.0
         low, high = low - room, high + room
+
     ticks = round_ticks(low, high, 5)
     gap = ticks[1] - ticks[0]
     # Where the curve goes well beyond the last tick, add one: it should have a labelled line on either side.
@@ -244,10 +289,13 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
 
 def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
+    """Return a y axis that counts in powers of `base`."""
     low = math.floor(math.log(min(ys), base) + 1e-9)
     high = math.ceil(math.log(max(ys), base) - 1e-9)
     if low == high:
         low, high = low - 1, high + 1
+
+    # At most seven labels.
     powers = range(low, high + 1, math.ceil((high - low) / 6))
     ticks = [float(base) ** power for power in powers]
     if base == 2:
@@ -255,20 +303,22 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
         labels = ["2" + str(power).translate(raised) for power in powers]
     else:
         labels = [tick_labels([tick])[0] for tick in ticks]
+
     return Axis(float(base) ** low, float(base) ** high, start, end, ticks, labels, log=True)
 
 
 def round_ticks(low: float, high: float, about: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], from two of them to `about` and one."""
+    """Return multiples of 1, 2 or 5 times a power of ten inside [low, high], from two of them to `about` and one."""
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next((size * power for size in (1, 2, 5) if span / (size * power) <= about), 10 * power)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
+    """Return just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
     unit, suffix = _tick_unit(size)
@@ -277,8 +327,11 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _tick_unit(size: float) -> tuple[float, str]:
+    """Return the number that labels count in, and its suffix."""
     if not 1e-3 <= size < 1e15:
         exponent = math.floor(math.log10(size) + 1e-9)
         return 10.0**exponent, f"e{exponent}"
+
+    # (smallest value, unit, suffix): 5000 is easier to read than 5k.
     units = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
     return next((unit, suffix) for least, unit, suffix in units if size >= least)

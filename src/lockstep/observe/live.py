@@ -1,4 +1,4 @@
-"""Progress as a few lines at the bottom of the terminal. The only module that imports rich."""
+"""The live display: a few lines at the bottom of the terminal. The only module that imports rich."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.observe.console import Record, Tracker, event_line, metric_parts, title_parts
 from lockstep.observe.formats import (
     SAMPLE,
     duration,
@@ -27,9 +28,11 @@ from lockstep.observe.formats import (
     rate_key,
     scientific,
 )
-from lockstep.observe.plain import Record, Tracker, event_line, metric_parts, title_parts
 
 STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for data": "yellow"}
+
+# The share of a step from which on waiting for data is shown.
+MUCH_WAITING = 0.05
 
 
 class LiveDisplay:
@@ -39,7 +42,9 @@ class LiveDisplay:
     """
 
     def __init__(self, tracker: Tracker, stream: TextIO):
-        self._tracker, self._open = tracker, False
+        self._tracker = tracker
+        self._open = False
+        # When the run began, and when the last record came.
         self._began = self._updated = time.monotonic()
         self._live = Live(
             console=Console(file=stream),
@@ -51,6 +56,7 @@ class LiveDisplay:
         )
 
     def start(self, facts: Record) -> None:
+        """Begin to draw."""
         self._tracker.facts = facts
         self._began = self._updated = time.monotonic()
         _restore_streams_in_children(self._live)
@@ -58,38 +64,56 @@ class LiveDisplay:
         self._live.start()
 
     def update(self, record: Record) -> None:
+        """Take a record of metrics: the next frame shows it."""
         self._tracker.update(record)
         self._updated = time.monotonic()
 
     def event(self, record: Record) -> None:
+        """Print an event above the display, unless the display itself shows it."""
         self._tracker.event(record)
-        if record.get("event") not in ("start", "eval", "end"):  # the display itself shows what these say
+        if record.get("event") not in ("start", "eval", "end"):
             self.message(event_line(record))
 
     def message(self, text: str) -> None:
+        """Print a line above the display."""
         # A Text, not a string: rich would read [brackets] in a string as its own markup.
         self._live.console.print(Text(printable(text)))
 
     def close(self) -> None:
+        """Leave the last frame on the terminal."""
         self._open = False
         self._live.stop()
+
+    # ---- drawing, in rich's thread ----
 
     def _frame(self) -> RenderableType:
         facts = " · ".join(title_parts(self._tracker.facts))
         title = Text(facts, style="bold", no_wrap=True, overflow="ellipsis")
+
+        # Building and compiling a model may take minutes.
         if not self._tracker.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
+
         lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
         return Group(title, self._bar(), *map(_labelled, lines))
 
     def _bar(self) -> RenderableType:
-        now, total = time.monotonic(), self._tracker.total_steps
+        now = time.monotonic()
+        total = self._tracker.total_steps
         step = number(self._tracker.last.get("step")) or 0
-        words = [f"{step:.0f}/{total}", f"{step / max(1, total):.0%}", f"{duration(now - self._began)} elapsed"]
+        words = [
+            f"{step:.0f}/{total}",
+            f"{step / max(1, total):.0%}",
+            f"{duration(now - self._began)} elapsed",
+        ]
+
+        # The clock runs on between records. After the end there is no time left to show.
         if self._open:
             left = self._tracker.seconds_left
-            passed = now - self._updated  # the clock runs on between records
+            passed = now - self._updated
             words.append(f"{duration(None if left is None else left - passed)} left")
+
+        # The bar takes the width that the words leave.
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
@@ -106,6 +130,8 @@ class LiveDisplay:
         last = self._tracker.last
         yield "lr", scientific(last.get("lr"))
         yield "norm", figures(last.get("grad_norm"), 3)
+
+        # Only fp16 has a loss scale.
         if (scale := number(last.get("scale"))) is not None:
             yield "scale", f"{scale:g}"
         yield from metric_parts(last)
@@ -113,17 +139,24 @@ class LiveDisplay:
             yield "skipped", str(last["skipped"])
 
     def _speed_parts(self) -> Iterable[tuple[str, str]]:
-        last, unit = self._tracker.last, self._tracker.unit
+        last = self._tracker.last
+        unit = self._tracker.unit
         yield "", rate(last.get(rate_key(unit)), unit)
+
+        # A task that counts tokens has samples as well.
         if unit != SAMPLE:
             yield "", rate(last.get(rate_key(SAMPLE)), SAMPLE)
         yield "mem", megabytes(last.get("memory_mb"))
-        wait, step = number(last.get("data_wait_s")), number(last.get("step_s"))
-        if wait and step and wait >= 0.05 * step:
+
+        # A little waiting is normal, and not worth a word.
+        wait = number(last.get("data_wait_s"))
+        step = number(last.get("step_s"))
+        if wait and step and wait >= MUCH_WAITING * step:
             yield "waiting for data", f"{wait / step:.0%}"
 
 
 def _labelled(parts: Iterable[tuple[str, str]]) -> Text:
+    """Return `label value   label value ...`, with the labels dimmed."""
     line = Text(no_wrap=True, overflow="ellipsis")
     for label, value in parts:
         line.append("   " if line else "").append(f"{label} " if label else "", "dim")
@@ -137,10 +170,15 @@ def _restore_streams_in_children(live: Live) -> None:
     While rich draws, it stands in for both and takes a lock to write. A worker forked while the drawing
     thread holds that lock would wait for it for ever at its first print.
     """
-    drawing, stdout, stderr = weakref.ref(live), sys.stdout, sys.stderr
+    # A hook at fork cannot be removed: it must not keep the display alive.
+    drawing = weakref.ref(live)
+    stdout = sys.stdout
+    stderr = sys.stderr
 
     def restore() -> None:
-        if (parent := drawing()) is not None and parent.is_started:
-            sys.stdout, sys.stderr = stdout, stderr
+        parent = drawing()
+        if parent is not None and parent.is_started:
+            sys.stdout = stdout
+            sys.stderr = stderr
 
     os.register_at_fork(after_in_child=restore)

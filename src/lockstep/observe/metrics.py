@@ -1,7 +1,12 @@
-"""Sums and weights of the loss and the metrics since the last log line. They stay on the device until asked for."""
+"""Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
+
+`ExactSums` rounds only the end result: a float is an integer multiple of 2^-1074, and integers add up to the same
+number in any order.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,141 +14,230 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.observe import dyadic
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, Weight
 
-FOLD_AT = 128  # losses kept before they are added up: appending to a list is all the hot path does
+# Losses that are kept before they are added up: appending to a list is all that the hot path does.
+FOLD_AT = 128
 
-Term = tuple[str, Weight, Weight]  # (name, sum, weight)
+# 2^-1074 is the smallest float above 0.
+SMALLEST_POWER = 1074
+
+# (name, sum, weight)
+Term = tuple[str, Weight, Weight]
+# A multiple of 2^-1074, as an integer; a float only if it is nan or infinite.
+Exact = int | float
 
 
 class Sums:
+    """The sums of one rank, by name: the loss, and the task's own metrics."""
+
     def __init__(self) -> None:
         self._losses: list[tuple[Tensor, Weight]] = []
         self._metrics: list[Term] = []
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
     def add(self, loss: Loss) -> None:
+        """Add one micro-batch. The device is not waited for.
+
+        Nothing is added up here: that would be one more kernel per micro-batch.
+        """
         self._losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
             self._metrics += metric_terms(loss)
 
     @property
     def losses(self) -> list[Tensor]:
-        """One for each `add` since the last folding."""
+        """The losses, each of shape (), of all micro-batches since the last folding."""
         return [total for total, _ in self._losses]
 
     def merge(self, other: Sums) -> None:
-        """Take over what `other` has been given."""
+        """Add all that `other` holds."""
         self._losses += other._losses
         self._metrics += other._metrics
         if len(self._losses) >= FOLD_AT:
             self._fold()
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
-        """(sum, weight) of every name, flat, in float64 on the device; they start again from nothing."""
+        """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and start from 0 again.
+
+        A name that this rank has not seen has the sum 0 and the weight 0.
+        """
+        # Sums are tensors or plain numbers, as the task gave them. The plain ones travel together.
         self._fold()
         flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
         known = [0.0 if isinstance(value, Tensor) else value for value in flat]
-        on_cuda = device.type == "cuda"
-        packed = torch.tensor(known, dtype=torch.float64, pin_memory=on_cuda).to(device, non_blocking=True)
-        for place, value in enumerate(flat):
-            if isinstance(value, Tensor):  # added on the device: the host does not wait for it
-                packed[place] += value
+        pinned = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
+        packed = pinned.to(device, non_blocking=True)
+
+        # Tensors are added on the device: the host does not wait for them.
+        for index, value in enumerate(flat):
+            if isinstance(value, Tensor):
+                packed[index] += value
         return packed
 
-    def everybodys(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """The same of all ranks together, on the host, for a checkpoint."""
+    def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
+        """Return the same, summed over all ranks, on the host, for a checkpoint. Collective.
+
+        This is a host-device synchronisation.
+        """
         return collectives.sum_(self.take(names, collectives.device)).tolist()
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
-        """Give back what `everybodys` gave."""
+        """Add what `take_global` has returned."""
         self._fold()
-        numbers = [dyadic.rounded(dyadic.read(total)) for total in totals]
+        numbers = [from_exact(exact_from_text(total)) for total in totals]
         for name, total, weight in zip(names, numbers[0::2], numbers[1::2], strict=True):
             before = self._folded.get(name, (0.0, 0.0))
             self._folded[name] = (before[0] + total, before[1] + weight)
 
+    def _terms(self) -> list[Term]:
+        """Return what has not been folded yet, and forget it."""
+        found = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
+        self._losses = []
+        self._metrics = []
+        return found
+
     def _fold(self) -> None:
+        """Add up what has been collected, with one stacked sum per name."""
+        # The sum so far is the first part of the next one.
         parts: dict[str, tuple[list[Weight], list[Weight]]] = {
             name: ([total], [weight]) for name, (total, weight) in self._folded.items()
         }
-        for name, total, weight in [*(("loss", *pair) for pair in self._losses), *self._metrics]:
+        for name, total, weight in self._terms():
             totals, weights = parts.setdefault(name, ([], []))
             totals.append(total)
             weights.append(weight)
+
         self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in parts.items()}
-        self._losses, self._metrics = [], []
 
 
 class ExactSums(Sums):
-    """Sums that are rounded once, when all ranks' have been added: nobody can tell who added what. Reading them makes
-    the host wait for the device."""
+    """Sums that are rounded once, after those of all ranks have been added: no trace of the ranks is left in them.
+
+    Reading them makes the host wait for the device.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        self._exact: dict[str, list[dyadic.Exact]] = {}  # (sum, weight)
+        # name -> [sum, weight]
+        self._exact: dict[str, list[Exact]] = {}
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
-        """Rank 0's are those of everybody, the others' are 0, so that one more sum over ranks changes nothing."""
-        totals = self.everybodys(names, self._collectives)
-        mine = [dyadic.rounded(dyadic.read(total)) for total in totals] if self._collectives.world.rank == 0 else []
-        return torch.tensor(mine or [0.0] * len(totals), dtype=torch.float64, device=device)
+        """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
+        totals = self.take_global(names, self._collectives)
+        mine = [0.0] * len(totals)
+        if self._collectives.world.rank == 0:
+            mine = [from_exact(exact_from_text(total)) for total in totals]
+        return torch.tensor(mine, dtype=torch.float64, device=device)
 
-    def everybodys(self, names: list[str], collectives: Collectives) -> list[Any]:
+    def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
+        """Return the sums over all ranks, as text that loses nothing. Collective.
+
+        Every rank adds up the same integers, so that all have the same result, whatever the number of ranks.
+        """
         self._fold()
-        mine = [dyadic.spelled(part) for name in names for part in self._exact.pop(name, [0, 0])]
-        totals: list[dyadic.Exact] = [0] * len(mine)
+        mine = [exact_to_text(part) for name in names for part in self._exact.pop(name, [0, 0])]
+        totals: list[Exact] = [0] * len(mine)
         for theirs in collectives.gather_json(mine):
-            totals = [dyadic.add(total, dyadic.read(text)) for total, text in zip(totals, theirs, strict=True)]
-        return [dyadic.spelled(total) for total in totals]
+            totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, theirs, strict=True)]
+        return [exact_to_text(total) for total in totals]
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
+        """Add what `take_global` has returned."""
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
-            self._add(name, dyadic.read(total), dyadic.read(weight))
+            self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def _fold(self) -> None:
-        found = [*(("loss", *pair) for pair in self._losses), *self._metrics]
-        self._losses, self._metrics = [], []
+        """Add up what has been collected, without rounding, on the host."""
+        found = self._terms()
         numbers = _as_floats([part for _, *pair in found for part in pair])
         for (name, *_), total, weight in zip(found, numbers[0::2], numbers[1::2], strict=True):
-            self._add(name, dyadic.exactly(total), dyadic.exactly(weight))
+            self._add(name, to_exact(total), to_exact(weight))
 
-    def _add(self, name: str, total: dyadic.Exact, weight: dyadic.Exact) -> None:
+    def _add(self, name: str, total: Exact, weight: Exact) -> None:
         before = self._exact.get(name, [0, 0])
-        self._exact[name] = [dyadic.add(before[0], total), dyadic.add(before[1], weight)]
+        self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
 
 def terms(loss: Loss) -> Iterator[Term]:
-    """The loss and each metric, detached."""
+    """Yield the loss and each metric, detached."""
     yield "loss", loss.total.detach(), loss.weight
     yield from metric_terms(loss)
 
 
 def metric_terms(loss: Loss) -> Iterator[Term]:
+    """Yield each metric, detached. One without a weight of its own has that of the loss."""
     for name, value in loss.metrics.items():
         if name == "loss":
-            raise UserError("a metric named 'loss'", "that name is the loss's own", "give the metric another name")
+            raise UserError(
+                "a metric is named 'loss', which is the name of the loss itself", "", "give the metric another name"
+            )
+
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
         yield name, total.detach() if isinstance(total, Tensor) else total, weight
 
 
+def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
+    """Return sum over weight of every name: the only division, at the very end. Names without weight are left out."""
+    pairs = zip(names, packed[0::2], packed[1::2], strict=True)
+    return {name: total / weight for name, total, weight in pairs if weight}
+
+
 def _add_up(values: list[Weight]) -> Weight:
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    """Return the sum of tensors of shape () and plain numbers: on the device, if there is a tensor."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
     plain = float(sum(value for value in values if not isinstance(value, Tensor)))
-    return plain if not tensors else torch.stack([t.double() for t in tensors]).sum() + plain
+    return torch.stack(tensors).sum() + plain if tensors else plain
 
 
 def _as_floats(values: list[Weight]) -> list[float]:
-    """Those on a device are fetched together."""
+    """Return the values on the host. Those on a device are fetched together: one synchronisation."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     fetched = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
-    """Sum over weight, taken once, at the very end. What nothing was counted for has none."""
-    pairs = zip(names, packed[0::2], packed[1::2], strict=True)
-    return {name: total / weight for name, total, weight in pairs if weight}
+# ---- sums without rounding ------------------------------------------------------------------------------
+
+
+def to_exact(value: float) -> Exact:
+    """Return a float as an integer multiple of 2^-1074."""
+    if not math.isfinite(value):
+        return value
+
+    # The denominator is a power of two.
+    numerator, denominator = value.as_integer_ratio()
+    # value = numerator / 2^(bits - 1) = numerator * 2^(1074 - bits + 1) * 2^-1074
+    return numerator << (SMALLEST_POWER + 1 - denominator.bit_length())
+
+
+def from_exact(value: Exact) -> float:
+    """Return the nearest float."""
+    if isinstance(value, float):
+        return value
+
+    try:
+        return value / (1 << SMALLEST_POWER)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def add_exact(one: Exact, other: Exact) -> Exact:
+    """Add two numbers. Nothing finite changes one that is not."""
+    if isinstance(one, int) != isinstance(other, int):
+        return other if isinstance(one, int) else one
+    return one + other
+
+
+def exact_to_text(value: Exact) -> str:
+    """Return a number for JSON, whose readers may not know integers of that size."""
+    return repr(value) if isinstance(value, float) else f"{value:x}"
+
+
+def exact_from_text(text: str | float) -> Exact:
+    """Return the number that `exact_to_text` has written, or that a plain float is."""
+    if not isinstance(text, str):
+        return to_exact(float(text))
+    return float(text) if text in ("nan", "inf", "-inf") else int(text, 16)

@@ -1,193 +1,281 @@
-"""What a run writes down: metrics, events, progress. Nothing here makes the device wait between log lines."""
+"""The recorder of a run: metrics, events, progress.
+
+Sums of an interval are reduced over ranks on the device, and copied to the host without waiting. A line is written when
+its numbers have arrived, so that the host never waits for the device between log lines.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from lockstep.observe import dyadic, stragglers
-from lockstep.observe.metrics import Sums, quotients
-from lockstep.observe.plain import fact_lines
-from lockstep.observe.progress import Progress, make_progress
-from lockstep.observe.sinks import JsonlSink
+from lockstep.observe import stragglers
+from lockstep.observe.console import Progress, fact_lines, make_progress
+from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotients
+from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
+
+MIB = 2**20
+
+
+class _Pending(NamedTuple):
+    """A line of metrics whose numbers are still on their way from the device."""
+
+    arrived: Callable[[], bool]
+    record: Callable[[], dict[str, Any]]
 
 
 class Recorder:
     """Every rank has one and keeps a log; rank 0's also writes metrics and events, and shows progress."""
 
-    def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3):
-        self.runtime, self.run_dir = runtime, run_dir
-        self._slow, self._hunger = stragglers.Watch(slow_rank), stragglers.Hunger()
-        self.watch_data = False  # whether time for data is time for which the device waits
-        self._spent = dict(runtime.heartbeat.spent)
-        self._carried_weight = 0.0  # of steps before a resume, in the running interval
-        self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
-        self._views: list[Progress] = []
-        self._complained = False
-        self._early: list[dict[str, Any]] = []  # events from before there was anything to show them on
-        self._metrics = JsonlSink(run_dir / "metrics.jsonl") if runtime.is_main else None
-        self._events = JsonlSink(run_dir / "events.jsonl") if runtime.is_main else None
-        self.names: list[str] = ["loss"]  # the metrics that all ranks know, in the order of the log
-        self._waiting: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
-        self._process = psutil.Process()
-        self._since = time.perf_counter()
-        self.data_wait_s, self.micro_batches = 0.0, 0  # of this rank, in the running interval
+    def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
+        """Open the files of this rank.
+
+        `slow_rank` is `checks.slow_rank`: a rank is named if it takes that many times as long as the others.
+        `sinks` are names of sinks besides the JSON lines, which rank 0 always writes.
+        """
+        self.runtime = runtime
+        self.run_dir = run_dir
+        # The metrics that all ranks know, in the order of the log; and the last line of metrics.
+        self.names: list[str] = ["loss"]
         self.last: dict[str, Any] = {}
 
+        self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
+        self._late_data = stragglers.LateDataWatch()
+        # Whether time for data is time for which the device waits.
+        self.watch_data = False
+        self._spent = dict(runtime.heartbeat.spent)
+
+        # Only rank 0 writes records.
+        self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
+        self._records = RunJsonl(run_dir) if runtime.is_main else None
+        self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
+        self._warned_of_disk = False
+        self._displays: list[Progress] = []
+        # Events from before there was a display.
+        self._early: list[dict[str, Any]] = []
+        self._pending: list[_Pending] = []
+
+        # Of this rank, in the running interval.
+        self._since = time.perf_counter()
+        self.data_wait_s = 0.0
+        self.micro_batches = 0
+        # The weight of the interval's steps from before a resume.
+        self._carried_weight = 0.0
+        self._process = psutil.Process()
+
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:
-        """Begin to show: on the terminal (rank 0) and in this rank's log."""
-        self._views = [make_progress("plain", steps, unit, self._log)]
+        """Begin to show progress: on the terminal (rank 0) and in this rank's log.
+
+        `mode` is `log.progress`; `start` is the start event, whose `facts` are the lines of the banner.
+        """
+        self._displays = [make_progress("plain", steps, unit, self._log)]
         if self.runtime.is_main:
-            self._views.append(make_progress(mode, steps, unit, sys.stdout))
-        for view in self._views:
-            if self.runtime.is_main:  # what all ranks have in common is said once
-                view.start(start)
+            self._displays.append(make_progress(mode, steps, unit, sys.stdout))
+
+        for display in self._displays:
+            # What all ranks have in common is shown once.
+            if self.runtime.is_main:
+                display.start(start)
                 for name, fact in start.get("facts", {}).items():
-                    view.message(fact_lines(name, fact))
+                    display.message(fact_lines(name, fact))
             for record in self._early:
-                view.event(record)
+                display.event(record)
+
         self._early = []
         self.event("start", **start)
 
+    # ---- metrics ----
+
     def start_clock(self) -> None:
-        self._since, self.data_wait_s, self.micro_batches = time.perf_counter(), 0.0, 0
+        """Begin an interval."""
+        self._since = time.perf_counter()
+        self.data_wait_s = 0.0
+        self.micro_batches = 0
 
     def exclude(self, seconds: float) -> None:
-        """Something other than training took this long: the steps of the running interval keep their own time."""
+        """Take time for something other than training out of the running interval."""
         self._since += seconds
 
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
-        """End an interval of `steps`, of which some were skipped: reduce its sums over ranks, and write them once they
-        have arrived."""
+        """End an interval of `steps`, of which some were skipped. Collective.
+
+        The sums are reduced over ranks, and written once they have arrived on the host. `facts` are further numbers of
+        the line that every rank knows: step, rate, norm, epoch, loss scale.
+        """
+        # One all-reduce carries the sums and, behind them, the times of all ranks.
         names = list(self.names)
         taken = sums.take(names, self.runtime.device)
         packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
+
+        # Time and memory are those of rank 0, whose line it is.
         seconds = time.perf_counter() - self._since
-        facts = {"time": time.time(), **facts, "memory_mb": self._memory_mb(), "step_s": seconds / steps}
-        facts |= {
+        facts = {
+            "time": time.time(),
+            **facts,
+            "memory_mb": self._memory_mb(),
+            "step_s": seconds / steps,
             "data_wait_s": self.data_wait_s / steps,
             "samples": samples,
             "samples_per_s": samples / seconds,
         }
         self.start_clock()
-        if self._metrics is None:
+        if self._records is None:
             return
+
+        # The copy runs on while training does. `carried` and `facts` are those of this interval: the next one may have
+        # ended before the line is written.
         host = packed.to("cpu", non_blocking=True)
-        carried, self._carried_weight = self._carried_weight, 0.0
+        carried = self._carried_weight
+        self._carried_weight = 0.0
 
         def record() -> dict[str, Any]:
             values = host.tolist()
-            self._look_for_waiting(values[2 * len(names) :], facts["step"])
+            self._report_waiting(values[2 * len(names) :], facts["step"])
             return _record(names, values, seconds, facts, carried, skipped)
 
-        self._waiting.append((_arrival(packed), record))
+        self._pending.append(_Pending(_arrival(packed), record))
         self.poll()
 
+    def poll(self, wait: bool = False) -> None:
+        """Write the lines whose numbers have arrived from the device. It costs nothing if there are none."""
+        while self._pending and (wait or self._pending[0].arrived()):
+            # Host-device synchronisation, at the end of a run only.
+            if wait and self.runtime.device.type == "cuda":
+                torch.cuda.synchronize(self.runtime.device)
+
+            self.last = self._pending.pop(0).record()
+            self._write(self.last)
+            for display in self._displays:
+                with self._despite_the_disk():
+                    display.update(self.last)
+
+    def agree_on_names(self, mine: set[str]) -> None:
+        """Learn the metrics that some rank has seen for the first time. Collective.
+
+        From now on every rank sums them in the same order; `mine` are those that this rank has seen.
+        """
+        names = {name for names in self.runtime.collectives.gather_json(sorted(mine)) for name in names}
+        self.names = ["loss", *sorted(names - {"loss"})]
+
     def carry(self, sums: Sums) -> dict[str, Any]:
-        """The sums of the running interval, all ranks together, for a checkpoint; from now on rank 0 holds them."""
+        """Return the global sums of the running interval for a checkpoint. Collective.
+
+        From now on rank 0 holds them, and the other ranks begin with 0: nothing is counted twice.
+        """
         names = list(self.names)
-        totals = sums.everybodys(names, self.runtime.collectives)
+        totals = sums.take_global(names, self.runtime.collectives)
         if self.runtime.is_main:
             sums.put(names, totals)
         return {"names": names, "totals": totals}
 
     def carry_on(self, sums: Sums, carried: dict[str, Any]) -> None:
-        """The opposite, on resume."""
+        """Continue the interval of a checkpoint, on resume.
+
+        `carried` is what `carry` has returned, on any number of ranks.
+        """
         self.names = list(carried["names"])
         if self.runtime.is_main:
             sums.put(carried["names"], carried["totals"])
-        self._carried_weight = dyadic.rounded(dyadic.read(carried["totals"][2 * self.names.index("loss") + 1]))
+        weight = carried["totals"][2 * self.names.index("loss") + 1]
+        self._carried_weight = from_exact(exact_from_text(weight))
 
     def _times(self, steps: int) -> torch.Tensor:
-        """Every rank's seconds, each in its own place, so that one sum shows them all."""
-        world, width = self.runtime.world, stragglers.WIDTH
+        """Return (ranks * WIDTH,) zeros with this rank's seconds in its own slot, so that one sum holds all ranks'."""
+        world = self.runtime.world
+        width = stragglers.WIDTH
         slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
+
+        # The heartbeat counts the seconds of every phase since the start.
         now = dict(self.runtime.heartbeat.spent)
-        mine = slice(world.rank * width, (world.rank + 1) * width)
-        packed = stragglers.pack(self._spent, now, steps, self.micro_batches)
-        slots[mine] = torch.tensor(packed, dtype=torch.float64)
+        mine = stragglers.pack(self._spent, now, steps, self.micro_batches)
+        slots[world.rank * width : (world.rank + 1) * width] = torch.tensor(mine, dtype=torch.float64)
         self._spent = now
         return slots.to(self.runtime.device, non_blocking=True)
 
-    def _look_for_waiting(self, values: list[float], step: int) -> None:
+    def _report_waiting(self, values: list[float], step: int) -> None:
+        """Log a rank that the others wait for, and GPUs that wait for data."""
         rows = stragglers.unpack(values)
-        if self.watch_data and (hunger := self._hunger.look(rows)):
-            self.event("warning", step=step, reason=hunger)
-        if found := self._slow.look(rows):
-            self.event("slow rank", step=step, rank=found.rank, cause=found.cause, reason=str(found))
-
-    def poll(self, wait: bool = False) -> None:
-        """Write what has arrived from the device. Costs nothing when nothing waits."""
-        while self._waiting and (wait or self._waiting[0][0]()):
-            if wait and self.runtime.device.type == "cuda":
-                torch.cuda.synchronize(self.runtime.device)
-            self.last = self._waiting.pop(0)[1]()
-            with self._whatever_the_disk_says():
-                if self._metrics:
-                    self._metrics.write(self.last)
-            for view in self._views:
-                with self._whatever_the_disk_says():
-                    view.update(self.last)
-
-    def event(self, event: str, **fields: Any) -> None:
-        record = {"time": time.time(), "event": event, **fields}
-        with self._whatever_the_disk_says():
-            if self._events:
-                self._events.write(record)
-        if not self._views:
-            self._early.append(record)
-        for view in self._views:
-            with self._whatever_the_disk_says():
-                view.event(record)
-        if "traceback" in fields:  # the views tell its last line
-            with self._whatever_the_disk_says():
-                self._log.write(fields["traceback"])
-
-    def hide(self) -> None:
-        """Show nothing more on the terminal."""
-        for view in self._views[1:]:
-            view.close()
-        self._views = self._views[:1]
-
-    def close(self) -> None:
-        for part in (*self._views, self._metrics, self._events, self._log):
-            if part is not None:
-                with self._whatever_the_disk_says():
-                    part.close()
-        self._views, self._metrics, self._events = [], None, None
-
-    @contextmanager
-    def _whatever_the_disk_says(self) -> Iterator[None]:
-        """A record that cannot be written is lost, and said once; training is worth more."""
-        try:
-            yield
-        except OSError as error:
-            if not self._complained:
-                self._complained = True
-                text = f"warning  some metrics and events cannot be written: {error}. Training goes on"
-                print(text, file=sys.stderr, flush=True)
-
-    def agree_on_names(self, mine: set[str]) -> None:
-        """Some rank has seen a metric for the first time: from now on all of them know it."""
-        everybody = self.runtime.collectives.gather_json(sorted(mine))
-        self.names = ["loss", *sorted({name for names in everybody for name in names} - {"loss"})]
+        if self.watch_data and (late := self._late_data.look(rows)):
+            self.event("warning", step=step, reason=late)
+        if slow := self._slow_ranks.look(rows):
+            self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
 
     def _memory_mb(self) -> float:
         if self.runtime.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device) / 2**20
-        return self._process.memory_info().rss / 2**20
+            return torch.cuda.max_memory_allocated(self.runtime.device) / MIB
+        return self._process.memory_info().rss / MIB
+
+    # ---- events ----
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Record and show that something has happened.
+
+        Rank 0 writes it to `events.jsonl`; every rank shows it in its own log. `fields` are plain values.
+        """
+        record = {"time": time.time(), "event": event, **fields}
+        self._write(record)
+
+        # Before `open` there is no display: what happens until then is shown later.
+        if not self._displays:
+            self._early.append(record)
+        for display in self._displays:
+            with self._despite_the_disk():
+                display.event(record)
+
+        # Displays show only the last line of a traceback.
+        if "traceback" in fields:
+            with self._despite_the_disk():
+                self._log.write(fields["traceback"])
+
+    def hide(self) -> None:
+        """Show nothing more on the terminal. The process that has started this one shows the error."""
+        for display in self._displays[1:]:
+            display.close()
+        self._displays = self._displays[:1]
+
+    def close(self) -> None:
+        """Close all displays and files."""
+        for part in (*self._displays, self._records, self._sinks, self._log):
+            if part is not None:
+                with self._despite_the_disk():
+                    part.close()
+
+        # A late event, of a run that fails while it closes, must not meet a closed file.
+        self._displays = []
+        self._records = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._despite_the_disk():
+            if self._records:
+                self._records.write(record)
+        self._sinks.write(record)
+
+    @contextmanager
+    def _despite_the_disk(self) -> Iterator[None]:
+        """Lose a record that cannot be written, and report it once: training is worth more."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned_of_disk:
+                self._warned_of_disk = True
+                self._warn(f"some metrics and events cannot be written: {error}. Training goes on")
+
+    def _warn(self, text: str) -> None:
+        # Not an event: those are what may not be writable.
+        print(f"warning  {text}", file=sys.stderr, flush=True)
 
 
 def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that says, without waiting, whether the device has computed a tensor."""
     if tensor.device.type != "cuda":
         return lambda: True
     event = torch.cuda.Event()
@@ -198,7 +286,11 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
 def _record(
     names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float, skipped: int
 ) -> dict[str, Any]:
-    """`carried`: weight from before a resume, for which no time was spent here."""
+    """Return a line of metrics.
+
+    `packed` holds (sum, weight) of every name, then figures that do not belong here. `carried` is weight from before a
+    resume, for which no time was spent here.
+    """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
     # None: no outcome is known yet, since a GPU's come a step late; or all had weight 0. A skipped step is news.

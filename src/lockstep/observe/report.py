@@ -23,16 +23,20 @@ from lockstep.observe.formats import (
     escaped,
     event_words,
     figures,
+    flat,
     megabytes,
     number,
     ranks,
     rate,
     rate_key,
 )
-from lockstep.observe.run_record import Record, Run, flat, read_run
+from lockstep.observe.run_record import Record, RunRecord, read_run
 
+# The newest events are shown, and the first of the task's own metrics.
 MOST_EVENTS = 400
 MOST_METRICS = 8
+
+# The style of events that are no good news.
 TROUBLE = {"skip": "warn", "warning": "warn", "error": "bad"}
 
 
@@ -40,17 +44,21 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Make `report.html` in a run folder and return its path."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise UserError(f"a report of {folder}", "no such folder", "name a run's folder, such as runs/NAME-TIME")
-    path, draft = folder / "report.html", folder / "report.html.tmp"
+        raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
+
+    # A browser never loads half a page.
+    path = folder / "report.html"
+    draft = folder / "report.html.tmp"
     draft.write_text(page(read_run(folder)), encoding="utf-8")
-    draft.replace(path)  # a browser never loads half a page
+    draft.replace(path)
     return path
 
 
 # ---- the page ----
 
 
-def page(run: Run) -> str:
+def page(run: RunRecord) -> str:
+    """Return the whole page."""
     task = str(run.facts.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
@@ -79,23 +87,29 @@ def page(run: Run) -> str:
 
 
 def section(title: str, body: str) -> str:
+    """Return a part of the page with its heading."""
     return f"<section>\n<h2>{escaped(title)}</h2>\n{body}\n</section>"
 
 
-def nothing_in(run: Run, file: str) -> str:
+def nothing_in(run: RunRecord, file: str) -> str:
+    """Return why there is nothing to show of a file."""
     return f'<p class="note">{escaped(run.notes.get(file, f"{file} is empty"))}</p>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[str] = ()) -> str:
+    """Return a table; `styles` holds a class for every row, or nothing."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
     for index, row in enumerate(rows):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
-        body += f'<tr class="{styles[index] if styles else ""}">{cells}</tr>'
+        style = styles[index] if styles else ""
+        body += f'<tr class="{style}">{cells}</tr>'
+
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _plain(value: Any) -> str:
+    """Return a value as it is typed in a configuration."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -104,6 +118,7 @@ def _plain(value: Any) -> str:
 
 
 def _clock(seconds: Any) -> str:
+    """Return the date and time of a record."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (TypeError, OverflowError, OSError, ValueError):
@@ -113,7 +128,8 @@ def _clock(seconds: Any) -> str:
 # ---- how it ended, and its numbers ----
 
 
-def header(run: Run, task: str) -> str:
+def header(run: RunRecord, task: str) -> str:
+    """Return the head of the page: how the run ended, and its key numbers."""
     state, label, reason = outcome(run)
     why = f'<p class="reason {state}">{escaped(reason)}</p>' if reason else ""
     cards = "".join(
@@ -128,31 +144,43 @@ def header(run: Run, task: str) -> str:
 </header>"""
 
 
-def outcome(run: Run) -> tuple[str, str, str]:
-    """(style, label, reason): how the run ended, as far as the folder tells."""
+def outcome(run: RunRecord) -> tuple[str, str, str]:
+    """Return (style, label, reason): how the run ended, as far as the folder tells."""
     for event in reversed(run.events):
         kind = event.get("event")
         if kind == "end":
             return "good", "finished", ""
         if kind == "error":
-            return "bad", "failed", str(event.get("message") or event.get("error") or "No reason was recorded.")
-        if kind == "start":  # what came before is an earlier attempt
+            reason = event.get("message") or event.get("error") or "No reason was recorded."
+            return "bad", "failed", str(reason)
+        # What came before the last start is an earlier attempt.
+        if kind == "start":
             break
+
+    # The events may be lost or damaged: a summary is written at the end only.
     if run.summary and not run.events:
         return "good", "finished", ""
+
     return "idle", "no end recorded", "The run is still going, or its process was killed."
 
 
-def key_numbers(run: Run) -> list[tuple[str, str, str]]:
-    """(name, value, aside) for the cards of the header; `-` for what the folder does not tell."""
-    facts, unit = run.facts, run.unit
-    known = {**(run.metrics[-1] if run.metrics else {}), **facts}  # a run without an end has only its records
+def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return (name, value, aside) for the cards of the header; `-` stands for what the folder does not tell."""
+    facts = run.facts
+    unit = run.unit
+    # A run without an end has only its records.
+    known = {**(run.metrics[-1] if run.metrics else {}), **facts}
+
     latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
     finite = [found for found in run.evals if number(found.get("loss")) is not None]
     best = min(finite, key=lambda found: found["loss"], default=latest)
+
+    # A run that has not ended may not know all of these.
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
     trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
+
+    # A task with a unit of its own, such as tokens, has two counts and two rates.
     tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
     samples_per_s = rate(mean_rate(run.metrics, "samples"), SAMPLE) if unit != SAMPLE else ""
     counted = "samples" if unit == SAMPLE else "weight"
@@ -177,36 +205,42 @@ def _at_step(record: Record) -> str:
 
 
 def amounts(records: Sequence[Record], key: str) -> list[float]:
+    """Return the finite numbers that records hold under a key."""
     return [amount for record in records if (amount := number(record.get(key))) is not None]
 
 
 def total(records: Sequence[Record], key: str) -> float | None:
-    """All of a quantity that the records count interval by interval."""
+    """Return all of a quantity that the records count interval by interval."""
     found = amounts(records, key)
     return math.fsum(found) if found else None
 
 
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
-    """Work over time, without the first record: it holds compilation and warm-up."""
+    """Return work over time, without the first record: it holds compilation and warm-up."""
     work = seconds = 0.0
     for record in records[1:] or records:
-        amount, per_second = number(record.get(key)), number(record.get(f"{key}_per_s"))
+        amount = number(record.get(key))
+        per_second = number(record.get(f"{key}_per_s"))
         if amount and per_second:
-            work, seconds = work + amount, seconds + amount / per_second
+            work += amount
+            seconds += amount / per_second
+
     return work / seconds if seconds else None
 
 
-def wall_seconds(run: Run) -> float | None:
+def wall_seconds(run: RunRecord) -> float | None:
+    """Return how long the run took, or how long it has left records so far."""
     if "seconds" in run.facts:
         return number(run.facts["seconds"])
-    times = [at for record in [*run.events, *run.metrics] if (at := number(record.get("time"))) is not None]
+    times = amounts([*run.events, *run.metrics], "time")
     return max(times) - min(times) if len(times) > 1 else None
 
 
 # ---- curves ----
 
 
-def curves(run: Run) -> str:
+def curves(run: RunRecord) -> str:
+    """Return a chart for every kind of number that the run has logged."""
     if not run.metrics:
         return section("Curves", nothing_in(run, "metrics.jsonl"))
 
@@ -214,6 +248,7 @@ def curves(run: Run) -> str:
         return [Series(name, curve(run.metrics, key), style)]
 
     charts = [
+        # The loss comes first, and is wide where the screen is.
         *loss_charts(run),
         line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
         line_chart(series("lr", "learning rate"), "Learning rate", zero=True),
@@ -222,76 +257,96 @@ def curves(run: Run) -> str:
     ]
     if any("scale" in record for record in run.metrics):
         charts.append(line_chart(series("scale", "scale"), "Loss scale (fp16)", log=2))
-    names = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
-    charts += [line_chart(train_and_eval(run, name), name[len("metrics.") :]) for name in list(names)[:MOST_METRICS]]
+
+    # A dict keeps the order in which metrics appeared.
+    own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
+    for key in list(own)[:MOST_METRICS]:
+        charts.append(line_chart(train_and_eval(run, key), key.removeprefix("metrics.")))
     return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
 
 
-def loss_charts(run: Run) -> list[str]:
-    """The same chart for wide and for narrow screens; the style sheet shows one of them."""
+def loss_charts(run: RunRecord) -> list[str]:
+    """Return the same chart for wide and for narrow screens; the style sheet shows one of them."""
     skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
     series = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     return [line_chart(series, "Loss", log=10, wide=wide) for wide in (True, False)]
 
 
-def train_and_eval(run: Run, key: str) -> list[Series]:
+def train_and_eval(run: RunRecord, key: str) -> list[Series]:
+    """Return a number of the training and the same of the evaluations."""
     return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
 
 
 def curve(records: Iterable[Record], key: str) -> list[Point]:
-    """(step, value) of the records that have this key; NaN for a value that is not a finite number."""
-    found = [(number(record.get("step")), number(record[key])) for record in records if key in record]
-    return [(step, math.nan if value is None else value) for step, value in found if step is not None]
+    """Return (step, value) of the records that have this key; NaN for a value that is not a finite number."""
+    points = []
+    for record in records:
+        step = number(record.get("step"))
+        if key in record and step is not None:
+            value = number(record[key])
+            points.append((step, math.nan if value is None else value))
+
+    return points
 
 
 # ---- text and tables ----
 
 
-def sample(run: Run) -> str:
+def sample(run: RunRecord) -> str:
+    """Return the text that the task has shown at the end."""
     text = run.last_event("sample").get("text")
     return section("Sample", f"<pre>{escaped(text)}</pre>") if text else ""
 
 
-def config_table(run: Run) -> str:
-    """Every value with its source; what somebody chose comes before the defaults."""
+def config_table(run: RunRecord) -> str:
+    """Return every setting with its source; those that were chosen come before the defaults."""
     if not run.config:
         return section("Configuration", nothing_in(run, "config.yaml"))
+
     heads = ("Key", "Value", "Source")
     rows = [(key, value, source_of(key, run.sources)) for key, value in flat(run.config).items()]
     chosen = [row for row in rows if row[2] != "default"]
     defaults = [row for row in rows if row[2] == "default"]
+    # Most settings are defaults: they are folded away.
     rest = f"<summary>{len(defaults)} values left at their default</summary>{table(heads, defaults)}"
     return section("Configuration", f"{table(heads, chosen)}<details>{rest}</details>")
 
 
 def source_of(key: str, sources: Record) -> str:
-    """The source of a key, or of the nearest section around it that has one."""
+    """Return the source of a key, or of the nearest section around it that has one."""
     while key and key not in sources:
         key = key.rpartition(".")[0]
     return str(sources.get(key, "-"))
 
 
-def plan_table(run: Run) -> str:
-    """What was said at the start, then the derived values with the reasons that the plan gives for them."""
-    facts, values = run.last_event("start").get("facts"), flat(run.plan)
+def plan_table(run: RunRecord) -> str:
+    """Return the banner of the run, then the derived values with the reasons that the plan gives for them."""
+    facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
+    values = flat(run.plan)
     if not values:
         return section("Plan", lead + nothing_in(run, "plan.json"))
+
     derived = [key for key in values if not key.startswith("reasons.")]
     rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
     return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 
-def events_table(run: Run) -> str:
+def events_table(run: RunRecord) -> str:
+    """Return the newest events, with the time since the first one."""
     if not run.events:
         return section("Events", nothing_in(run, "events.jsonl"))
-    began, shown = number(run.events[0].get("time")), run.events[-MOST_EVENTS:]
+
+    began = number(run.events[0].get("time"))
+    shown = run.events[-MOST_EVENTS:]
     rows = []
     for event in shown:
         at = number(event.get("time"))
         since = "-" if at is None or began is None else duration(at - began)
-        told = " · ".join(event_words(event, leave_out=("time", "event", "step", "facts", "traceback")))
-        rows.append((since, event.get("event"), event.get("step"), told))
+        details = event_words(event, leave_out=("time", "event", "step", "facts", "traceback"))
+        rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
+
+    # The file has all of them.
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""

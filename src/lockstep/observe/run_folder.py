@@ -1,4 +1,7 @@
-"""The run folder: where a run leaves everything it knows."""
+"""Opening and writing the run folder, where a run leaves everything it knows.
+
+`run_record` reads it back, and `launch/run_dir.py` chooses and locks it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
@@ -26,36 +26,54 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.runtime.context import Runtime
 
-ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")  # set by our launcher, by torchrun
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# How often this run has been started again, as our launcher and torchrun say it.
+ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass
 class RunFolder:
+    """The folder of a run, and where its state comes from."""
+
     path: Path
-    shown: str  # as the user knows it
-    origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
-    continues: bool  # this run's own checkpoints count
-    attempt: int  # 0, or how often the launcher has already started this run anew
-    token: str  # of this attempt: what an earlier one still writes can be told apart
-    lock: Any = None  # held open by rank 0
+    # The path as the user knows it.
+    shown: str
+    # A checkpoint, or another run, to begin from; None: from scratch, or from this run's own.
+    origin: Path | None
+    # Whether this run's own checkpoints count.
+    continues: bool
+    # 0, or how often the launcher has already started this run anew.
+    attempt: int
+    # Tells this attempt from an earlier one that may still be writing.
+    token: str
+    # Held open by rank 0.
+    lock: Any = None
 
     def as_shown(self, path: Path) -> str:
-        """A path in this folder, or any other, as the user would write it."""
-        return str(Path(self.shown) / path.relative_to(self.path)) if path.is_relative_to(self.path) else str(path)
+        """Return a path in this folder, or any other, as the user would write it."""
+        if not path.is_relative_to(self.path):
+            return str(path)
+        return str(Path(self.shown) / path.relative_to(self.path))
 
     def let_go(self) -> None:
+        """Release the lock."""
         if self.lock is not None:
             self.lock.close()
             self.lock = None
 
 
 def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
-    """The folder, chosen by rank 0 and agreed by all: the default name holds a time, which differs between ranks."""
+    """Choose the folder on rank 0, and make sure that all ranks see it. Collective.
+
+    The default name holds a time, which differs between ranks.
+    """
     folder: RunFolder | None = None
 
-    def prepare() -> dict[str, Any]:
+    def open_on_rank0() -> dict[str, Any]:
         nonlocal folder
-        folder = _prepare(config, name)
+        folder = _open(config, name)
         return {
             "path": str(folder.path),
             "shown": folder.shown,
@@ -65,58 +83,54 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
             "token": folder.token,
         }
 
-    told = on_main(prepare, runtime)
+    agreed = runtime.collectives.run_on_rank0(open_on_rank0)
     if folder is None:
-        origin = Path(told["origin"]) if told["origin"] else None
-        continues, attempt, token = told["continues"], told["attempt"], told["token"]
-        folder = RunFolder(Path(told["path"]), told["shown"], origin, continues, attempt, token)
+        origin = Path(agreed["origin"]) if agreed["origin"] else None
+        folder = RunFolder(**agreed | {"path": Path(agreed["path"]), "origin": origin})
+
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
     if runtime.is_main:
         _mark(folder).unlink()
     if any(blind):
         raise UserError(
-            f"run_dir={folder.path}, seen by all ranks",
-            f"rank {blind.index(True)} does not see what rank 0 has written there",
+            f"rank {blind.index(True)} does not see the files of rank 0 in run_dir={folder.path}",
+            "",
             "type run_dir=FOLDER on a file system that all machines share",
         )
+
     return folder
 
 
-def on_main(act: Callable[[], Any], runtime: Runtime) -> Any:
-    """What `act` returns on rank 0, on every rank; or the UserError that it raised, on every rank."""
-    result, error = None, None
-    if runtime.is_main:
-        try:
-            result = act()
-        except UserError as problem:
-            error = problem
-    told = runtime.collectives.gather_json([result, error and [error.asked, error.found, error.fix]])[0]
-    if told[1]:
-        raise error or UserError(*told[1])
-    return told[0]
-
-
-def _prepare(config: RunConfig, name: str) -> RunFolder:
+def _open(config: RunConfig, name: str) -> RunFolder:
+    """Choose the folder and create it, on rank 0."""
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
     shown = choose_run_dir(config.run_dir, config.resume, name)
-    path = Path(os.path.abspath(shown))  # the user's code may change the working folder
+    # The user's code may change the working folder.
+    path = Path(os.path.abspath(shown))
     if attempt == 0:
         refuse_another_run(shown, config.resume)
+
     origin = None if config.resume in ("auto", "never") else Path(config.resume)
-    if origin is not None:
-        run_of(origin)  # or an error that says what it is not
-    here = origin is not None and run_of(origin).resolve() == path.resolve()
-    if attempt == 0 and origin is not None and not here and holds_a_run(path):
+    # `run_of` raises if there is no run or checkpoint.
+    resumes_here = origin is not None and run_of(origin).resolve() == path.resolve()
+    if attempt == 0 and origin is not None and not resumes_here and holds_a_run(path):
         raise UserError(
-            f"--resume {origin} run_dir={shown}",
-            f"a folder that already holds another run: {shown}",
-            f"type another run_dir; or --resume {shown} to go on with the run that is there",
+            f"--resume {origin} cannot be used with run_dir={shown}: that folder already holds another run",
+            "",
+            f"type another run_dir; or --resume {shown} to resume the run that is there",
         )
-    own = origin is not None and here and not is_checkpoint(origin)
-    if own:
-        origin = None
-    continues = attempt > 0 or own or config.resume == "auto"
-    folder = RunFolder(path, str(shown), origin, continues, attempt, secrets.token_hex(4))
+
+    # Resuming a run in its own folder means its newest checkpoint, unless one is named.
+    newest = origin is not None and resumes_here and not is_checkpoint(origin)
+    continues = attempt > 0 or newest or config.resume == "auto"
+    folder = RunFolder(path, str(shown), None if newest else origin, continues, attempt, secrets.token_hex(4))
+    _create(folder)
+    return folder
+
+
+def _create(folder: RunFolder) -> None:
+    """Create the folder with all that is in it from the start, and lock it."""
+    path = folder.path
     try:
         prepare(path)
         (path / "checkpoints").mkdir(exist_ok=True)
@@ -126,34 +140,40 @@ def _prepare(config: RunConfig, name: str) -> RunFolder:
         _mark(folder).touch()
     except OSError as error:
         raise UserError(
-            f"run_dir={path}",
-            f"{error.strerror}: {error.filename or path}",
+            f"run_dir={path} cannot be written: {error.strerror}: {error.filename or path}",
+            "",
             "type run_dir=FOLDER, one that you may write to",
         ) from error
-    return folder
 
 
 def _mark(folder: RunFolder) -> Path:
+    """Return the file by which every rank checks that it sees rank 0's folder."""
     return folder.path / f".seen-{folder.token}"
 
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
-    """What is known before the first step."""
+    """Write what is known before the first step."""
     (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
     (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end: the run goes on
+    # A summary of an earlier end is not true any more.
+    (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write what is known at the end."""
+    (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is none becomes null."""
+    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Under the model's own names; tied weights are stored once. An older file is replaced whole or not at all."""
+    """Save weights under the model's own names; tied weights once. An older file is replaced as a whole, or not."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -166,11 +186,7 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
     except (OSError, SafetensorError) as error:
         staged.unlink(missing_ok=True)
         raise UserError(
-            f"to write the final weights to {run_dir}",
-            str(error),
-            f"make room, then add --resume {run_dir} to the same command: it goes on from the last checkpoint",
+            f"the final weights cannot be written to {run_dir}: {error}",
+            "",
+            f"make room, then add --resume {run_dir} to the same command: it resumes from the last checkpoint",
         ) from error
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))

@@ -1,9 +1,9 @@
-"""A run folder, read back: whatever is there, and a note for what is not."""
+"""A run folder, read back: everything that is there, and a note for each file that is not."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,44 +12,53 @@ from typing import Any
 import yaml
 
 from lockstep.errors import UserError
-from lockstep.observe.formats import SAMPLE, number
-from lockstep.observe.sinks import read_jsonl
+from lockstep.observe.formats import SAMPLE, flat, number
+from lockstep.observe.sinks.jsonl import read_jsonl
 
 Record = dict[str, Any]
 
 
 @dataclass
-class Run:
-    """What was found in the folder; `notes` says for each file that is not here why."""
+class RunRecord:
+    """The contents of a run folder."""
 
     name: str
-    metrics: list[Record]  # flat: the task's own metrics are `metrics.NAME`
+    # Flat: the task's own metrics are `metrics.NAME`.
+    metrics: list[Record]
     events: list[Record]
     config: Record
     sources: Record
     plan: Record
     summary: Record
+    # File -> why it could not be read.
     notes: dict[str, str]
 
     @cached_property
     def evals(self) -> list[Record]:
+        """The evaluations, flat, one per step."""
         return without_undone(flat(event) for event in self.events if event.get("event") == "eval")
 
     @cached_property
     def facts(self) -> Record:
-        """All that is known of the run as a whole; what was said later counts."""
-        places = (self.plan, self.last_event("start"), self.last_event("end"), self.summary)
-        return {key: value for place in places for key, value in place.items() if value is not None}
+        """All that is known of the run as a whole. Where two records differ, the later one counts."""
+        # In the order in which they were written.
+        found: Record = {}
+        for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
+            found |= {key: value for key, value in record.items() if value is not None}
+        return found
 
     @property
     def unit(self) -> str:
+        """What a loss weight of 1 is."""
         return str(self.facts.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:
+        """Return the last event of a kind, or an empty record."""
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder. A file that is missing or damaged is a note, not an error."""
     notes: dict[str, str] = {}
 
     def read(file: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
@@ -59,9 +68,10 @@ def read_run(folder: Path) -> Run:
             notes[file] = f"{file} is not there"
         except (OSError, ValueError, yaml.YAMLError, UserError) as error:
             notes[file] = f"{file} could not be read: {error}"
+
         return otherwise
 
-    return Run(
+    return RunRecord(
         name=folder.resolve().name,
         metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
         events=read("events.jsonl", read_jsonl, []),
@@ -74,6 +84,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_mapping(path: Path) -> Record:
+    # `safe_load`: nothing that a file holds can run code.
     text = path.read_text(encoding="utf-8")
     found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(found, dict):
@@ -81,23 +92,17 @@ def _read_mapping(path: Path) -> Record:
     return found
 
 
-def flat(values: Mapping[Any, Any], prefix: str = "") -> Record:
-    """Nested mappings as one, with dotted keys."""
-    found: Record = {}
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        found |= flat(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
-    return found
-
-
 def without_undone(records: Iterable[Record]) -> list[Record]:
-    """One record per step, the newest: a resumed run repeats the steps after its checkpoint."""
+    """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
     kept: list[Record] = []
     for record in records:
         step = number(record.get("step"))
         if step is None:
             continue
+
+        # A step that comes again undoes all that came after it.
         while kept and kept[-1]["step"] >= step:
             kept.pop()
         kept.append(record)
+
     return kept

@@ -1,10 +1,11 @@
-"""Which rank do the others wait for, and why? And do all of them wait for data? From four figures of every rank, which
-travel with the metrics.
+"""Which rank do the others wait for, and why? And do all of them wait for data?
 
-All ranks leave a step together, so that a step is as long on each of them: whoever works longer, waits less. A slow
-rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow communication
-takes the same time from all ranks, whosever cable it is; these figures cannot name a rank for it, and none is named.
-A rank that was given more micro-batches than others is compared with what they would take for as many.
+The answer comes from four figures of every rank, which are reduced together with the metrics.
+
+All ranks end a step together, so that a step takes the same time on each of them: a rank that works longer waits
+less. A slow rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow
+communication takes the same time from all ranks, wherever the bad cable is; these figures cannot name a rank for it.
+A rank with more micro-batches than others is compared with the time that they would take for as many.
 """
 
 from __future__ import annotations
@@ -14,25 +15,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# What counts as what, of the phases of a heartbeat.
-COLUMNS = {"data": ("data",), "compute": ("compute", "update", "yours"), "exchange": ("exchange", "agree")}
-WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its micro-batches
-LEAST_SHARE = 0.1  # of a step: less is not worth a word
-MUCH = 0.2  # of a step, for which a GPU has nothing to do because its batch is late
-CONSECUTIVE = 2  # intervals, before late data is told
-# On a machine that others use too, now this rank is slow and now that one. It is news if it stays the same one.
-LASTING = 5  # intervals in a row
-LASTING_S = 10.0  # and seconds
-SILENCE_S = 300.0  # after something was said
+# Column -> the phases of a heartbeat that it adds up.
+COLUMNS = {
+    "data": ("data",),
+    "compute": ("compute", "update", "yours"),
+    "exchange": ("exchange", "agree"),
+}
+# Figures of a rank: the last one is its micro-batches.
+WIDTH = len(COLUMNS) + 1
+
+# The share of a step that must be lost before a slow rank is reported.
+LEAST_SHARE = 0.1
+# The share of a step for which a GPU must wait for its batch before that is reported, and for how many intervals.
+MUCH = 0.2
+CONSECUTIVE = 2
+
+# On a machine that others use too, one rank is slow now and another later. It is news if it stays the same one, for
+# so many intervals in a row and so many seconds. After a report there is silence for a while.
+LASTING = 5
+LASTING_S = 10.0
+SILENCE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
+    """A rank that the others wait for."""
+
     rank: int
-    cause: str  # "data" or "compute"
-    own: float  # seconds a step that this rank spends on the cause
-    others: float  # the median of what the other ranks would, with as many micro-batches
-    share: float  # of every rank's step that is lost by waiting
+    # "data" or "compute"
+    cause: str
+    # Seconds per step that this rank spends on the cause, and the median of what the others would.
+    own: float
+    others: float
+    # The share of every rank's step that is lost by waiting.
+    share: float
 
     def __str__(self) -> str:
         what = {"data": "waits for data", "compute": "computes"}[self.cause]
@@ -43,37 +59,45 @@ class Slow:
 
 
 def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micro_batches: int) -> list[float]:
-    """One rank's seconds per step between two readings of `Heartbeat.spent`, in the order of COLUMNS, and its
-    micro-batches per step."""
+    """Return one rank's figures per step: seconds in the order of COLUMNS, and micro-batches.
+
+    `before` and `now` are two readings of `Heartbeat.spent`.
+    """
     spent = [sum(now[phase] - before[phase] for phase in phases) for phases in COLUMNS.values()]
     return [figure / max(1, steps) for figure in (*spent, micro_batches)]
 
 
 def unpack(values: Sequence[float]) -> list[dict[str, float]]:
-    """The ranks' figures, one after another, as rows."""
+    """Return the figures of all ranks, one after another, as one row per rank."""
     names = (*COLUMNS, "micro_batches")
     return [dict(zip(names, values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)]
 
 
-def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow | None:
-    """The rank whose own work takes `threshold` times as long as that of the others, if they do wait for it."""
+def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> SlowRank | None:
+    """Return the rank whose own work takes `threshold` times as long as that of the others, if they wait for it."""
     if len(rows) < 2:
         return None
+
     rank = max(range(len(rows)), key=lambda rank: _own(rows[rank]) / _micro_batches(rows[rank]))
-    mine, others = rows[rank], [row for other, row in enumerate(rows) if other != rank]
-    own, usual = _own(mine), median(_own(row) * _as_many(mine, row) for row in others)
+    mine = rows[rank]
+    others = [row for other, row in enumerate(rows) if other != rank]
+
+    # Its work must take longer, and the others must wait for about as long.
+    own = _own(mine)
+    usual = median(_own(row) * _as_many(mine, row) for row in others)
     excess = own - usual
     waits = median(row["exchange"] for row in others) - mine["exchange"]
-    lost = min(excess, waits)
-    share = lost / max(own + mine["exchange"], 1e-9)
+    share = min(excess, waits) / max(own + mine["exchange"], 1e-9)
     if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
         return None
+
     theirs = {cause: median(row[cause] * _as_many(mine, row) for row in others) for cause in ("data", "compute")}
     cause = max(theirs, key=lambda cause: mine[cause] - theirs[cause])
-    return Slow(rank, cause, mine[cause], theirs[cause], share)
+    return SlowRank(rank, cause, mine[cause], theirs[cause], share)
 
 
 def _own(row: Mapping[str, float]) -> float:
+    """Return the seconds of a rank's own work."""
     return row["data"] + row["compute"]
 
 
@@ -82,48 +106,68 @@ def _micro_batches(row: Mapping[str, float]) -> float:
 
 
 def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
-    """What a rank's time must be multiplied by, to be that of as many micro-batches as `mine`."""
+    """Return the factor from a rank's time to its time for as many micro-batches as `mine` has."""
     return _micro_batches(mine) / _micro_batches(row)
 
 
-class Watch:
-    """Names a rank that has been slow for a while, once; then says nothing for some minutes, whoever is slow."""
+class SlowRankWatch:
+    """Names a rank that has been slow for a while, once; then it is silent for some minutes."""
 
     def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
-        self.threshold, self._clock = threshold, clock
+        self.threshold = threshold
+        self._clock = clock
+        # The rank that is slow, for how many intervals without a gap, and since when.
         self._rank: int | None = None
-        self._intervals, self._since = 0, 0.0  # of that rank's slowness, without a gap
-        self._silent_until, self._told = -float("inf"), (-1, "")  # the rank and the cause that were named last
+        self._intervals = 0
+        self._since = 0.0
+        # The rank and the cause that were reported last.
+        self._reported = (-1, "")
+        self._silent_until = -float("inf")
 
-    def look(self, rows: Sequence[Mapping[str, float]]) -> Slow | None:
-        now, found = self._clock(), slowest(rows, self.threshold)
+    def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
+        """Take the figures of an interval, and return a slow rank if it is to be reported."""
+        now = self._clock()
+        found = slowest(rows, self.threshold)
         rank = found.rank if found else None
-        if found is None:
-            self._told = (-1, "")
         if rank != self._rank:
-            self._rank, self._intervals, self._since = rank, 0, now
+            self._rank = rank
+            self._intervals = 0
+            self._since = now
         self._intervals += 1
-        lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
-        if found is None or not lasts or now < self._silent_until or (found.rank, found.cause) == self._told:
+        if found is None:
+            self._reported = (-1, "")
             return None
-        self._silent_until, self._told = now + SILENCE_S, (found.rank, found.cause)
+
+        lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
+        if not lasts or now < self._silent_until or (found.rank, found.cause) == self._reported:
+            return None
+
+        self._reported = (found.rank, found.cause)
+        self._silent_until = now + SILENCE_S
         return found
 
 
-class Hunger:
-    """Says once that GPUs wait for data, all of them: where it is one, that one is slow."""
+class LateDataWatch:
+    """Reports once that all GPUs wait for data. If only one waits, that one is slow."""
 
     def __init__(self) -> None:
         self._intervals = 0
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
+        """Take the figures of an interval, and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
-        self._intervals = self._intervals + 1 if self._intervals >= CONSECUTIVE or _share_of_data(least) >= MUCH else 0
+        share = _share_of_data(least)
+        # Once reported, the count only grows, so that it passes CONSECUTIVE once.
+        if self._intervals >= CONSECUTIVE or share >= MUCH:
+            self._intervals += 1
+        else:
+            self._intervals = 0
         if self._intervals != CONSECUTIVE:
             return None
+
         return (
-            f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {_share_of_data(least):.0%} of "
-            "it, because its batch is late: let loader processes read it (data.workers=4), or more of them"
+            f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, because its "
+            "batch is late: let loader processes read it (data.workers=4), or more of them"
         )
 
 

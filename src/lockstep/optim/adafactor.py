@@ -1,7 +1,12 @@
 """Adafactor: of a matrix of squared gradients only the means of its rows and of its columns are kept, no momentum.
 
-After Shazeer and Stern, 2018, with the task's own learning rate. torch has one too, which does not take parameters that
-are cut over ranks (2.13). Here every rank works on its rows, and two sums over ranks serve all parameters of a group.
+After Shazeer and Stern, 2018, with the task's own learning rate. Every rank works on its rows, and two all-reduces
+serve all parameters of a group.
+
+We do not use torch.optim.Adafactor (compared in 2.13) for three reasons. It does not take sharded parameters: on a
+DTensor it raises "in-place operations that require placement changes are not supported". It reads two norms per
+parameter on the host in every step. And it multiplies the rate by the norm of the parameter, and limits it by
+1 / sqrt(step), so that `lr.peak` would mean something else here than with every other optimizer.
 """
 
 from __future__ import annotations
@@ -16,86 +21,127 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.runtime.layout import laid_out, like, local, mesh_of
 
-LEAST = 1e-30  # of a squared gradient
-LONGEST = 1.0  # root mean square of an update, before the learning rate
+# Is added to a squared gradient: the update divides by its root.
+LEAST = 1e-30
+# Root mean square of an update, before the learning rate.
+LARGEST = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
+    """Adafactor for plain parameters and for those that FSDP shards by rows."""
+
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, decay: float = 0.8):
-        """After t steps the means forget a share t ** -decay of what they know."""
+        """Store the settings. After t steps the means forget a share t ** -decay of what they hold."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
+        """Update all parameters that have a gradient. Collective over the mesh of sharded parameters."""
         assert closure is None
         for group in self.param_groups:
-            by_grid: dict[Any, list[Tensor]] = {}
+            # One all-reduce serves parameters of one mesh only.
+            by_mesh: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    by_grid.setdefault(mesh_of(p), []).append(p)
-            for some in by_grid.values():
-                self._update(some, group)
+                    by_mesh.setdefault(mesh_of(p), []).append(p)
 
-    def _update(self, some: list[Tensor], group: dict[str, Any]) -> None:
-        for p in some:
+            for parameters in by_mesh.values():
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters that lie on one mesh, or on none.
+
+        The estimate of a squared gradient is the product of its row mean and its column mean, over the mean of all.
+        """
+        for p in parameters:
             if not self.state[p]:
                 self.state[p].update(_first_state(p))
             self.state[p]["step"] += 1
-        matrices = [p for p in some if p.dim() == 2]  # of others a rank has whole columns
-        sums = _added([_squared(p).sum(-2, keepdim=True) for p in matrices], some[0])
+
+        # Column means of a matrix run over rows, which lie on several ranks. A tensor with more dimensions is sharded
+        # along its first one, so that this rank has full columns of it.
+        matrices = [p for p in parameters if p.dim() == 2]
+        sums = _all_reduced([_squared(p).sum(-2, keepdim=True) for p in matrices], parameters[0])
         columns = {id(p): total / p.shape[0] for p, total in zip(matrices, sums, strict=True)}
-        for p in some:
-            self._remember(p, columns.get(id(p)), group)
-        squares = _added([self._direction(p).square().sum() for p in some], some[0])
-        for p, square in zip(some, squares, strict=True):
-            length = (square / p.numel()).sqrt()
-            step = self._direction(p).mul_(-float(group["lr"]) / (length / LONGEST).clamp(min=1.0))
+        for p in parameters:
+            self._update_means(p, columns.get(id(p)), group)
+
+        # The limit on an update is that of the full parameter, hence a second all-reduce.
+        squares = _all_reduced([self._direction(p).square().sum() for p in parameters], parameters[0])
+        for p, square in zip(parameters, squares, strict=True):
+            root_mean_square = (square / p.numel()).sqrt()
+            too_large = (root_mean_square / LARGEST).clamp(min=1.0)
+            step = self._direction(p).mul_(-float(group["lr"]) / too_large)
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
 
-    def _remember(self, p: Tensor, column: Tensor | None, group: dict[str, Any]) -> None:
-        state, square = self.state[p], _squared(p)
+    def _update_means(self, p: Tensor, column: Tensor | None, group: dict[str, Any]) -> None:
+        """Move the means towards the squared gradient.
+
+        column: (1, columns), the means over the rows of all ranks. None: this rank has full columns.
+        """
+        state = self.state[p]
+        square = _squared(p)
         share = float(state["step"]) ** -group["decay"]
         if "square" in state:
             local(state["square"]).lerp_(square, share)
             return
+
+        if column is None:
+            column = square.mean(-2, keepdim=True)
         local(state["rows"]).lerp_(square.mean(-1), share)
-        local(state["columns"]).lerp_(square.mean(-2, keepdim=True) if column is None else column, share)
+        local(state["columns"]).lerp_(column, share)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """The gradient over its usual size. Computed twice rather than kept for all parameters."""
+        """Return the gradient of this rank's rows over its usual size.
+
+        It is computed twice rather than kept for all parameters.
+        """
         state = self.state[p]
         if "square" in state:
             return local(p.grad) * local(state["square"]).rsqrt()  # pyrefly: ignore[bad-argument-type]
+
+        # The mean of the row means is the mean of the column means, which every rank has.
         columns = local(state["columns"])
-        # The mean of the row means is the mean of the column means: every rank knows it.
         size = local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
         return local(p.grad) * size.rsqrt()  # pyrefly: ignore[bad-argument-type]
 
 
 def _squared(p: Tensor) -> Tensor:
+    """Return the squared gradient of this rank's rows, above 0."""
     return local(p.grad).square().add_(LEAST)  # pyrefly: ignore[bad-argument-type]
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:
+    """Return the state before the first step: `square` for vectors, `rows` and `columns` for everything else."""
     here = local(p)
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     if p.dim() < 2 or min(p.shape[-2:]) == 1:
         zeros = torch.zeros_like(here)
-        return state | {"square": like(zeros, p) if isinstance(p, DTensor) else zeros}
-    rows, columns = here.new_zeros(here.shape[:-1]), here.new_zeros((*here.shape[:-2], 1, here.shape[-1]))
+        state["square"] = like(zeros, p) if isinstance(p, DTensor) else zeros
+        return state
+
+    rows = here.new_zeros(here.shape[:-1])
+    columns = here.new_zeros((*here.shape[:-2], 1, here.shape[-1]))
     if isinstance(p, DTensor):
+        # Row means are sharded like the rows. Column means of a matrix are replicated.
         rows = laid_out(rows, p, p.shape[:-1])
         columns = laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), whole=p.dim() == 2)
-    return state | {"rows": rows, "columns": columns}
+    state["rows"] = rows
+    state["columns"] = columns
+    return state
 
 
-def _added(parts: list[Tensor], model: Tensor) -> list[Tensor]:
-    """Each summed over the ranks that `model` is cut over, all in one exchange."""
+def _all_reduced(parts: list[Tensor], model: Tensor) -> list[Tensor]:
+    """Return each tensor summed over the ranks that `model` is sharded over, with one all-reduce for all of them."""
     if not parts or not isinstance(model, DTensor):
         return parts
+
+    # Along a replicated axis every rank has the same sums already.
     flat = torch.cat([part.flatten() for part in parts])
     for axis, placement in enumerate(model.placements):
         if placement != Replicate():
             dist.all_reduce(flat, group=model.device_mesh.get_group(axis))
+
     sizes = [math.prod(part.shape) for part in parts]
-    return [piece.view(part.shape) for piece, part in zip(flat.split(sizes), parts, strict=True)]
+    pieces = flat.split(sizes)
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -16,55 +16,73 @@ from lockstep.runtime.layout import mesh_of
 # torch's own fused optimizers divide gradients by `grad_scale` inside their one pass. Others that claim to take part in
 # loss scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
-# One of the user's own may say `divides_and_skips = True`: it divides gradients by its `grad_scale`, and leaves all as
-# it was where its `found_inf` is not 0 (tensors on the device, or None).
-OWN_WORD = "divides_and_skips"
+
+# An optimizer of the user's own may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
+# everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
+OWN_FLAG = "divides_and_skips"
 
 
 class Optimizers:
+    """One or several torch optimizers that together move every trainable parameter of the model."""
+
     def __init__(self, made: Any, model: nn.Module):
         self.all: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
         for optimizer in self.all:
             _check_kind(optimizer)
         _check_coverage(self.all, model)
-        self.groups = [[list(group["params"]) for group in o.param_groups] for o in self.all]  # all, whoever steps them
-        fused = all(_divides_and_skips(o) or (type(o) in FOLDING and _fused(o)) for o in self.all)
-        # They hold the divisor in float32: float64 parameters are scaled before the step instead.
+
+        # All parameters of every group. ZeRO-1 and master weights replace those that the optimizers themselves hold.
+        self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
+
+        # Whether `step` can divide gradients in the pass that the optimizer makes anyway. Fused optimizers hold the
+        # divisor in float32: float64 parameters are scaled before the step instead.
+        fused = all(_divides(optimizer) for optimizer in self.all)
         self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())
+        # Whether a step can be skipped on the device, without the host knowing.
         self.skips_by_itself = self.folds and all(map(_divides_and_skips, self.all))
-        self._mixed = len({mesh_of(p) for p in self.parameters()}) > 1
+
+        # What the optimizers hold instead of bfloat16 parameters.
+        self.masters: MasterWeights | None = None
+        # Returns the number of the current step.
+        self.now: Callable[[], int] = lambda: 0
+        self._several_meshes = len({mesh_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
-        self.masters: MasterWeights | None = None  # what the optimizers hold instead of parameters stored in bfloat16
-        self.now: Callable[[], int] = lambda: 0  # which step it is
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizers hold on this rank."""
         return _parameters(self.all)
 
-    def stand_in(self, masters: MasterWeights) -> None:
-        """The optimizers have float32 parameters now, and these divide gradients as they make them float32."""
-        self.masters, self.folds = masters, True
+    def use_masters(self, masters: MasterWeights) -> None:
+        """Step through master weights, which divide gradients as they make them float32."""
+        self.masters = masters
+        self.folds = True
         self.skips_by_itself = all(map(_divides_and_skips, self.all))
 
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them."""
+        """Step every optimizer. Both arguments have shape (); a `skip` that is not 0 leaves everything as it was.
+
+        Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
+        """
         self._updating = True
         for optimizer in self.all:
-            scale = None if self.masters else divisor
-            optimizer.grad_scale, optimizer.found_inf = scale, skip  # pyrefly: ignore[missing-attribute]
+            optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
+            optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
             if self.masters:
                 self.masters.step(optimizer, divisor, self.now())
-            elif not self._mixed:
-                optimizer.step()
-            else:
-                with _one_grid_per_group(optimizer):
+            elif self._several_meshes:
+                with _one_mesh_per_group(optimizer):
                     optimizer.step()
+            else:
+                optimizer.step()
+
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
-        """In a loop of the user's own, `optimizer.step()` would apply sums that nobody has divided."""
+        """Raise when the user calls `optimizer.step()`: it would apply sums that are not yet divided."""
         self._hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.all]
 
     def release(self) -> None:
@@ -74,38 +92,48 @@ class Optimizers:
         self._hooks = []
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._updating:
-            raise UserError(
-                "optimizer.step() in a Lockstep loop",
-                "a direct call: the gradients are sums over the batch, not yet divided, checked or clipped",
-                "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
-            )
+        if self._updating:
+            return
+
+        raise UserError(
+            "optimizer.step() was called directly in a Lockstep loop",
+            "the gradients are sums over the batch, not yet divided, checked or clipped",
+            "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+        )
 
 
 @contextmanager
-def _one_grid_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch's fused and foreach optimizers take whole and cut parameters, or two ways of cutting, only one by one."""
+def _one_mesh_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Split parameter groups by mesh.
+
+    torch's fused and foreach optimizers take replicated and sharded parameters, or two meshes, only one at a time.
+    """
     groups = optimizer.param_groups
     parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
-        by_grid: dict[Any, list[Tensor]] = {}
+        by_mesh: dict[Any, list[Tensor]] = {}
         for p in group["params"]:
-            by_grid.setdefault(mesh_of(p), []).append(p)
-        parts += [(group, {**group, "params": some}) for some in by_grid.values()]
+            by_mesh.setdefault(mesh_of(p), []).append(p)
+        parts += [(group, {**group, "params": parameters}) for parameters in by_mesh.values()]
+
     optimizer.param_groups = [part for _, part in parts]
     try:
         yield
     finally:
-        for group, part in parts:  # some optimizers keep numbers there
+        # Some optimizers keep numbers in their groups.
+        for group, part in parts:
             group.update({key: value for key, value in part.items() if key != "params"})
         optimizer.param_groups = groups
 
 
 def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
-    """An optimizer that was made before the model was cut holds parameters that are gone: give it the new ones."""
+    """Give optimizers that were made before the model was sharded the parameters that it has now."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
+    if not replaced:
+        return
+
     for optimizer in made if isinstance(made, list | tuple) else [made]:
-        for group in getattr(optimizer, "param_groups", []) if replaced else []:
+        for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
 
@@ -117,38 +145,50 @@ def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
+def _divides(optimizer: torch.optim.Optimizer) -> bool:
+    return _divides_and_skips(optimizer) or (type(optimizer) in FOLDING and _fused(optimizer))
+
+
 def _divides_and_skips(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, OWN_WORD, False) or (type(optimizer) in SKIPPING and _fused(optimizer))
+    return getattr(optimizer, OWN_FLAG, False) or (type(optimizer) in SKIPPING and _fused(optimizer))
 
 
 def _check_kind(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            "an optimizer", f"a {type(optimizer).__name__}", "return a torch.optim.Optimizer, or a list of them"
+            f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",
+            "",
+            "return a torch.optim.Optimizer, or a list of them",
         )
+
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
-            "an optimizer that takes one gradient per step",
-            "LBFGS, which evaluates the loss again and again inside its step",
+            "LBFGS cannot be used: an optimizer must take one gradient per step",
+            "LBFGS evaluates the loss again and again inside its step",
             "use AdamW or SGD",
         )
 
 
 def _check_coverage(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Every trainable parameter in an optimizer, and nothing else: what is outside the model is never exchanged."""
+    """Check that the optimizers hold every trainable parameter of the model, and nothing else.
+
+    The gradient of a parameter outside the model would never be all-reduced.
+    """
     covered = {id(p) for p in _parameters(optimizers) if p.requires_grad}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    forgotten = [name for key, name in trainable.items() if key not in covered]
-    if covered - trainable.keys():
+    foreign = covered - trainable.keys()
+    if foreign:
         raise UserError(
-            "an optimizer over the parameters of the model",
-            f"{len(covered - trainable.keys())} trainable parameters that the model does not have",
+            f"the optimizer holds {len(foreign)} trainable parameters that the model does not have",
+            "",
             "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
             "optimizer from that very module",
         )
+
+    forgotten = [name for key, name in trainable.items() if key not in covered]
     if forgotten:
         raise UserError(
-            "every trainable parameter in an optimizer",
-            f"{len(forgotten)} in none, first {forgotten[0]!r}: they would never move",
+            f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
+            "they would never move",
             "give them to an optimizer, or freeze them with requires_grad_(False)",
         )

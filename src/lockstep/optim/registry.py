@@ -1,52 +1,156 @@
-"""`optimizer: adamw8bit | adafactor`: the task's parameter groups, under an optimizer that keeps less of them."""
+"""Optimizers by name (`optimizer=adamw8bit`): the task's parameter groups under another optimizer.
+
+An optimizer is one entry in OPTIMIZERS, plus its module. This module does not import torch before an optimizer is
+built, so that a launcher can check a name before it starts any process.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
-from lockstep.optim.adafactor import Adafactor
-from lockstep.optim.adamw8bit import SMALLEST, AdamW8bit
+from lockstep.errors import UserError, unknown_name
 
-# The optimizer, and what it takes over from the task's groups.
-KINDS = {
-    "adamw8bit": (AdamW8bit, ("lr", "betas", "eps", "weight_decay")),
-    "adafactor": (Adafactor, ("lr", "weight_decay")),
+if TYPE_CHECKING:
+    import torch
+
+# Parameter groups, as every torch optimizer takes them.
+Groups = list[dict[str, Any]]
+
+# The name that stands for the task's own optimizer.
+OWN = "task"
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What a run must know of an optimizer that it can build by name."""
+
+    # Makes the optimizer from parameter groups.
+    build: Callable[[Groups], torch.optim.Optimizer]
+    # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
+    options: tuple[str, ...]
+    # Bytes of state per parameter, for a large matrix.
+    state_bytes: float
+    # What its state holds, for the banner.
+    about: str
+    # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
+    needs_full_rows: bool = False
+
+
+def _adamw(groups: Groups) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def _sgd(groups: Groups) -> torch.optim.Optimizer:
+    import torch
+
+    # Not fused: torch has no fused SGD for DTensors (2.13).
+    return torch.optim.SGD(groups)
+
+
+def _adamw8bit(groups: Groups) -> torch.optim.Optimizer:
+    from lockstep.optim.adamw8bit import AdamW8bit
+
+    return AdamW8bit(groups)
+
+
+def _adafactor(groups: Groups) -> torch.optim.Optimizer:
+    from lockstep.optim.adafactor import Adafactor
+
+    return Adafactor(groups)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(
+        _adamw,
+        options=("lr", "betas", "eps", "weight_decay"),
+        state_bytes=8,
+        about="torch's AdamW, two moments in float32",
+    ),
+    "sgd": OptimizerKind(
+        _sgd,
+        options=("lr", "momentum", "dampening", "nesterov", "weight_decay"),
+        state_bytes=0,
+        about="torch's SGD, momentum only if the task's groups have it",
+    ),
+    "adamw8bit": OptimizerKind(
+        _adamw8bit,
+        options=("lr", "betas", "eps", "weight_decay"),
+        # Two moments, and a float32 scale of each for every 256 elements.
+        state_bytes=2 + 2 * 4 / 256,
+        about="both moments in 8 bits, those of vectors and small parameters in float32",
+        needs_full_rows=True,
+    ),
+    "adafactor": OptimizerKind(
+        _adafactor,
+        options=("lr", "weight_decay"),
+        # A float32 for every row and every column.
+        state_bytes=0,
+        about="means of squared gradients by row and by column, no momentum",
+        needs_full_rows=True,
+    ),
 }
 
-KEEPS = {  # told before the first step
-    "adamw8bit": f"moments of parameters from {SMALLEST} elements on in 8 bits, of others in float32",
-    "adafactor": "of squared gradients the means of rows and columns, no momentum",
-}
+NAMES = (OWN, *OPTIMIZERS)
 
 
-def chosen(config: RunConfig, made: Any) -> Any:
-    """What the task has made, or optimizers of the kind that was asked for, with the same groups."""
-    if config.optimizer == "task":
+def describe(name: str) -> str:
+    """Return what the optimizer of this name keeps, for the banner."""
+    kind = OPTIMIZERS[name]
+    return f"{kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
+
+
+def build_optimizers(config: RunConfig, made: Any) -> Any:
+    """Return what the task has made, or optimizers of the kind that `optimizer` names, with the same groups.
+
+    `made` is an optimizer or a list of them; anything else is returned as it is, and refused by `Optimizers`.
+    """
+    import torch
+
+    if config.optimizer == OWN:
         return made
-    _check(config)
-    every = made if isinstance(made, list | tuple) else [made]
-    kind, keys = KINDS[config.optimizer]
+    if config.optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", config.optimizer, NAMES)
+
+    kind = OPTIMIZERS[config.optimizer]
+    if kind.needs_full_rows:
+        _refuse_tensor_parallel(config)
+
     found: list[torch.optim.Optimizer] = []
-    for optimizer in every:
+    for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return made  # refused later, in words
-        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-            found.append(optimizer)  # it moves something that no gradient reaches: nobody else would
-            continue
-        groups = [{key: group[key] for key in ("params", *keys) if key in group} for group in optimizer.param_groups]
-        found.append(kind(groups))
+            return made
+
+        if _trains_something(optimizer):
+            found.append(kind.build(_groups_for(kind, optimizer)))
+        else:
+            # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
+            found.append(optimizer)
+
     return found
 
 
-def _check(config: RunConfig) -> None:
-    cut = config.strategy == "tp" or (config.mesh.tp or 1) > 1
-    if cut:
-        raise UserError(
-            f"optimizer={config.optimizer} with {'strategy=tp' if config.strategy == 'tp' else 'mesh.tp'}",
-            "rows of a parameter that are cut in two, of which its state keeps sums or blocks",
-            "type strategy=fsdp without mesh.tp, or optimizer=task",
-        )
+def _trains_something(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def _groups_for(kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> Groups:
+    keys = ("params", *kind.options)
+    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+
+
+def _refuse_tensor_parallel(config: RunConfig) -> None:
+    if config.strategy != "tp" and (config.mesh.tp or 1) == 1:
+        return
+
+    setting = "strategy=tp" if config.strategy == "tp" else "mesh.tp"
+    raise UserError(
+        f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a parameter, "
+        "and the state of this optimizer is per row",
+        "",
+        "type strategy=fsdp without mesh.tp, or optimizer=task",
+    )

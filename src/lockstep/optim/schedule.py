@@ -1,45 +1,81 @@
-"""Learning-rate schedules as pure functions of the optimizer step, and gradient clipping."""
+"""Learning-rate schedules: the rate of a step is a pure function of its number.
+
+There is no scheduler object, hence nothing to call once per process and nothing to save. A new shape is one function
+and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the name of a schedule
+before it starts any process.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from lockstep.config import LrConfig
+from lockstep.errors import UserError, unknown_name
 
-from lockstep.config import ClipConfig, LrConfig
-from lockstep.errors import UserError
-from lockstep.runtime.layout import local
+if TYPE_CHECKING:
+    import torch
+
+# (configuration, optimizer step from 0, all steps) -> share of the peak rate. Called for steps after the warm-up.
+Schedule = Callable[[LrConfig, int, int], float]
 
 
-def factor(config: LrConfig, step: int, total: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `total`, as a share of its peak.
+def constant(config: LrConfig, step: int, total: int) -> float:
+    """Stay at the peak."""
+    return 1.0
 
-    Warm-up rises linearly and is above 0 at the first step; the last step of a decay reaches `min_ratio`.
-    """
-    if step < config.warmup:
-        return (step + 1) / (config.warmup + 1)
-    after, left = step - config.warmup, max(1, total - 1 - config.warmup)
-    done = min(1.0, after / left)
-    if config.schedule == "constant":
-        return 1.0
-    if config.schedule == "linear":
-        return 1.0 - (1.0 - config.min_ratio) * done
-    if config.schedule == "cosine":
-        return config.min_ratio + (1.0 - config.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-    # wsd: warm up, stay, and decay over the last share of the run
+
+def linear(config: LrConfig, step: int, total: int) -> float:
+    """Fall in a straight line from the peak to `min_ratio`."""
+    return 1.0 - (1.0 - config.min_ratio) * _progress(config, step, total)
+
+
+def cosine(config: LrConfig, step: int, total: int) -> float:
+    """Fall along half a cosine from the peak to `min_ratio`."""
+    done = _progress(config, step, total)
+    return config.min_ratio + (1.0 - config.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def wsd(config: LrConfig, step: int, total: int) -> float:
+    """Warm up, stay, and decay: fall in a straight line over the last share `decay` of the run."""
+    # A decay over one step, or over none, must not divide by 0.
     falling = max(1, round(total * config.decay))
     fallen = max(0, step - (total - falling)) / max(1, falling - 1)
     return 1.0 - (1.0 - config.min_ratio) * min(1.0, fallen)
 
 
+SCHEDULES: dict[str, Schedule] = {
+    "constant": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "wsd": wsd,
+}
+
+
+def _progress(config: LrConfig, step: int, total: int) -> float:
+    """The share of the steps after the warm-up that is done: 0 at the first of them, 1 at the last."""
+    after = step - config.warmup
+    left = max(1, total - 1 - config.warmup)
+    return min(1.0, after / left)
+
+
+def factor(config: LrConfig, step: int, total: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) of `total`, as a share of its peak.
+
+    The warm-up rises linearly and is above 0 at the first step; the last step of a decay reaches `min_ratio`.
+    """
+    if step < config.warmup:
+        return (step + 1) / (config.warmup + 1)
+
+    return SCHEDULES[config.schedule](config, step, total)
+
+
 def batch_scaling(config: LrConfig, global_batch: int) -> float:
-    """How the peak follows the batch: a function of the global batch, never of the number of ranks."""
+    """Return the factor by which the peak follows the global batch. The number of ranks does not enter it."""
     if config.scaling == "none":
         return 1.0
+
     assert config.reference_batch is not None
     ratio = global_batch / config.reference_batch
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
@@ -52,37 +88,49 @@ class LearningRate:
     """
 
     def __init__(self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int):
-        self.config, self.total_steps = config, total_steps
+        if config.schedule not in SCHEDULES:
+            raise unknown_name("lr.schedule", config.schedule, SCHEDULES)
+
+        self.config = config
         self.optimizers = optimizers
+        self.total_steps = total_steps
+
+        # The rates that the task has given its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:
             raise UserError(
-                f"lr.peak={config.peak}",
-                "an optimizer whose first parameter group has lr=0, so the ratio of the others to it is unknown",
+                f"lr.peak={config.peak} cannot be applied: the first parameter group of the optimizer has lr=0",
+                "the other groups keep their ratio to the first one, which is unknown",
                 "give that group a learning rate, or leave lr.peak out",
             )
+
         ratio = 1.0 if config.peak is None else config.peak / own[0]
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Looked up anew: loading a state replaces them."""
+        """The parameter groups of all optimizers. They are looked up each time: loading a state replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def at(self, step: int) -> float:
+        """Return the rate of the first group at a step."""
         return self.peaks[0] * factor(self.config, step, self.total_steps)
 
     def set(self, step: int) -> float:
+        """Set the rate of every group for this step, and return that of the first group."""
+        # All groups follow one schedule, each from its own peak.
         share = factor(self.config, step, self.total_steps)
         for group, peak in zip(self.groups, self.peaks, strict=True):
-            if isinstance(group["lr"], Tensor):
+            # A captured or compiled optimizer holds its rate in a tensor, which must stay the same object.
+            if hasattr(group["lr"], "fill_"):
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share
+
         return self.peaks[0] * share
 
     def landmarks(self) -> dict[str, float]:
-        """What to look at before a run: most schedule mistakes show in these four numbers."""
+        """Return the rate at four points. Most schedule mistakes show in these numbers before a run."""
         last = self.total_steps - 1
         points = {
             "start": 0,
@@ -91,36 +139,3 @@ class LearningRate:
             "end": last,
         }
         return {name: self.at(step) for name, step in points.items()}
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """By global norm (folded into the step's one factor), by value, or per parameter relative to its weight."""
-
-    config: ClipConfig
-
-    @property
-    def changes_elements(self) -> bool:
-        """Whether gradients must be at their true size before clipping, so nothing can be folded."""
-        return self.config.value is not None or self.config.adaptive is not None
-
-    def coefficient(self, norm: Any) -> Any:
-        """Return what to multiply gradients of this norm by: a number, or a tensor on the device."""
-        if self.config.norm is None:
-            return 1.0
-        ratio = self.config.norm / (norm + 1e-6)
-        return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
-
-    def clip_elements_(
-        self, parameters: list[Tensor], grads: list[Tensor], lengths_of: Callable[[list[Tensor]], list[Tensor]]
-    ) -> None:
-        """`lengths_of` knows tensors of which this rank holds a part only."""
-        here = [local(grad) for grad in grads]
-        if self.config.value is not None:
-            torch._foreach_clamp_min_(here, -self.config.value)
-            torch._foreach_clamp_max_(here, self.config.value)
-        if self.config.adaptive is not None:
-            # No gradient longer than `adaptive` times its weight; the floor lets zero weights move at all.
-            for grad, weight, length in zip(here, lengths_of(parameters), lengths_of(grads), strict=True):
-                limit = self.config.adaptive * weight.clamp(min=1e-3)
-                grad.mul_((limit / (length + 1e-6)).clamp(max=1.0))

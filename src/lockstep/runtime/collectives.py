@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
@@ -105,6 +106,21 @@ class Collectives:
                 for tensor, part in zip(batch, sent.split([len(part) for part in parts]), strict=True):
                     if part.data_ptr() != tensor.data_ptr():
                         tensor.detach().copy_(part.view(tensor.dtype).view_as(tensor))
+
+    def run_on_rank0(self, act: Callable[[], Any]) -> Any:
+        """Run `act` on rank 0, and return its result, plain JSON, on every rank. A UserError is raised everywhere."""
+        result: Any = None
+        error: UserError | None = None
+        if self.world.rank == 0:
+            try:
+                result = act()
+            except UserError as problem:
+                error = problem
+
+        result, problem = self.gather_json([result, list(error.args) if error else None])[0]
+        if problem:
+            raise error or UserError(*problem)
+        return result
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

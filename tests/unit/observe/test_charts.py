@@ -122,7 +122,7 @@ def test_any_numbers_make_a_chart(ys, style, zero, log):
 
 @settings(max_examples=150, deadline=None)
 @given(low=st.floats(-1e12, 1e12), span=st.floats(1e-6, 1e12))
-def test_ticks_are_round_inside_and_told_apart(low, span):
+def test_ticks_are_round_inside_and_distinct(low, span):
     assume(span > 1e-6 * abs(low))
     high = low + span
     ticks = round_ticks(low, high, 5)
@@ -157,8 +157,8 @@ def test_smoothing_keeps_level_gaps_and_the_first_value():
 def test_many_points_are_smoothed_and_the_tooltips_tell_the_values_themselves():
     root = parse(line_chart([Series("loss", [(x, x % 2) for x in range(120)], "smooth")], "Loss"))
     assert len(having(root, "raw")) == len(having(root, "line")) == 1
-    told = [hover.findtext("{*}title") for hover in having(root, "hover")]
-    assert told[-2:] == ["step 118: loss 0", "step 119: loss 1"]
+    titles = [hover.findtext("{*}title") for hover in having(root, "hover")]
+    assert titles[-2:] == ["step 118: loss 0", "step 119: loss 1"]
     few = parse(line_chart([Series("loss", [(x, x % 2) for x in range(12)], "smooth")], "Loss"))
     assert not having(few, "raw")
 

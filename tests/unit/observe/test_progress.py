@@ -17,8 +17,7 @@ import pytest
 from start_record import START
 
 from lockstep.errors import UserError
-from lockstep.observe.plain import RECENT_STEPS, Tracker, event_line, fact_lines
-from lockstep.observe.progress import make_progress
+from lockstep.observe.console import RECENT_STEPS, Tracker, event_line, fact_lines, make_progress
 from lockstep.task import Task
 
 RECORD: dict[str, Any] = {
@@ -167,7 +166,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_status():
     """`lockstep train ... | head -1` must not look like a failed rank."""
     program = (
         "import sys\n"
-        "from lockstep.observe.progress import make_progress\n"
+        "from lockstep.observe.console import make_progress\n"
         "display = make_progress('auto', 10, 'sample', sys.stdout)\n"
         "for step in range(3000): display.update({'step': step})\n"
         "display.close(); print('after')\n"
@@ -273,7 +272,7 @@ def test_live_display(monkeypatch):
 def test_prints_scroll_above_the_live_display_but_forked_workers_print_directly(tmp_path):
     program = (
         "import os, sys\n"
-        "from lockstep.observe.progress import make_progress\n"
+        "from lockstep.observe.console import make_progress\n"
         "display = make_progress('live', 10, 'sample', sys.stdout)\n"
         "display.start({})\n"
         "kinds = [type(sys.stdout).__name__]\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import resource
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.observe.sinks import JsonlSink, read_jsonl
+from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, read_jsonl
 
 RECORD = {"time": 1763179421.5, "step": 120, "loss": 2.3141, "skipped": 0, "metrics": {"accuracy": 0.31}}
 
@@ -100,3 +101,71 @@ def test_a_closed_sink_refuses(tmp_path):
     sink.close()
     with pytest.raises(ValueError, match="closed"):
         sink.write({})
+
+
+# ---- sinks by name ----
+
+
+class Fragile:
+    """Keeps records, and breaks at the second one."""
+
+    def __init__(self, run_dir):
+        self.records = []
+
+    def write(self, record):
+        if self.records:
+            raise ConnectionError("the service is down")
+        self.records.append(record)
+
+    def close(self):
+        raise AssertionError("a sink that was dropped is not called again")
+
+
+def test_a_run_keeps_metrics_and_events_apart(tmp_path):
+    sink = RunJsonl(tmp_path)
+    sink.write(RECORD)
+    sink.write({"event": "eval", "loss": 1.0})
+    sink.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [RECORD]
+    assert read_jsonl(tmp_path / "events.jsonl") == [{"event": "eval", "loss": 1.0}]
+
+
+def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "fragile", Fragile)
+    reports = []
+    sinks = SinkList(["fragile", "csv"], tmp_path, reports.append)
+    for step in range(4):
+        sinks.write(RECORD | {"step": step})
+    sinks.close()
+    assert reports == ["the sink fragile has failed and gets no more records: ConnectionError: the service is down"]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5, "the others go on"
+
+
+def test_an_unknown_sink_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"log\.sinks=cvs(.|\n)*type log\.sinks=csv"):
+        SinkList(["cvs"], tmp_path, print)
+    with pytest.raises(UserError, match=r"log\.sinks=cvs"):
+        SinkList(["cvs"], None, print)  # a rank that writes nothing
+    SinkList(["csv"], None, print).write(RECORD)
+    assert not list(tmp_path.iterdir())
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_column_for_every_key_whenever_it_appears(tmp_path):
+    sink = SINKS["csv"](tmp_path)
+    sink.write(RECORD)
+    sink.write({"event": "eval", "loss": 1.0})
+    sink.write({"step": 130, "loss": math.nan, "metrics": {"accuracy": 0.5, "two\nlines, and a comma": 1}})
+    sink.close()
+    again = SINKS["csv"](tmp_path)  # a resumed run
+    again.write({"step": 140, "scale": 2.0})
+    found = rows(tmp_path / "metrics.csv")
+    assert [row["step"] for row in found] == ["120", "130", "140"]
+    assert [row["metrics.accuracy"] for row in found] == ["0.31", "0.5", ""]
+    assert [row["loss"] for row in found] == ["2.3141", "nan", ""]
+    assert found[1]["metrics.two\nlines, and a comma"] == "1"
+    assert found[2]["scale"] == "2.0"

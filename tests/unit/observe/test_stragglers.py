@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.observe.stragglers import LASTING, Hunger, Watch, pack, slowest, unpack
+from lockstep.observe.stragglers import LASTING, LateDataWatch, SlowRankWatch, pack, slowest, unpack
 from lockstep.runtime.heartbeat import Heartbeat
 
 
@@ -33,7 +33,7 @@ def test_a_rank_that_computes_slowly():
     assert (slow.rank, slow.cause) == (0, "compute")
 
 
-def test_equal_ranks_and_slow_communication_name_nobody():
+def test_equal_ranks_and_slow_communication_name_no_rank():
     assert slowest(job([(0.01, 0.2)] * 4)) is None
     assert slowest(job([(0.01, 0.2)] * 4, exchange=5.0)) is None
 
@@ -48,7 +48,7 @@ def test_a_slow_part_of_a_long_step_is_no_news():
     assert slowest(job([(0.0, 0.001), (0.0, 0.01)], exchange=1.0)) is None
 
 
-def test_nobody_is_slow_if_nobody_waits():
+def test_no_rank_is_slow_if_none_waits():
     """More work on one rank that costs the others nothing: a loader that works ahead, say."""
     for waited in (0.0, 0.08):
         assert slowest([row(0.0, 0.1, 0.3), row(0.2, 0.1, 0.3 - waited)]) is None
@@ -63,7 +63,7 @@ def test_more_micro_batches_do_not_make_a_rank_slow():
 def test_a_slow_rank_with_fewer_micro_batches_is_found():
     slow = slowest(job([(0.0, 0.4), (0.0, 0.2), (0.0, 0.2)], micro_batches=[1, 2, 2]))
     assert (slow.rank, slow.own, slow.others) == (0, 0.4, 0.1)
-    assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # dealt by speed: nobody waits
+    assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # dealt by speed: no rank waits
 
 
 def test_one_rank_alone_is_never_slow():
@@ -80,7 +80,7 @@ def test_one_rank_alone_is_never_slow():
         )
     )
 )
-def test_whoever_is_slow_is_found(case):
+def test_the_slow_rank_is_found(case):
     rank, works, extra = case
     rows = job([(0.0, work + (extra if other == rank else 0.0)) for other, work in enumerate(works)])
     assert slowest(rows).rank == rank
@@ -105,7 +105,7 @@ LATE = job([(0.21, 0.2), (0.01, 0.2), (0.01, 0.2)])  # the first rank, for anoth
 def said(intervals, seconds):
     """The ranks that a watch names, with the number of the interval. `seconds`: from one to the next."""
     now = iter(range(0, 10**6, seconds))
-    watch = Watch(clock=lambda: next(now))
+    watch = SlowRankWatch(clock=lambda: next(now))
     found = [watch.look(rows) for rows in intervals]
     return [(place, slow.rank) for place, slow in enumerate(found) if slow]
 
@@ -134,15 +134,15 @@ def test_nothing_is_said_twice_within_minutes():
     assert said([FIRST] * 70, seconds=10) == [(4, 0)]  # who stays slow has been named
 
 
-def test_gpus_that_wait_for_data_are_told_about_once():
+def test_gpus_that_wait_for_data_are_reported_once():
     def said(*intervals):
-        watch = Hunger()
+        watch = LateDataWatch()
         return [bool(watch.look(rows)) for rows in intervals]
 
     late, fine = [row(0.005, 0.003, 0.001)] * 2, [row(0.001, 0.008, 0.001)] * 2
     assert said(late, late, late, fine, late, late) == [False, True, False, False, False, False]
     assert said(late, fine, late, fine) == [False] * 4
     assert said(*[[late[0], fine[0]]] * 3) == [False] * 3  # one of them: a slow rank
-    watch = Hunger()
+    watch = LateDataWatch()
     watch.look(late)
     assert "5 ms of every step, 56% of it" in watch.look(late)

@@ -29,7 +29,7 @@ from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
-from lockstep.precision import WAYS, store
+from lockstep.precision import BF16_STORED, store
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
@@ -96,7 +96,7 @@ class FSDPDriver(ShardedDriver):
             offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         )
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
-        if config.precision in WAYS:
+        if config.precision in BF16_STORED:
             shard = partial(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
         def shard_module(module: nn.Module) -> None:

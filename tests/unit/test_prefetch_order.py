@@ -37,7 +37,7 @@ def test_what_is_thrown_away_is_received_too():
     assert notes.done == ["send a", "send b", "receive a", "receive b"]
 
 
-def test_a_batch_that_cannot_be_read_is_told_about_in_its_turn():
+def test_a_batch_that_cannot_be_read_is_reported_in_its_turn():
     def read():
         yield "a"
         yield "b"

@@ -13,7 +13,7 @@ from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.optim import adamw8bit
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.registry import KINDS, chosen
+from lockstep.optim.registry import OPTIMIZERS, build_optimizers
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.test_storage import trained
@@ -22,7 +22,7 @@ from ranks.test_strategies import STRATEGIES, assert_close, final
 SINGLE: dict[str, dict[str, Tensor]] = {}
 
 
-def lean(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
+def small_state(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
     """A job: even the small matrices of this model become bytes."""
     adamw8bit.SMALLEST = 64
     return final(world, store, {"steps": 8} | values, leave_at)
@@ -30,24 +30,24 @@ def lean(world: World, store: Any, values: dict[str, Any], leave_at: int | None 
 
 def single(pool: Pool, name: str) -> dict[str, Tensor]:
     if name not in SINGLE:
-        SINGLE[name] = pool.run(lean, {"optimizer": name}, world=1)[0]["weights"]
+        SINGLE[name] = pool.run(small_state, {"optimizer": name}, world=1)[0]["weights"]
     return SINGLE[name]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "pp"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_parameters_on_any_number_of_ranks(pool: Pool, name: str, strategy: str) -> None:
-    for found in pool.run(lean, STRATEGIES[strategy] | {"optimizer": name}, world=2):
+    for found in pool.run(small_state, STRATEGIES[strategy] | {"optimizer": name}, world=2):
         assert_close(found["weights"], single(pool, name))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_its_state_is_cut_anew(pool: Pool, tmp_path: Path, name: str) -> None:
-    """Whole -> three parts, which do not divide evenly -> groups of two with a copy each -> whole."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_its_state_is_resharded(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Replicated -> three shards of unequal size -> two groups with a replica each -> one rank."""
     values = {"optimizer": name, "run_dir": str(tmp_path / "run"), "resume": "auto"}
     chain = [("ddp", 2, 2), ("fsdp", 3, 4), ("hsdp", 4, 6), ("ddp", 1, None)]
     for strategy, world, leave_at in chain:
-        found = pool.run(lean, values | STRATEGIES[strategy], leave_at, world=world)
+        found = pool.run(small_state, values | STRATEGIES[strategy], leave_at, world=world)
         assert found[0]["summary"].get("left") == leave_at
     assert_close(found[0]["weights"], single(pool, name))
 
@@ -56,8 +56,8 @@ def test_with_bf16_storage(pool: Pool) -> None:
     """Six bytes per parameter in all, and the same bits on two ranks as on one."""
     values = {"optimizer": "adamw8bit", "precision": "bf16-pure-stochastic"}
     values |= {"global_batch": 4, "micro_batch": 2, "clip.norm": None}
-    one = pool.run(lean, values, world=1)[0]["weights"]
-    two = pool.run(lean, values | STRATEGIES["fsdp"], world=2)[0]["weights"]
+    one = pool.run(small_state, values, world=1)[0]["weights"]
+    two = pool.run(small_state, values | STRATEGIES["fsdp"], world=2)[0]["weights"]
     assert all(torch.equal(two[key], one[key]) for key in one)
 
 
@@ -80,7 +80,7 @@ def test_bytes_hold_the_moments():
         assert torch.equal(scales[:, 0], moment[:, :150].abs().amax(1))
 
 
-class Beside(torch.optim.Optimizer):
+class WithoutParameters(torch.optim.Optimizer):
     """Moves something that is no parameter."""
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Beside(torch.optim.Optimizer):
 
 
 def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
-    model, beside = torch.nn.Linear(2, 2).bfloat16(), Beside()
+    model, other = torch.nn.Linear(2, 2).bfloat16(), WithoutParameters()
     config = resolve([("test", {"optimizer": "adamw8bit"})]).config
-    lean, kept = chosen(config, [torch.optim.AdamW(model.parameters()), beside])
-    assert isinstance(lean, adamw8bit.AdamW8bit)
-    assert kept is beside
-    MasterWeights([lean, kept], model, "kept", seed=0).step(kept, None, now=0)
-    assert beside.steps == 1
+    made, kept = build_optimizers(config, [torch.optim.AdamW(model.parameters()), other])
+    assert isinstance(made, adamw8bit.AdamW8bit)
+    assert kept is other
+    MasterWeights([made, kept], model, "master", seed=0).step(kept, None, now=0)
+    assert other.steps == 1
 
 
 def test_weights_whose_rows_are_not_one_after_another():
@@ -121,9 +121,9 @@ def test_groups_are_taken_over():
     made = torch.optim.AdamW(
         [{"params": [first], "lr": 0.1}, {"params": [second], "weight_decay": 0.0}], betas=(0.8, 0.9)
     )
-    (optimizer,) = chosen(config, made)
+    (optimizer,) = build_optimizers(config, made)
     kept = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert kept == [(0.1, 0.01, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
-    assert chosen(resolve([("test", {})]).config, made) is made
+    assert build_optimizers(resolve([("test", {})]).config, made) is made
     with pytest.raises(UserError, match=r"optimizer=adamw8bit with mesh\.tp"):
-        chosen(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)
+        build_optimizers(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)

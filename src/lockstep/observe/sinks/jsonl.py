@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,29 +22,55 @@ from lockstep.errors import UserError
 
 NONFINITE = "_nonfinite"
 
+# Bytes that are read at a time, from the end of a file, to find its last line.
+CHUNK = 65536
+
+
+class RunJsonl:
+    """The sink that every run has: `metrics.jsonl` and `events.jsonl` in its folder."""
+
+    def __init__(self, run_dir: Path):
+        self._metrics = JsonlSink(run_dir / "metrics.jsonl")
+        self._events = JsonlSink(run_dir / "events.jsonl")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record to the file of its kind."""
+        sink = self._events if "event" in record else self._metrics
+        sink.write(record)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._metrics.close()
+        self._events.close()
+
 
 class JsonlSink:
     """Appends records to `path`, which is created if it is not there; its folder must be."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _mend_tail(self._fd)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Objects with `.item()` (numpy scalars) become numbers, other strangers `str`."""
         if self._fd is None:
             raise ValueError(f"{self.path} is closed")
+
         line = (_encode(record) + "\n").encode()
         try:
+            # A signal or a disk that fills up may split a write.
             written = os.write(self._fd, line)
-            while written < len(line):  # a signal or a disk that fills up may split a write
+            while written < len(line):
                 written += os.write(self._fd, line[written:])
         except OSError:
-            _mend_tail(self._fd)  # leave whole lines behind, so that a later write is not glued to half of this one
+            # Leave whole lines behind, so that a later write is not glued to half of this one.
+            _mend_tail(self._fd)
             raise
 
     def close(self) -> None:
+        """Close the file. A second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -56,28 +83,33 @@ class JsonlSink:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All whole records of a file, non-finite numbers put back. A last line cut short is left out."""
+    """Return all whole records of a file, with non-finite numbers put back. A truncated last line is left out."""
     *lines, tail = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        if (record := _parse(line)) is None:
+
+        record = _parse(line)
+        if record is None:
             raise UserError(
-                f"read {path}",
-                f"line {number} is not a JSON object: {line[:60].decode(errors='replace')!r}",
+                f"{path}: line {number} is not a JSON object",
+                f"it begins with {line[:60].decode(errors='replace')!r}",
                 f"look at it, and remove it: sed -i {number}d {shlex.quote(os.fspath(path))}",
             )
+
         records.append(record)
-    if (record := _parse(tail)) is not None:  # whole, only its newline is missing
-        records.append(record)
-    return records
+
+    # A last line without a newline may still be complete.
+    record = _parse(tail)
+    return records if record is None else [*records, record]
 
 
 # ---- writing ----
 
 
 def _plain(value: object) -> object:
+    """Return a value that JSON can hold for one that it cannot."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
@@ -85,9 +117,10 @@ def _plain(value: object) -> object:
 _strict = json.JSONEncoder(allow_nan=False, separators=(", ", ": "), default=_plain)
 
 
-def _encode(record: dict[str, Any]) -> str:
+def _encode(record: Mapping[str, Any]) -> str:
+    # The usual case pays nothing for the rare one.
     try:
-        return _strict.encode(record)  # the usual case pays nothing for the rare one
+        return _strict.encode(record)
     except ValueError:
         found: dict[str, str] = {}
         cleaned = _without_nonfinite(record, "", found)
@@ -95,16 +128,19 @@ def _encode(record: dict[str, Any]) -> str:
 
 
 def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """A copy with None for every number JSON cannot say; `found` collects path -> "nan", "inf" or "-inf"."""
+    """Return a copy with None for every non-finite number; `found` collects path -> "nan", "inf" or "-inf"."""
     if isinstance(value, dict):
         return {key: _without_nonfinite(item, _join(path, key), found) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nonfinite(item, _join(path, index), found) for index, item in enumerate(value)]
+
+    # A numpy scalar may be non-finite, too.
     if value is not None and not isinstance(value, str | int | float):
         return _without_nonfinite(_plain(value), path, found)
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = repr(float(value))
         return None
+
     return value
 
 
@@ -115,16 +151,21 @@ def _join(path: str, key: object) -> str:
 def _mend_tail(fd: int) -> None:
     """End the file with a whole line, so that the next record starts a new one.
 
-    What an earlier process left half written was never a record (readers pass over it) and is cut off.
+    What an earlier process left half written was never a record (readers pass over it) and is truncated.
     """
     size = os.fstat(fd).st_size
-    start, tail = size, b""
+    start = size
+    tail = b""
     while start > 0 and b"\n" not in tail:
-        start, length = max(0, start - 65536), min(start, 65536)
+        length = min(start, CHUNK)
+        start -= length
         tail = os.pread(fd, length, start) + tail
+
+    # Everything behind the last newline.
     torn = tail.rpartition(b"\n")[2]
     if _parse(torn) is not None:
-        os.write(fd, b"\n")  # only the newline was missing
+        # Only the newline is missing.
+        os.write(fd, b"\n")
     elif torn:
         os.ftruncate(fd, size - len(torn))
 
@@ -133,22 +174,27 @@ def _mend_tail(fd: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record a line holds, or None where it holds none."""
+    """Return the record that a line holds, or None if it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
+
     if not isinstance(record, dict):
         return None
+
+    # Most records have no such number.
     marks = record.pop(NONFINITE, None)
     return _with_nonfinite(record, "", marks) if isinstance(marks, dict) else record
 
 
 def _with_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
+    """Return a copy with the non-finite numbers that `marks` names, by path."""
     if value is None and path in marks:
         return float(marks[path])
     if isinstance(value, dict):
         return {key: _with_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
+
     return value

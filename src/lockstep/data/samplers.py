@@ -1,0 +1,133 @@
+"""Samplers: which sample comes at which position of an epoch, as a pure function of (epoch, position).
+
+A sampler has no state and knows no rank. Any position of any epoch can be computed at once, so that the state of a
+run's data is one integer, resuming costs nothing, and every position is trained exactly once on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from lockstep.runtime.seeds import derive
+
+# Positions permuted at a time: one numpy pass serves many steps.
+BLOCK = 4096
+
+ROUNDS = 8
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Chooses samples. An id may come several times in an epoch, or never; each *position* comes once."""
+
+    def __len__(self) -> int:
+        """Return the number of positions in an epoch."""
+        ...
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the sample ids (int64) at positions [start, stop) of an epoch. It must be a pure function."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A dataset with a sampler of the user's own: `Task.data` may return it in place of the dataset.
+
+    It reads like the dataset, and is as long as an epoch of the sampler.
+    """
+
+    dataset: Any
+    sampler: Sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+@dataclass(frozen=True)
+class SequentialSampler:
+    """The samples of a dataset of this length, in its own order."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return [start, stop)."""
+        assert 0 <= start <= stop <= self.length
+        return np.arange(start, stop, dtype=np.int64)
+
+
+class ShuffledSampler:
+    """Every sample once per epoch, in an order that is a function of (seed, epoch, length), in O(1) memory.
+
+    A permutation of a billion ids is never stored. A keyed Feistel network permutes the next larger power of four,
+    and ids that fall outside the dataset walk on along their cycle until they fall inside it, which is again a
+    permutation.
+    """
+
+    def __init__(self, length: int, seed: int):
+        assert length > 0
+        self.length = length
+        self.seed = seed
+        self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+        self._block = lru_cache(maxsize=2)(self._make_block)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the sample ids at positions [start, stop) of `epoch`, as int64."""
+        assert 0 <= start <= stop <= self.length
+        # Blocks are cached: consecutive micro-batches lie in the same one.
+        first = start // BLOCK
+        last = max(start, stop - 1) // BLOCK
+        blocks = [self._block(epoch, index) for index in range(first, last + 1)]
+        joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return joined[start - first * BLOCK : stop - first * BLOCK]
+
+    def _make_block(self, epoch: int, index: int) -> np.ndarray:
+        """Return the ids (int64) at BLOCK positions of an epoch."""
+        positions = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
+        keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
+        ids = self._feistel(positions, keys)
+
+        # At most 3 of 4 ids are outside, so this ends after a few short passes.
+        outside = ids >= self.length
+        while outside.any():
+            ids[outside] = self._feistel(ids[outside], keys)
+            outside = ids >= self.length
+        return ids.astype(np.int64)
+
+    def _feistel(self, values: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
+        """Permute uint64 values below the power of four, with one key per round.
+
+        A round replaces one half of the bits by itself xor a function of the other half, which can be undone. Hence
+        it is a permutation, whatever the function.
+        """
+        bits = np.uint64(self._half_bits)
+        mask = np.uint64((1 << self._half_bits) - 1)
+        left = values >> bits
+        right = values & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Scramble 64 bits by xor-shifts and multiplications: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xA0761D6478BD642F)
+    return x ^ (x >> np.uint64(32))
+
+
+def make_sampler(length: int, seed: int, shuffle: bool = True) -> Sampler:
+    """Return the sampler of `data.shuffle`."""
+    return ShuffledSampler(length, seed) if shuffle else SequentialSampler(length)

@@ -1,0 +1,286 @@
+"""The terminal of rank 0: a live display, plain lines, or nothing.
+
+A display reads the records that also go to `metrics.jsonl` and `events.jsonl`; all it adds is the time left.
+It never raises into training: a record without a key shows `-`, a closed terminal ends the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import textwrap
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
+
+from lockstep.errors import unknown_name
+from lockstep.observe.formats import (
+    compact,
+    duration,
+    event_words,
+    figures,
+    megabytes,
+    number,
+    one_line,
+    printable,
+    ranks,
+    rate,
+    rate_key,
+    scientific,
+)
+
+if TYPE_CHECKING:
+    from lockstep.observe.live import LiveDisplay
+
+Record = Mapping[str, Any]
+Mode = Literal["auto", "live", "plain", "off"]
+
+# Records that the time left is estimated from.
+RECENT_STEPS = 20
+# The task's own metrics on one line.
+MOST_METRICS = 2
+# Columns of a line that is made of several parts, where they fit.
+WIDTH = 100
+# Events whose lines are wrapped: they are long in every run.
+WRAPPED = ("checkpoint", "end")
+# What the last line shows. The rest of the summary was shown at the start.
+END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
+
+
+def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Progress:
+    """Return the display for this stream: `auto` is live on a terminal and plain lines everywhere else."""
+    if mode not in get_args(Mode):
+        raise unknown_name("log.progress", mode, get_args(Mode))
+    if mode == "off":
+        return Progress(None, stream)
+
+    tracker = Tracker(total_steps, unit)
+    obstacle = _why_not_live(stream)
+    if mode != "plain" and obstacle is None:
+        # rich is imported only where it is used.
+        from lockstep.observe.live import LiveDisplay
+
+        return Progress(LiveDisplay(tracker, stream), stream)
+
+    progress = Progress(PlainDisplay(tracker, stream), stream)
+    if mode == "live":
+        progress.message(f"log.progress=live: {obstacle}; showing plain lines")
+    return progress
+
+
+def _why_not_live(stream: TextIO) -> str | None:
+    # Python has None for a closed stdout, and a closed file raises ValueError.
+    try:
+        is_terminal = stream.isatty()
+    except (AttributeError, ValueError):
+        is_terminal = False
+
+    if not is_terminal:
+        return "the output is not a terminal"
+    if os.environ.get("TERM", "") in ("", "dumb"):
+        return "this terminal cannot move its cursor"
+    if "utf" not in (stream.encoding or "").lower():
+        return f"this terminal takes {stream.encoding}, not UTF-8"
+
+    return None
+
+
+class Progress:
+    """A display that cannot fail. Any call may come at any time, from one thread, and none raises.
+
+    A display is not worth a training run: its first failure is kept in `failure`, where a test can find it.
+    """
+
+    def __init__(self, display: PlainDisplay | LiveDisplay | None, stream: TextIO):
+        self._display = display
+        self._stream = stream
+        self.failure: Exception | None = None
+
+    def start(self, facts: Record) -> None:
+        """Begin; `facts` is the start event: task, world, device, precision, parameters."""
+        self._show("start", facts)
+
+    def update(self, record: Record) -> None:
+        """Show one record of metrics.jsonl."""
+        self._show("update", record)
+
+    def event(self, record: Record) -> None:
+        """Show one record of events.jsonl."""
+        self._show("event", record)
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+        self._show("message", text)
+
+    def close(self) -> None:
+        """End the display."""
+        self._show("close")
+
+    def _show(self, method: str, *arguments: Any) -> None:
+        if self._display is None:
+            return
+
+        try:
+            getattr(self._display, method)(*arguments)
+        except Exception as error:
+            self.failure = self.failure or error
+            if isinstance(error, BrokenPipeError):
+                _point_at_null(self._stream)
+
+
+def _point_at_null(stream: TextIO) -> None:
+    """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe gives 120."""
+    # A stream without a descriptor needs no mending.
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+class Tracker:
+    """The latest of everything, and the time left. It shows nothing itself."""
+
+    def __init__(self, total_steps: int, unit: str):
+        self.total_steps = total_steps
+        self.unit = unit
+        self.facts: Record = {}
+        self.last: Record = {}
+        self.last_eval: Record = {}
+        self.seconds_left: float | None = None
+        self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def update(self, record: Record) -> None:
+        """Take a record of metrics, and estimate the time left."""
+        step = number(record.get("step"))
+        step_s = number(record.get("step_s"))
+        # The first record holds compilation and warm-up.
+        if self.last and step_s is not None:
+            self._step_s.append(step_s)
+        # A median, because one recompilation or one stalled read must not spoil it for twenty records.
+        if self._step_s and step is not None:
+            self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
+        self.last = record
+
+    def event(self, record: Record) -> None:
+        """Take an event."""
+        if record.get("event") == "eval":
+            self.last_eval = record
+
+
+class PlainDisplay:
+    """One line per record: for files, pipes and schedulers' logs."""
+
+    def __init__(self, tracker: Tracker, stream: TextIO):
+        self._tracker = tracker
+        self._stream = stream
+
+    def start(self, facts: Record) -> None:
+        """Show what is trained, and where."""
+        self._tracker.facts = facts
+        self.message("  ".join(title_parts(facts)))
+
+    def update(self, record: Record) -> None:
+        """Show a line of metrics."""
+        self._tracker.update(record)
+        self.message(step_line(self._tracker))
+
+    def event(self, record: Record) -> None:
+        """Show an event, unless `start` has shown it."""
+        self._tracker.event(record)
+        # The last line of a run says where to find it.
+        if record.get("event") == "end":
+            record = {"run_dir": self._tracker.facts.get("run_dir"), **record}
+        if record.get("event") != "start":
+            self.message(event_line(record))
+
+    def message(self, text: str) -> None:
+        """Write text; characters that the stream cannot encode become question marks."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        line = printable(text).encode(encoding, errors="replace").decode(encoding)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Flush the stream, which is not ours to close."""
+        self._stream.flush()
+
+
+# ---- lines ----
+
+
+def title_parts(facts: Record) -> list[str]:
+    """Return the parts of the first line: task, ranks, device, precision, parameters."""
+    task, device, precision = (one_line(facts.get(key, "-")) for key in ("task", "device", "precision"))
+    return [task, ranks(facts.get("world")), device, precision, f"{compact(facts.get('parameters'))} parameters"]
+
+
+def step_line(tracker: Tracker) -> str:
+    """`step   120/400  loss  2.314  lr 1.0e-03  norm  0.831  57.6k token/s  mem  512 MB  eta 0:42`"""
+    # Fixed widths, so that the numbers of consecutive lines stand below each other.
+    last = tracker.last
+    total = str(tracker.total_steps)
+    parts = [
+        f"step {one_line(last.get('step', '-')):>{max(5, len(total))}}/{total}",
+        f"loss {figures(last.get('loss'), 4):>6}",
+        f"lr {scientific(last.get('lr')):>7}",
+        f"norm {figures(last.get('grad_norm'), 3):>6}",
+        f"{rate(last.get(rate_key(tracker.unit)), tracker.unit):>{len(tracker.unit) + 8}}",
+        f"mem {megabytes(last.get('memory_mb')):>7}",
+        f"eta {duration(tracker.seconds_left)}",
+    ]
+
+    # What not every line has stands at its end.
+    parts += [f"{name} {value}" for name, value in metric_parts(last)]
+    if number(last.get("skipped")):
+        parts.append(f"skipped {last['skipped']}")
+    return "  ".join(parts)
+
+
+def event_line(record: Record) -> str:
+    """Return one line for any event; a sample keeps the line breaks of its text."""
+    kind = one_line(record.get("event", "event"))
+    if kind == "sample":
+        return f"sample:\n{record.get('text', '-')}"
+
+    if kind == "end":
+        record = {key: record.get(key) for key in END_KEYS}
+
+    # The kind stands in a column of its own.
+    parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
+    return _wrapped(parts) if kind in WRAPPED else "  ".join(parts).rstrip()
+
+
+def fact_lines(name: str, fact: str) -> str:
+    """`  batch          global 8 (as asked) = ...`, and on further lines what does not fit."""
+    head = f"  {name:14} "
+    text = textwrap.fill(
+        fact,
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        # A path stays whole, to be copied.
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return text or head.rstrip()
+
+
+def _wrapped(parts: list[str]) -> str:
+    """Return parts in lines of at most WIDTH columns; no part is broken."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"{'':<7}  {part}")
+
+    return "\n".join(lines)
+
+
+def metric_parts(record: Record) -> list[tuple[str, str]]:
+    """Return the first few of the task's own metrics: a line has an end."""
+    metrics = record.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return []
+    return [(one_line(name), figures(value, 3)) for name, value in list(metrics.items())[:MOST_METRICS]]

@@ -1,0 +1,56 @@
+"""`metrics.csv`: one row per metrics record, for spreadsheets. Events are left out."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.observe.formats import flat
+
+
+class CsvSink:
+    """Appends rows to `metrics.csv` in the run folder. Nested keys are dotted: `metrics.accuracy`.
+
+    A key that appears for the first time is a new column at the right: the file is then written anew.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / "metrics.csv"
+        # A resumed run appends to the rows that are there.
+        rows = self._rows()
+        self._columns = rows[0] if rows else []
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one row. The file is opened for each: a reader sees whole rows at any time."""
+        if "event" in record:
+            return
+
+        # A header must name every column before the first row that has it.
+        values = flat(record)
+        new = [key for key in values if key not in self._columns]
+        if new:
+            self._add_columns(new)
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow([values.get(column, "") for column in self._columns])
+
+    def close(self) -> None:
+        """Do nothing: the file is not kept open between two records."""
+
+    def _rows(self) -> list[list[str]]:
+        """Return the header and all rows, or nothing if there is no file yet."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))
+
+    def _add_columns(self, new: list[str]) -> None:
+        """Write the file anew with a longer header. A reader never sees half of it."""
+        rows = self._rows()[1:]
+        self._columns = [*self._columns, *new]
+        staged = self.path.with_suffix(".csv.tmp")
+        with staged.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([self._columns, *rows])
+        os.replace(staged, self.path)

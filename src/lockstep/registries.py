@@ -1,0 +1,38 @@
+"""Settings whose values are names in a registry, and the check of these names before any process starts.
+
+The configuration cannot know the names: it lies below the registries. None of these modules imports torch, so that a
+misspelt name is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from lockstep.config import Layer
+from lockstep.config.schema import flatten
+from lockstep.errors import ConfigError, unknown_name
+from lockstep.observe.sinks import SINKS
+from lockstep.optim import registry
+from lockstep.optim.schedule import SCHEDULES
+
+REGISTRIES: dict[str, Collection[str]] = {
+    "lr.schedule": SCHEDULES,
+    "optimizer": registry.NAMES,
+    "log.sinks": SINKS,
+}
+
+
+def check_names(layers: Sequence[Layer]) -> None:
+    """Raise all names in the layers that are in no registry. The layers must be valid otherwise."""
+    settings: dict[str, Any] = {}
+    for _, values in layers:
+        settings |= flatten(values)
+
+    problems = []
+    for key, known in REGISTRIES.items():
+        given = settings.get(key) or []
+        names = [given] if isinstance(given, str) else given
+        problems += [unknown_name(key, name, known) for name in names if name not in known]
+    if problems:
+        raise ConfigError(problems)

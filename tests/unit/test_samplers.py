@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from lockstep.config import DataConfig
+from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
+from lockstep.data.sources import BatchShape, open_source
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
+
+
+@given(length=st.integers(1, 3 * BLOCK), seed=st.integers(0, 2**62), epoch=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_every_epoch_visits_every_sample_once(length, seed, epoch):
+    ids = make_sampler(length, seed).ids(epoch, 0, length)
+    assert np.array_equal(np.sort(ids), np.arange(length))
+
+
+def test_epochs_and_seeds_give_different_orders():
+    order = make_sampler(1000, seed=1)
+    first, second = order.ids(0, 0, 1000), order.ids(1, 0, 1000)
+    other = make_sampler(1000, seed=2).ids(0, 0, 1000)
+    # Two random permutations of 1000 agree in about one place.
+    assert (first == second).sum() < 10
+    assert (first == other).sum() < 10
+    assert (first == np.arange(1000)).sum() < 10
+
+
+@given(start=st.integers(0, 2 * BLOCK), size=st.integers(0, BLOCK + 7))
+@settings(max_examples=40, deadline=None)
+def test_any_part_can_be_asked_for_alone(start, size):
+    length = 4 * BLOCK - 5
+    stop = min(start + size, length)
+    whole = make_sampler(length, 3).ids(7, 0, length)
+    assert np.array_equal(make_sampler(length, 3).ids(7, start, stop), whole[start:stop])
+
+
+def test_a_trillion_samples_cost_no_memory():
+    order = make_sampler(10**12, seed=0)
+    ids = order.ids(5, 10**12 - 100, 10**12)
+    assert len(set(ids.tolist())) == 100
+    assert all(0 <= i < 10**12 for i in ids)
+
+
+def test_the_order_is_spread_evenly():
+    """The first tenth of an epoch holds about a tenth of every part of the dataset."""
+    length = 100_000
+    ids = make_sampler(length, 11).ids(0, 0, length // 10)
+    counts, _ = np.histogram(ids, bins=10, range=(0, length))
+    assert counts.min() > 880
+    assert counts.max() < 1120  # 1000 +- 4 standard deviations
+
+
+def test_neighbours_do_not_stay_neighbours():
+    ids = make_sampler(10_000, 5).ids(0, 0, 10_000)
+    assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_without_shuffling_the_order_is_the_datasets_own(epoch):
+    assert make_sampler(10, 0, shuffle=False).ids(epoch, 2, 6).tolist() == [2, 3, 4, 5]
+
+
+def test_the_order_never_changes_between_versions():
+    """A saved position means nothing if this changes: bump the checkpoint format when it must."""
+    assert make_sampler(10, 0).ids(0, 0, 10).tolist() == FROZEN
+
+
+FROZEN = [6, 3, 0, 1, 8, 7, 2, 4, 5, 9]
+
+
+class Weighted:
+    """A sampler with replacement: each position draws an id by itself, from a stream of its own."""
+
+    def __init__(self, weights, length, seed):
+        self.bounds = np.cumsum(weights) / np.sum(weights)
+        self.length = length
+        self.seed = seed
+
+    def __len__(self):
+        return self.length
+
+    def ids(self, epoch, start, stop):
+        draws = [np.random.default_rng((self.seed, epoch, position)).random() for position in range(start, stop)]
+        return np.searchsorted(self.bounds, draws).astype(np.int64)
+
+
+def source(sampler, rank, ranks, dataset, micro_batch=2):
+    shape = BatchShape(global_batch=6, micro_batch=micro_batch, tail="short")
+    data = Sampled(dataset, sampler)
+    return open_source(data, default_collate, shape, DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+
+
+def test_samplers_are_samplers():
+    assert isinstance(make_sampler(10, 0), ShuffledSampler)
+    assert isinstance(make_sampler(10, 0, shuffle=False), SequentialSampler)
+    for sampler in (make_sampler(10, 0), SequentialSampler(10), Weighted([1], 4, 0)):
+        assert isinstance(sampler, Sampler)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_position_of_a_weighted_sampler_is_trained_once_on_any_number_of_ranks(ranks):
+    """20 positions of a dataset of 5, over two epochs; sample 0 is never drawn."""
+    sampler = Weighted([0, 1, 1, 1, 5], 20, seed=3)
+    expected = [*sampler.ids(0, 0, 20), *sampler.ids(1, 0, 20)]
+    sources = [source(sampler, rank, ranks, list(range(5))) for rank in range(ranks)]
+    seen = []
+    while sources[0].position < 40:
+        for one in sources:
+            share = one.take()
+            seen += [int(i) for micro in share if not micro.padding for i in micro.data]
+            one.commit(share, None)
+    assert seen == expected
+    assert 0 not in seen
+
+
+def test_the_state_of_a_sampled_dataset_is_its_position():
+    first = source(Weighted([1, 2, 3], 20, seed=1), 0, 1, [10, 11, 12])
+    first.commit(first.take(), None)
+    assert first.state_dict() == {"position": 6, "length": 20, "passed_over": []}
+    second = source(Weighted([1, 2, 3], 20, seed=1), 1, 2, [10, 11, 12])
+    second.load_state_dict(first.state_dict())
+    assert second.upcoming() == first.upcoming()
+
+
+def test_a_sampler_needs_a_dataset_with_an_index():
+    with pytest.raises(UserError, match="a sampler needs a dataset with __getitem__"):
+        source(SequentialSampler(4), 0, 1, iter(range(4)))
