@@ -31,8 +31,9 @@ COMMAND = "lockstep train char_lm preset=tiny --nproc 2"
 # A longer run, so that the report has curves to show.
 REPORTED = ["preset=tiny", "steps=400", "log.every=10", "evaluate.every=50", "checkpoint.every=50", "run_dir=run"]
 
-# What the run prints after its last step: text that a model of 40 steps has written is no sight.
-AFTER_TRAINING = "sample:"
+# The run erases its live display and prints a sample after the last step. The text that a model has learned to write
+# in 40 steps is no sight, so the picture is taken right before.
+AFTER_TRAINING = re.compile(r"(\r|\x1b\[2K|\x1b\[1A)+sample:")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WINDOW = "1200,1366"  # ends between two rows of charts
@@ -50,7 +51,7 @@ def main() -> int:
 
 def picture_terminal(folder: Path) -> None:
     """Write terminal.svg: the screen after the last step."""
-    written, _, _ = run_in_terminal(lockstep(COMMAND.split()[1:]), folder).partition(AFTER_TRAINING)
+    written = AFTER_TRAINING.split(run_in_terminal(lockstep(COMMAND.split()[1:]), folder))[0]
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(f"[bold green]$[/] {COMMAND}", highlight=False)
     for line in screen_after(written):
