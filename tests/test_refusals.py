@@ -281,16 +281,16 @@ CONFIGURATION = {
     ),
     "two kinds of clipping": Row({"clip.norm": 1.0, "clip.value": 1.0}, "clip.value", "at most one", "keep one"),
     "speeds with fsdp": Row(
-        {"speed_weights": "auto", "strategy": "fsdp", "micro_batch": 1},
+        {"load_balance": "auto", "strategy": "fsdp", "micro_batch": 1},
         "strategy = fsdp",
         "wait for",
         "type strategy=ddp",
     ),
     "speeds with a mesh": Row(
-        {"speed_weights": [1, 2], "mesh.pp": 2}, "mesh.pp = 2", "wait for each other", "leave mesh.pp out"
+        {"load_balance": [1, 2], "mesh.pp": 2}, "mesh.pp = 2", "wait for each other", "leave mesh.pp out"
     ),
     "speeds with a static graph": Row(
-        {"speed_weights": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
+        {"load_balance": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
     ),
 }
 GRAPHS = {
@@ -454,7 +454,7 @@ MODEL = {
         {"strategy": "pp"}, "before_batch()", "at once", "type strategy=ddp", Placed(long_row)
     ),
     "places of a batch that move": Row(
-        {"speed_weights": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
+        {"load_balance": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
     ),
     "tf32 on a CPU": Row({"precision": "tf32"}, "precision=tf32", "no TF32", "type precision=fp32"),
 }
@@ -469,10 +469,10 @@ BATCH = {
         {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
     ),
     "one speed for four ranks": Row(
-        {"speed_weights": [1.0]}, "speed_weights=[1.0]", "1 numbers for 4 ranks", "speed_weights=auto"
+        {"load_balance": [1.0]}, "load_balance=[1.0]", "1 numbers for 4 ranks", "load_balance=auto"
     ),
     "nothing to deal": Row(
-        {"speed_weights": "auto"}, "by speed", "one for each, and none to move", "type micro_batch=1"
+        {"load_balance": "auto"}, "by speed", "one for each, and none to move", "type micro_batch=1"
     ),
     "a micro-batch that nobody can lower": Row({"micro_batch": "auto"}, "micro_batch=auto", "no launcher", "--nproc N"),
     "less than a step": Row({"steps": None, "epochs": 0.01}, "epochs=0.01", "less than half a step", "type steps=1"),
@@ -485,10 +485,10 @@ DATA = {
     "no samples": Row({}, "a dataset to train on", "no samples", "check the path", Asked(samples=[])),
     "shards of its own": Row({"data.sharding": "own"}, "sharding=own", "whose samples we deal", "leave data.sharding"),
     "speeds of a stream": Row(
-        {"speed_weights": "auto", "micro_batch": 1},
+        {"load_balance": "auto", "micro_batch": 1},
         "by speed",
         "a stream",
-        "leave speed_weights",
+        "leave load_balance",
         Asked(samples=Stream()),
     ),
     "numbers of a stream": Row({"log.samples": True}, "log.samples", "a stream", "leave", Asked(samples=Stream())),
@@ -647,7 +647,7 @@ def test_blocks_may_be_named_for_fp8() -> None:
 
 
 def test_places_of_a_batch_that_stay_where_they_are(tmp_path: Path) -> None:
-    row = Row({"speed_weights": [1, 2, 1, 1], "micro_batch": 1}, "", "", "", Placed())
+    row = Row({"load_balance": [1, 2, 1, 1], "micro_batch": 1}, "", "", "", Placed())
     with pytest.raises(FirstStep):
         attempt(row, tmp_path, lambda run, task: loop.fit(task, run))
 
