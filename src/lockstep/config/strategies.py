@@ -36,6 +36,8 @@ STRATEGIES: dict[str, StrategyRules] = {
     "pp": StrategyRules(STATE, pipeline=True, named=False),
 }
 
+LEAST_MEMORY = "fsdp"  # the strategy to advise when memory runs out
+
 
 def with_trait(trait: str) -> tuple[str, ...]:
     """Return the names of the strategies that have `trait`, an attribute of StrategyRules."""
