@@ -181,7 +181,7 @@ PLAIN = {"global_batch": 16, "micro_batch": 4, "steps": 2}
 
 @dataclass(frozen=True)
 class Row:
-    """Settings besides PLAIN, of which one is wrong; then words of the problem, of its reason (which may be a part of the
+    """Settings besides PLAIN, of which one is wrong; then words of the problem, of its reason (which may be part of the
     problem or of what was found), and of what to type."""
 
     values: dict[str, Any]
@@ -272,7 +272,9 @@ CONFIGURATION = {
         {"lr.scaling": "linear"}, "lr.scaling", "reference_batch", "add lr.reference_batch=256"
     ),
     "a batch for no rule": Row({"lr.reference_batch": 64}, "reference_batch", "peak", "type lr.scaling=linear"),
-    "spikes that are not detected": Row({"spike.window": 32}, "spike.window", "detection is off", "type spike.policy=skip"),
+    "spikes that are not detected": Row(
+        {"spike.window": 32}, "spike.window", "detection is off", "type spike.policy=skip"
+    ),
     "the best of nothing": Row(
         {"checkpoint.best_mode": "max", "evaluate.every": 1},
         "best_mode",
@@ -296,7 +298,10 @@ CONFIGURATION = {
 }
 GRAPHS = {
     f"graphs with {key}": Row(
-        {"graph": True, key: value} | more, f"graph = true (command line) cannot be combined with {key}", "not captured", "type graph=auto"
+        {"graph": True, key: value} | more,
+        f"graph = true (command line) cannot be combined with {key}",
+        "not captured",
+        "type graph=auto",
     )
     for key, value, more in (
         ("strategy", "fsdp", {}),
@@ -461,7 +466,10 @@ MODEL = {
 }
 BATCH = {
     "fewer samples than ranks": Row(
-        {"global_batch": 3, "micro_batch": None}, "global_batch=3 cannot be split on 4", "1 ranks that would have nothing", "--nproc 3"
+        {"global_batch": 3, "micro_batch": None},
+        "global_batch=3 cannot be split on 4",
+        "1 ranks that would have nothing",
+        "--nproc 3",
     ),
     "fewer micro-batches than ranks": Row(
         {"micro_batch": 8}, "micro-batches of 8 cannot be split on 4", "cannot be split", "type micro_batch=4 or less"
