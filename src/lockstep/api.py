@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
     from lockstep.task import Task
 
-ResumeCommand = Callable[[Path], str]  # the folder of a run that ended early -> what to type to resume it
+# From the folder of a run that ended early to what to type to resume it.
+ResumeCommand = Callable[[Path], str]
 
-LAYERS = "LOCKSTEP_LAYERS"  # configuration from the command line, for a script that calls `lockstep.start`
+# Environment variable with the configuration of the command line, for a script that calls `lockstep.start`.
+LAYERS = "LOCKSTEP_LAYERS"
 
 
 @dataclass
@@ -92,6 +94,7 @@ def train(target: str, layers: list[Layer], processes: Processes, again: ResumeC
     nproc = parse_nproc(processes.nproc)
     nnodes = parse_nnodes(processes.nnodes)
 
+    # One process needs no launcher. It may be a rank of torchrun, too.
     if not processes.supervised:
         with _resume_hint(again):
             run_target(target, layers)
@@ -105,6 +108,7 @@ def train(target: str, layers: list[Layer], processes: Processes, again: ResumeC
             f"leave {option} out under torchrun; or unset RANK and WORLD_SIZE",
         )
 
+    # The folder is chosen before the task is imported, so only what was typed counts.
     run_dir = _agree_on_run_dir(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
@@ -117,6 +121,7 @@ def run_target(target: str, layers: list[Layer]) -> None:
     if targets.is_script(target):
         import runpy
 
+        # As `python script.py` would: its own folder comes first on the path.
         os.environ[LAYERS] = json.dumps(layers)
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
@@ -125,6 +130,8 @@ def run_target(target: str, layers: list[Layer]) -> None:
     kind = targets.load_class(target)
     _check_launcher_folder([("task default", kind.defaults), *layers])
     resolved = resolve_for(kind.defaults, kind.presets, layers)
+
+    # Options of the task are checked after all keys: the constructor may take a while.
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
 
@@ -148,6 +155,8 @@ def fit(
     scripts with a command line of their own.
     """
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
+
+    # A script that calls fit(nproc=4) may itself be started by torchrun: then its ranks exist already.
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     if isinstance(task, type):
@@ -216,6 +225,7 @@ def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
     if ending.code:
         checkpoint = latest(run_dir / "checkpoints")
         signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
+        # Which signal it was is known only from the exit code, and where the run stands from its checkpoints.
         step = latest_step(run_dir / "checkpoints") or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
 
@@ -232,6 +242,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     from lockstep.engine.own_loop import OwnRun
 
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
+    # What was typed wins over the script: its arguments are defaults there.
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
     _check_launcher_folder(layers)
     resolved = resolve(layers)
@@ -262,6 +273,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
 
 def work(spec: dict[str, Any]) -> None:
     """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher."""
+    # A rank is forked from a process that was started elsewhere: it needs the paths of the launcher.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
     if "task" in spec:
@@ -278,6 +290,8 @@ def _fit_pickled(path: str, layers: list[Layer]) -> None:
     with open(path, "rb") as file:
         task, options = cloudpickle.load(file)
     resolved = resolve_for(task.defaults, task.presets, layers)
+
+    # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
     _fit_here(task, resolved, type(task).__name__.lower())
@@ -287,6 +301,7 @@ def _fit_pickled(path: str, layers: list[Layer]) -> None:
 
 
 def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
+    """Train `task` in this process, which may be one of many ranks."""
     from lockstep.engine import loop
 
     with _running(resolved, name, task.unit) as run:
@@ -307,6 +322,7 @@ def _running(resolved: Resolved, name: str, *unit: str) -> Iterator[Run]:
             with explained(run):
                 yield run
         except BaseException as error:
+            # The time is stamped first: the launcher blames the rank that failed first.
             failure.stamp(error)
             run.fail(error)
             raise
@@ -319,12 +335,14 @@ def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> Ending:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
+    # The folder must be ours before a process is started.
     prepare(run_dir)
     (run_dir / "resize").unlink(missing_ok=True)  # a request that an earlier job did not live to see
     held = lock(run_dir)  # raises if another job trains there: a second launcher must not write into its record
     if held is not None:
         held.close()
 
+    # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
     culprit = ending.failure
@@ -352,6 +370,7 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
     """Refuse a folder that is set in the code: the launcher has already chosen one, without running that code."""
     if not any(source == FROM_LAUNCHER for source, _ in layers):
         return
+    # Of `--resume` and `run_dir=` on the command line the launcher knows.
     for key in ("run_dir", "resume"):
         for source, values in layers:
             if source not in ("argument", "task default") or not values.get(key):

@@ -16,14 +16,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
+
+    # Kept for the command that resumes a run.
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
+
+    # argparse takes no positional arguments after an option, so it must not judge what is left: we do.
     unknown = [item for item in rest if item.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
     if rest and not hasattr(options, "overrides"):
         parser.error(f"{options.verb} takes no settings such as {rest[0]}")
 
-    # argparse leaves settings that follow an option, as in `train char_lm --nproc 2 steps=10`, in `rest`.
+    # Settings that follow an option, as in `train char_lm --nproc 2 steps=10`, are in `rest`.
     overrides = [*getattr(options, "overrides", []), *rest]
     try:
         return options.run(options, overrides)
@@ -43,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser; each verb sets `run`, the function that does it."""
     parser = argparse.ArgumentParser(
         prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."
     )
@@ -104,6 +109,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
+    # Every action takes one path: a run, whose newest checkpoint is meant, or a checkpoint.
     def add(name: str, metavar: str, text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text)
         action.add_argument("path", type=Path, metavar=metavar)
@@ -124,6 +130,8 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
 
 # ---- verbs ----------------------------------------------------------------------------------------------
+#
+# Each imports what it needs: `lockstep --help` must not wait for torch.
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -131,6 +139,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.config import read_layers
 
     layers = read_layers(options.config, overrides)
+
+    # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
     processes = api.Processes(options.nproc, options.nnodes, options.join)

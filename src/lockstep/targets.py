@@ -15,11 +15,14 @@ from typing import Any, cast, get_args
 from lockstep.errors import ConfigError, UserError
 
 RECIPES = Path(__file__).parent / "recipes"
-CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")  # what every task has, see task.py
+
+# What every task has, see task.py. A class need not be derived from Task.
+CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")
 
 
 def recipes() -> dict[str, str]:
     """Return name -> first line of the description of every recipe, without importing any."""
+    # The source is parsed: importing a recipe would import torch.
     found = {}
     for package in sorted(RECIPES.glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(package.read_text())) or ""
@@ -42,6 +45,7 @@ def name_of(target: str) -> str:
 
 def check(target: str) -> None:
     """Raise for everything wrong with a target that can be known without importing it."""
+    # The last colon: a path may hold others.
     path, colon, class_name = target.rpartition(":")
     if is_script(target):
         _check_file(target, Path(target))
@@ -62,6 +66,7 @@ def _check_file(target: str, file: Path) -> None:
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
     source = Path(target).read_text()
+    # Crude, but never wrong about a script that trains: the calls may be named in many ways.
     if "start(" in source or "fit(" in source:
         return
 
@@ -154,6 +159,8 @@ def _load_file(path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+
+    # Under its own name, not as `__main__`: what is guarded by `if __name__ == "__main__"` does not run.
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -172,6 +179,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return kind(**options)  # only the constructor knows what it takes
 
+    # Names and types are checked against the signature, so that all problems come at once.
     problems = []
     values = {}
     for key, value in options.items():
@@ -183,6 +191,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
         except ValueError:  # pydantic's ValidationError is one
             problems.append(_wrong_type(key, value, parameters[key].annotation))
 
+    # Options without a default.
     for name, p in parameters.items():
         required = p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         if required and name not in options:
@@ -194,6 +203,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
 
 def _signature(kind: type[Any]) -> inspect.Signature:
+    """Return the signature of the constructor, with types in place of their names where they can be found."""
     try:
         return inspect.signature(kind, eval_str=True)
     except NameError:  # annotations whose names only a type checker imports
@@ -206,6 +216,8 @@ def _converted(value: Any, wanted: Any) -> Any:
 
     if wanted is inspect.Parameter.empty or isinstance(wanted, str):
         return value
+
+    # Strict for scalars: pydantic would turn "8" into 8 and true into 1.
     scalar = wanted in (int, float, bool, str) or isinstance(value, bool)
     try:
         adapter = TypeAdapter(wanted, config=ConfigDict(strict=scalar))

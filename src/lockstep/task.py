@@ -12,7 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+# A weight on the device costs no synchronisation; a number is the same on every device.
 Weight = int | float | Tensor
+
+# A sum, or a sum with a weight of its own.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
 
 
@@ -68,10 +71,13 @@ class StepBatches:
 class StepResult:
     """The outcome of one step, the same on every rank."""
 
+    # What happened.
     step: int  # counts all steps from 0, skipped ones too
     applied: bool  # False: neither the optimizer nor the schedule advanced
     weight: float  # of all ranks together
     grad_norm: float  # of the weighted mean's gradient, before clipping
+
+    # What the ranks agreed on, through the step's control word.
     stop: bool = False  # some rank requested a stop
     exhausted: bool = False  # every rank's stream has ended
     save: bool = False  # a checkpoint is due
@@ -104,11 +110,14 @@ class SourceContext:
     `attach` moves this rank's data to its device, and returns a line about the data for the banner.
     """
 
+    # What to compute with.
     model: nn.Module  # as this rank holds it, not wrapped: for forwards without gradients
     device: torch.device
     seed: int
     global_batch: int
     micro_batch: int
+
+    # This rank among the others.
     mine: range  # this rank's share of the micro-batches of a whole step
     ranks: int
     in_step: bool  # forwards are collective: all ranks must run equally many
@@ -162,6 +171,8 @@ class Task:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         """Return fused AdamW that decays matrices, and no vectors (biases, norms)."""
         trainable = [p for p in model.parameters() if p.requires_grad]
+
+        # Decay is for matrices and embeddings; of a bias or a norm it would only shrink the scale.
         groups = [
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},

@@ -20,7 +20,10 @@ from lockstep.errors import UserError
 
 Settings = Mapping[str, Setting]  # by dotted key
 
+# A task may set options for the day that something is switched on; only what a user typed is judged as unused.
 PREPARED = ("task default", "preset ")  # beginnings of sources whose values no user has typed
+
+# Values that mean "not used", whatever the key.
 SWITCHED_OFF = (None, "none", "off", "constant", False)
 
 
@@ -74,7 +77,8 @@ def conflicts(settings: Settings) -> list[UserError]:
     return [problem for rule in rules for problem in rule(settings)]
 
 
-NOT_ABOVE = (  # the first must not be larger than the second
+# Pairs of keys of which the first must not be larger than the second.
+NOT_ABOVE = (
     ("micro_batch", "global_batch"),
     ("micro_batch", "local_batch"),
     ("scaler.minimum", "scaler.initial"),
@@ -86,6 +90,8 @@ def _order(settings: Settings) -> Iterator[UserError]:
     for lower_key, upper_key in NOT_ABOVE:
         if lower_key not in settings or upper_key not in settings:
             continue
+
+        # micro_batch may be `auto`, which is no number.
         lower, upper = settings[lower_key], settings[upper_key]
         numbers = isinstance(lower.value, int | float) and isinstance(upper.value, int | float)
         if numbers and lower.value > upper.value:
@@ -104,7 +110,8 @@ def _reference_batch(settings: Settings) -> Iterator[UserError]:
             )
 
 
-ONLY_DDP = {  # options of torch's DDP -> the value that asks for nothing
+# Options of torch's DDP -> the value that asks for nothing. They would be ignored where DDP is not used.
+ONLY_DDP = {
     "ddp.hook": "none",
     "ddp.static_graph": False,
     "ddp.gradient_as_bucket_view": True,
@@ -132,6 +139,7 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
 def _load_balance(settings: Settings) -> Iterator[UserError]:
     """Ranks that run different numbers of micro-batches."""
     for balance in _on(settings, "load_balance"):
+        # A rank that runs fewer forwards would leave the others waiting in theirs.
         if collective := _collective_forward(settings):
             other = collective[0]
             fix = "type strategy=ddp, or strategy=zero1" if other.key == "strategy" else f"leave {other.key} out"
@@ -152,10 +160,12 @@ def _static_graph(settings: Settings) -> Iterator[UserError]:
                 yield _together(micro, static, reason, f"leave {static.key} out, or micro_batch")
 
 
-MANY_STAGES = ("interleaved", "zero-bubble")  # schedules for several stages on each rank; the last takes one, too
+# Schedules for several stages on each rank. Zero-bubble takes one as well.
+MANY_STAGES = ("interleaved", "zero-bubble")
 
 
 def _stages(settings: Settings) -> Iterator[UserError]:
+    """The number of stages on a rank must be one that the schedule can order."""
     schedule = settings.get("pp.schedule")
     by_strategy = [s for s in _on(settings, "strategy") if s.value in with_trait("pipeline")]
     by_mesh = [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
@@ -175,6 +185,8 @@ def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
     for graph in _on(settings, "graph"):
         if graph.value == "auto":
             continue
+
+        # One reason is enough: the first is the most fundamental.
         others = _collective_forward(settings)
         for key in ("ddp.sync_batchnorm", "ddp.find_unused_parameters", "remat"):
             others += _on(settings, key)
@@ -184,6 +196,7 @@ def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
 
 
 def _attention(settings: Settings) -> Iterator[UserError]:
+    """cuDNN's backward is not deterministic."""
     for attention in _on(settings, "attention"):
         for deterministic in _on(settings, "deterministic"):
             if attention.value == "cudnn":
@@ -201,8 +214,10 @@ class ExactRule(NamedTuple):
     fix: str
 
 
+# A parameter without a gradient would have to be found in every step, and found alike on every number of ranks.
 UNUSED_PARAMETERS = "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used"
 
+# Keys that are not listed change nothing about the order of additions.
 EXACT = {
     "strategy": ExactRule(
         with_trait("exact"), "a strategy that adds in an order of its own", "type strategy=ddp, or strategy=fsdp"
@@ -263,6 +278,7 @@ class OptionsOf(NamedTuple):
     also: Mapping[str, tuple[Any, ...]] = MappingProxyType({})  # other switches; (): all values but the default
 
 
+# Groups of options that one switch turns on.
 POWERSGD = ("ddp.powersgd_rank", "ddp.powersgd_start", "ddp.error_feedback")
 PIPELINE = ("pp.schedule", "pp.stages_per_rank")
 SPIKES = ("spike.factor", "spike.window")
@@ -326,6 +342,7 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
 
 
 def _is_on(rule: OptionsOf, switch: Setting, settings: Settings) -> bool:
+    """Whether the options of a rule have an effect."""
     if switch.value in rule.values or (not rule.values and switch.value not in SWITCHED_OFF):
         return True
     for key, values in rule.also.items():

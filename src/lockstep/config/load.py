@@ -27,6 +27,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"{named} is neither YAML nor JSON by its name", "", "name it .yaml, .yml or .json")
 
+    # What a parser says is put into our own words, without a traceback.
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml_dialect.load(text)
@@ -79,6 +80,8 @@ def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
     """Return the layers of a command, weakest first. The problems of all of them are raised at once."""
     layers: list[Layer] = []
     problems: list[UserError] = []
+
+    # A file that cannot be read must not hide what is wrong with the others.
     for path in files:
         try:
             layers.append((f"file {path}", read_file(path)))
@@ -101,6 +104,7 @@ def _overrides(args: Sequence[str], problems: list[UserError]) -> dict[str, Any]
 
 
 def _override(arg: str) -> tuple[str, Any]:
+    """Return (key, value) of one argument."""
     key, equals, text = (part.strip() for part in arg.partition("="))
     shown = f"{arg} (command line)"
     if not equals:
@@ -112,6 +116,8 @@ def _override(arg: str) -> tuple[str, Any]:
         fix = f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
         raise UserError(f"{shown} has no value after the =", "", fix)
 
+    # `none` is what a Python user types for null. Only brackets and quotes begin more than a plain word, so that
+    # `task.text=a: b` is text and not a mapping.
     if text.casefold() == "none":
         return key, None
     try:

@@ -50,9 +50,12 @@ def resolve_for(
 ) -> Resolved:
     """Resolve for a task, whose defaults and chosen preset are the two weakest layers."""
     weakest: list[Layer] = [("task default", defaults)]
+
+    # The strongest choice of a preset counts, but the preset itself is weak: it only replaces defaults.
     choices = [(source, values["preset"]) for source, values in [*weakest, *layers] if "preset" in values]
     source, name = choices[-1] if choices else ("default", None)
 
+    # A value that is no text is reported with all other wrong types.
     problems = []
     if isinstance(name, str) and name in presets:
         weakest.append((f"preset {name}", presets[name]))
@@ -144,6 +147,8 @@ def _checked(
 def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Setting]:
     """Return the strongest setting of every known key. Problems are appended."""
     parts = [settings_of(values.items(), source, problems) for source, values in layers]
+
+    # Any option that some layer gives to the task counts as known, so that a typo can be likened to it.
     known = [*KEYS, *(key for settings in parts for key in settings if _inside(key, "task"))]
 
     merged: dict[str, Setting] = {}
@@ -174,7 +179,9 @@ def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
         for detail in error.errors(include_url=False):
             if not detail["loc"]:
                 continue  # a rule between keys, which `conflicts` reports with sources
-            parts = 2 if detail["loc"][0] in SECTIONS else 1  # a union adds one more for each of its members
+
+            # pydantic reports each member of a union by itself, with one more part in its location.
+            parts = 2 if detail["loc"][0] in SECTIONS else 1
             key = ".".join(map(str, detail["loc"][:parts]))
             should = detail["msg"].removeprefix("Input ")
             if key in invalid:
@@ -211,6 +218,7 @@ _WORDS = {
 def nearest(key: str, names: Collection[str]) -> list[str]:
     """Return the names most like `key`, in full or in the last part: `warmpu` is like lr.warmup. Maybe none."""
 
+    # With and without the section: `log.warmup` is like lr.warmup, and `lr.peek` like lr.peak.
     def likeness(name: str) -> float:
         pairs = ((key, name), (key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1]))
         return max(SequenceMatcher(None, a.casefold(), b).ratio() for a, b in pairs)
@@ -221,11 +229,13 @@ def nearest(key: str, names: Collection[str]) -> list[str]:
 
 
 def _unknown(setting: Setting, known: Collection[str]) -> UserError:
+    """Say what an unknown key was probably meant to be."""
     key = setting.key
     value = typed(setting.value)
     last = key.rsplit(".", 1)[-1]
     problem = f"{setting}: {key} is a section" if key in SECTIONS else f"{setting}: there is no key {key}"
 
+    # The surest answer first: a rename, another tool's name, a section, a typo. Otherwise it may be meant for the task.
     if key in RENAMED:
         problem = f"{setting}: {key} is now called {RENAMED[key]}"
         fix = f"type {RENAMED[key]}={value}"
@@ -242,6 +252,7 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
 
 
 def _bad_value(setting: Setting, expected: str) -> UserError:
+    """Say what a value should be, with one to type."""
     found = "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"
     return UserError(f"{setting} {expected}", found, f"type {setting.key}={typed(_meant(setting, expected))}")
 

@@ -69,10 +69,12 @@ Precision = Literal[
 class LrConfig(Section):
     """The learning rate."""
 
+    # Steps are optimizer steps in all keys, however many micro-batches they take.
     peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = _key("constant", "shape after the warm-up")
     warmup: int = _key(0, "optimizer steps of linear warm-up", ge=0)
     min_ratio: float = _key(0.0, "final rate as a fraction of the peak", ge=0, le=1)
+    # A fifth of the run is the usual length of the decay in warmup-stable-decay schedules.
     decay: float = _key(0.2, "wsd: last fraction of the run, in which the rate falls", ge=0, le=1)
     scaling: Scaling = _key("none", "how the peak scales with global batch / reference_batch")
     reference_batch: int | None = _key(None, "samples per step that lr.peak was tuned for", example=256, ge=1)
@@ -89,6 +91,7 @@ class ClipConfig(Section):
 class NonfiniteConfig(Section):
     """NaN and infinite gradients."""
 
+    # Skipping keeps a run alive through a rare overflow. Five in a row are no accident: the run would never recover.
     policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
     max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
 
@@ -96,6 +99,7 @@ class NonfiniteConfig(Section):
 class SpikeConfig(Section):
     """Loss spikes."""
 
+    # Off by default: what is a spike depends on the data, and a skipped step is a changed training.
     policy: SpikePolicy = _key("off", "what a step with a loss spike does")
     factor: float = _key(10.0, "a loss is a spike this many median absolute deviations above the median", gt=0)
     window: int = _key(64, "steps that the median is taken over", ge=8)
@@ -104,6 +108,7 @@ class SpikeConfig(Section):
 class ScalerConfig(Section):
     """The dynamic loss scale of fp16."""
 
+    # The usual values of torch.amp.GradScaler, but for a start that is half as high and bounds, which it lacks.
     initial: float = _key(2.0**15, "fp16: loss scale at the start", gt=0)
     growth: float = _key(2.0, "fp16: factor after `interval` finite steps", ge=1)
     backoff: float = _key(0.5, "fp16: factor after an overflow", gt=0, lt=1)
@@ -126,10 +131,12 @@ class EvaluateConfig(Section):
 class DataConfig(Section):
     """Loading and ordering samples."""
 
+    # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
     pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
     shuffle: bool = _key(True, "shuffle the samples anew in every epoch")
+    # Without it, random transforms depend on the number of ranks, and so does the trained model.
     seed_samples: bool = _key(True, "seed random transforms per sample, independent of ranks and workers")
     sharding: Literal["stride", "own"] = _key(
         "stride", "iterable datasets: stride: Lockstep shards them; own: they shard themselves"
@@ -139,13 +146,16 @@ class DataConfig(Section):
 class DDPConfig(Section):
     """Options of torch's DistributedDataParallel."""
 
+    # 25 MiB is torch's default.
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; all-reduces after backward")
     hook: GradientHook = _key("none", "gradient compression for the all-reduce; all but none are lossy")
+    # PowerSGD approximates a gradient matrix by one of low rank; the first steps are too rough for that.
     powersgd_rank: int = _key(4, "powersgd: rank of the compressed gradient matrices", ge=1)
     powersgd_start: int = _key(100, "powersgd: steps at the start without compression", ge=0)
     error_feedback: bool = _key(True, "powersgd: add the compression error of a step to the next one")
     gradient_as_bucket_view: bool = _key(True, "gradients are views of the buckets; false: one more copy of them")
+    # A promise that torch relies on and does not check.
     static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
     broadcast_buffers: bool = _key(False, "broadcast rank 0's buffers at the start of every step")
     sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks (CUDA)")
@@ -163,6 +173,7 @@ class FSDPConfig(Section):
 class MeshConfig(Section):
     """The device mesh: how many ranks along each axis."""
 
+    # In the order of the mesh's dimensions: neighbours along the last axis are closest, as tensor parallelism needs.
     pp: int | None = _key(None, "pipeline-parallel stages", example=2, ge=1)
     dp: int | None = _key(None, "data-parallel groups; null: all remaining ranks", example=2, ge=1)
     tp: int | None = _key(None, "tensor-parallel ranks that shard every layer (task.tensor_plan)", example=2, ge=1)
@@ -180,6 +191,7 @@ class PPConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
+    # By time rather than by steps, because what a failure costs is time.
     every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
     minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)
     at_end: bool = _key(True, "save a checkpoint after the last step, so that the run can be prolonged")
@@ -188,12 +200,14 @@ class CheckpointConfig(Section):
     keep_every: int | None = _key(None, "also keep those whose step is a multiple of this", example=10000, ge=1)
     best: str | None = _key(None, "also keep the best by this: eval_loss, or a metric's name", example="eval_loss")
     best_mode: Literal["min", "max"] = _key("min", "whether the best is the smallest or the largest")
+    # A large frozen backbone need not be in every checkpoint.
     frozen: bool = _key(True, "save frozen parameters too; false: only their digest, compared on resume")
 
 
 class RestartConfig(Section):
     """Restarts by the launcher."""
 
+    # A failure that comes back faster than that needs a person.
     per_hour: int = _key(10, "most restarts after failures within an hour; 0: none", ge=0)
     grace: float = _key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
@@ -202,6 +216,7 @@ class HangConfig(Section):
     """The watchdog."""
 
     action: Literal["restart", "stop"] = _key("restart", "what the watchdog does when no rank makes progress")
+    # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
     first: float = _key(900.0, "timeout in seconds of the first time: start, compilation, ...", gt=0)
     least: float = _key(5.0, "shortest timeout of a step, in seconds; other phases get six times it", gt=0)
     factor: float = _key(5.0, "timeout as a multiple of the longest time that the phase has taken", ge=1)
@@ -218,6 +233,7 @@ class LogConfig(Section):
 class ChecksConfig(Section):
     """Checks during training."""
 
+    # Cheap enough to be always on: the first is one gather, the second a digest of the weights now and then.
     first_batch: bool = _key(True, "check on the first step that the ranks have different samples")
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
@@ -279,6 +295,7 @@ class RunConfig(Section):
     )
     threads: int | None = _key(None, "CPU threads per rank; null: cores / ranks of a host", example=1, ge=1)
 
+    # Sections, and the options of the task, which only the task knows.
     lr: LrConfig = LrConfig()
     clip: ClipConfig = ClipConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()
@@ -297,6 +314,8 @@ class RunConfig(Section):
     checks: ChecksConfig = ChecksConfig()
     task: dict[str, Any] = _key({}, "keyword arguments of the task's constructor")
 
+    # -- checks --
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         """Refuse conflicts in a RunConfig that is built directly; `resolve` reports the same ones with sources."""
@@ -310,6 +329,7 @@ class RunConfig(Section):
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key with its dotted name; sections are taken apart."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _keys(field.annotation, f"{name}.")

@@ -10,7 +10,8 @@ from typing import Literal
 
 StrategyName = Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"]
 
-STATE = ("parameters", "gradients", "optimizer")  # what a rank keeps in memory from step to step
+# What a rank keeps in memory from step to step; the names are those of a memory Footprint.
+STATE = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class StrategyRules:
     named: bool = True  # every parameter can be gathered under its own name, so that `verify` can compare it
 
 
+# tp and pp share the model by layers and stages; how much of it several ranks hold depends on the model.
 STRATEGIES: dict[str, StrategyRules] = {
     "ddp": StrategyRules(STATE, local_forward=True, exact=True),
     "zero1": StrategyRules(("parameters", "gradients"), local_forward=True, exact=True),

@@ -15,12 +15,15 @@ import yaml
 from lockstep.config.schema import RunConfig, flatten, nested
 from lockstep.errors import UserError
 
+# Numbers as in JSON and Python, with hexadecimal and binary integers. No octals, no base 60.
 _EXPONENT = r"[eE][-+]?[0-9]+"
 _NUMBERS = {
     "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)$",
     "tag:yaml.org,2002:float": rf"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)({_EXPONENT})?$"
     rf"|[-+]?[0-9][0-9_]*{_EXPONENT}$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
 }
+
+# Of PyYAML's other words only these stay: dates become text.
 _KEPT = {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge")}
 
 
@@ -40,6 +43,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _scalar_rules()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # The only place where a key and its line are still known.
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -58,6 +62,7 @@ class _Dumper(yaml.SafeDumper):
         return True  # a list that two keys share is written twice, not as &id001
 
 
+# A path is written as text, which is how it was typed.
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
@@ -76,6 +81,7 @@ def word(text: str) -> Any:
 
 def to_yaml(config: RunConfig) -> str:
     """Return all values, in a form that `read_file` reads back."""
+    # An object under task.* may be anything when it comes from Python.
     try:
         return yaml.dump(nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.representer.RepresenterError as error:

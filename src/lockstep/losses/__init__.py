@@ -22,7 +22,9 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 
-CHUNK_ELEMENTS = 2**29  # logits at a time, unless the caller sets `chunk`: 1 GiB in bfloat16
+# Logits at a time, unless the caller sets `chunk`: 1 GiB in bfloat16. Large products keep a GPU busy; more would only
+# take memory.
+CHUNK_ELEMENTS = 2**29
 
 
 def linear_cross_entropy(
@@ -118,6 +120,7 @@ def _chunked(
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
+# Shapes and formats only: what torch.compile traces with.
 @_chunked.register_fake
 def _(hidden, weight, targets, dtype, chunk, ignore_index, for_hidden, for_weight):
     loss = hidden.new_empty((), dtype=_sum_dtype(dtype))
@@ -158,6 +161,7 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
         row_losses_(logits, targets, losses, ignore_index, gradient)
         return
 
+    # Ignored targets are no valid columns: they gather from column 0, and count nothing.
     kept = targets != ignore_index
     columns = targets.where(kept, 0)[:, None]
     wide = logits.to(losses.dtype)
@@ -174,6 +178,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
+        # The product itself is accumulated in float32, and never rounded to bfloat16.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)

@@ -20,6 +20,7 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
     rows, columns = logits.shape
     if not rows:
         return
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device(logits.device):
         _row_loss[(rows,)](
             logits,
@@ -56,6 +57,7 @@ def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.const
     log_sum = tl.where(valid, top + tl.log(tl.sum(total, 0)), float("nan"))
     tl.store(losses + row, tl.where(kept, log_sum - right, 0.0))
 
+    # softmax(logits) - one_hot(target), in place.
     if GRADIENT:
         for start in range(0, columns, WIDTH):
             inside = start + lane < columns

@@ -57,6 +57,7 @@ class Option:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' shards on this rank; memory that several names share counts once."""
+    # Views and tied parameters have the same address; empty shards all have address 0.
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -73,7 +74,7 @@ def options(
     """
     found = []
 
-    # Fewer activations.
+    # Fewer activations: half of the batch, or those of one block at a time.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
         found.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
@@ -95,6 +96,7 @@ def options(
 def _replicated(held: Footprint, strategy: str) -> int:
     """Return the bytes of the state of which several ranks hold a copy."""
     parts = STRATEGIES[strategy].replicates
+    # The optimizer's state may not be allocated yet when memory runs out in the first step.
     total = sum(getattr(held, part) for part in parts)
     if "optimizer" in parts:
         total += held.to_come

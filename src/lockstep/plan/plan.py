@@ -9,7 +9,9 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
-EXACT_MICRO_BATCHES = 8  # of a step under `exact`, unless micro_batch is set: it runs on up to so many ranks
+# Micro-batches of a step under `exact`, unless micro_batch is set. They must not follow the number of ranks, which they
+# limit: eight is a full host.
+EXACT_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Plan:
     steps: int
     steps_per_epoch: int | None  # None: a stream, whose length is not known
     samples: int | None
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, for plan.json."""
@@ -54,6 +56,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
 
     # The run: how many steps.
     per_epoch = None if samples is None else _steps_per_epoch(samples, global_batch, config.tail)
+    # Without this check a run would end before its first step, and look like a success.
     if per_epoch == 0:
         raise UserError(
             f"global_batch={global_batch} with tail=drop leaves no step: the dataset has {samples} samples",
@@ -67,6 +70,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
 def smaller_micro_batch(plan: Plan) -> int:
     """Return half of the micro-batch, or the next size below that divides it, which a stream needs."""
     half = max(1, plan.micro_batch // 2)
+    # A map-style dataset takes any size: its last micro-batch is just smaller.
     if plan.samples is not None:
         return half
     return next(size for size in range(half, 0, -1) if plan.micro_batch % size == 0)
@@ -81,6 +85,7 @@ def _steps_per_epoch(samples: int, global_batch: int, tail: str) -> int:
 
 
 def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int:
+    """Return the samples of a step. The two keys exclude each other, see config/conflicts.py."""
     if config.local_batch is not None:
         reasons["global_batch"] = f"local_batch {config.local_batch} x {_ranks(world)}"
         return config.local_batch * world
@@ -95,6 +100,7 @@ def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int
 
 
 def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None, reasons: dict[str, str]) -> int:
+    """Return the samples of a forward; every rank must get at least one micro-batch."""
     if global_batch < world:
         raise UserError(
             f"global_batch={global_batch} cannot be split on {world} ranks",
@@ -106,6 +112,7 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
     if config.micro_batch in (None, "auto"):
         return _derived_micro_batch(global_batch, world, most, reasons)
 
+    # A size that was asked for is never changed, so it may be refused.
     count = math.ceil(global_batch / config.micro_batch)
     if count < world:
         raise UserError(
@@ -167,6 +174,7 @@ def _check_static_graph(config: RunConfig, world: int, accumulation: int, global
 
 
 def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) -> int:
+    """Return how many steps to train."""
     if config.steps is not None:
         reasons["steps"] = "as asked"
         return config.steps
@@ -179,6 +187,7 @@ def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) ->
             "type steps=1000",
         )
 
+    # Fractions of an epoch are allowed, down to one step.
     steps = round(config.epochs * per_epoch)
     if not steps:
         problem = f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps"

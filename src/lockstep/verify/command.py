@@ -25,6 +25,7 @@ def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: st
     """Print the table; return 0 if all layouts trained the same model, else 1."""
     if json_file:
         _write(Path(json_file), "")  # fails now rather than after all the work
+
     report = verify(target, layers, options)
     print(text_of(report))
     if json_file:
@@ -46,6 +47,8 @@ def verify(
     """Verify a target. `runner` is one that has started already, for many verifications in a row."""
     targets.check(target)
     check(options)
+
+    # A source of its own, so that a conflict with it names the option that was typed.
     layers = [*layers, ("--exact", {"exact": True})] if options.exact else list(layers)
     check_layers(layers)
 
@@ -62,6 +65,8 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     first = runner.run(Target(target, layers, steps=1), [Layout()])[Layout()]
     if not first.ranks:
         return _failed_alone(target, options, first, began)
+
+    # The batch is fixed: with local_batch it would follow the number of ranks.
     matrix = choose(options, first.facts)
     fixed = Target(target, [*layers, ("verify", {"global_batch": first.facts["global_batch"]})], options.steps)
     case = Case(matrix, {}, lambda layouts: runner.run(fixed, layouts))
@@ -71,6 +76,7 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     if case.reference.failure:
         return _failed_alone(target, options, case.reference, began)
 
+    # All other layouts at once, side by side; then the verdict, which may run a few probes more.
     splits, notes = _splits(case)
     worlds = _worlds(case)
     case.need([*worlds, *splits])
@@ -134,6 +140,7 @@ def _inexact(case: Case, worlds: list[Layout], options: VerifyOptions) -> list[C
 
 
 def _rows(case: Case, worlds: list[Layout], splits: list[Layout], options: VerifyOptions) -> list[Row]:
+    """Return the rows of the table; one of the nudged runs stands for both."""
     matrix = case.matrix
     roles = [(matrix.again, "again"), (matrix.nudged[0], "rounding")]
     roles += [(layout, "world") for layout in worlds]
@@ -143,6 +150,7 @@ def _rows(case: Case, worlds: list[Layout], splits: list[Layout], options: Verif
 
 
 def _row(case: Case, layout: Layout, role: str, options: VerifyOptions) -> Row:
+    """Judge one layout."""
     record = case.record(layout)
     if record.failure:
         return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
@@ -153,11 +161,13 @@ def _row(case: Case, layout: Layout, role: str, options: VerifyOptions) -> Row:
     if role != "again" and not case.repeatable:
         return Row(layout, role, "not judged", found)  # the reference itself is different every time
 
+    # Other splits add other terms together: identical bits are asked of worlds only.
     inexact = options.exact and role in ("again", "world") and not found.bits
     return Row(layout, role, "ok" if found.first is None and not inexact else "DIFFERS", found)
 
 
 def _about_splits(case: Case, first: Record) -> list[str]:
+    """Return a note for models with dropout, whose masks follow the micro-batch."""
     if not case.reference.drawn or first.facts["micro_batch_asked"]:
         return []
     return [
@@ -167,6 +177,7 @@ def _about_splits(case: Case, first: Record) -> list[str]:
 
 
 def _about_rounding(case: Case) -> list[str]:
+    """Return a note for models that amplify rounding until nothing can be compared."""
     if not case.repeatable:
         return []
     step = turned_over(case.reference, [case.record(each) for each in case.matrix.nudged])

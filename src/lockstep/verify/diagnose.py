@@ -17,12 +17,17 @@ from lockstep.verify.compare import KINDS, Comparison, compare
 from lockstep.verify.layouts import Layout, Matrix
 from lockstep.verify.record import Micro, Record
 
-SAME = 1e-5  # relative error below which two sums of the same terms, in another order, are equal
+# Relative error below which two sums of the same terms, in another order, are equal. Losses of micro-batches are sums
+# of thousands of float32 terms; a mistake is seldom smaller than a part in a thousand.
+SAME = 1e-5
 
 
 @dataclass
 class Case:
-    """All layouts that ran, and a way to run more."""
+    """All layouts that ran, and a way to run more.
+
+    Records and comparisons are kept: a question may need a layout that another one has run already.
+    """
 
     matrix: Matrix
     records: dict[Layout, Record]
@@ -107,11 +112,14 @@ def explain(case: Case, rows: list[Layout]) -> list[Cause]:
 
 
 def _differs_from_itself(case: Case) -> Cause | None:
+    """Look for training that is not repeatable: then nothing that differs says anything about ranks or splits."""
     one = case.reference
     two = case.record(case.matrix.again)
     first = None if two.failure else case.itself().first
     if first is None:
         return None
+
+    # Samples that look different when they are read again come before any arithmetic.
     changed = _first_changed_sample(one, two)
     if changed is not None and changed.ids:
         evidence = f"sample {changed.ids[0]} was read twice, and differed (1 process, nothing changed)"
@@ -120,7 +128,10 @@ def _differs_from_itself(case: Case) -> Cause | None:
 
 
 def _first_changed_sample(one: Record, two: Record) -> Micro | None:
-    """Return the first micro-batch with the same ids and other contents."""
+    """Return the first micro-batch with the same ids and other contents.
+
+    Records of layouts that ended early may have fewer steps: the common ones are compared.
+    """
     for here, there in zip(one.micros, two.micros, strict=False):
         theirs = {micro.index: micro for micro in there}
         for micro in here:
@@ -134,6 +145,7 @@ def _first_changed_sample(one: Record, two: Record) -> Micro | None:
 
 
 def _of_world(case: Case, layout: Layout) -> Cause:
+    """Name the cause of a divergence that several ranks have from one process."""
     record = case.record(layout)
     reference = case.record(replace(case.matrix.reference, eval_mode=layout.eval_mode))
     comparison = case.compare(layout)
@@ -151,6 +163,7 @@ def _of_world(case: Case, layout: Layout) -> Cause:
     if first.kind == "gradient":
         return _of_gradient(comparison, reference)
     if first.kind == "buffer":
+        # BatchNorm is so common that it gets a cause, and a fix, of its own.
         in_batchnorm = any(first.name.startswith(f"{name}.") for name in reference.facts["batchnorm"])
         return _of_batchnorm(comparison, first.step) if in_batchnorm else named("buffer", first.text)
     keys = {"metric": "metric", "state": "average", "parameter": "update", "number of steps": "rank-in-loss"}
@@ -158,6 +171,7 @@ def _of_world(case: Case, layout: Layout) -> Cause:
 
 
 def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
+    """Name the running statistics that differ, rather than the counter that comes first in the alphabet."""
     names = [d.name for d in comparison.found if d.kind == "buffer" and d.step == step]
     statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
     agreeing = f"losses, gradients and parameters of step {step} agree"
@@ -165,7 +179,10 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
 
 
 def _settings_differ(record: Record, reference: Record, step: int) -> Cause | None:
-    """Look for a rank whose learning rate, momentum or decay is not that of the reference."""
+    """Look for a rank whose learning rate, momentum or decay is not that of the reference.
+
+    A difference in a later step than `step` would be a consequence, not the cause.
+    """
     for number in range(min(step + 1, record.steps)):
         expected = reference.settings(number, 0)
         for rank in range(record.layout.world):
@@ -179,8 +196,11 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
 
 def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
     """Look for replicas that no longer hold the same weights."""
+    # Ranks that hold shards hold different things by design.
     if not record.facts["replicated"]:
         return None
+
+    # Snapshot `step + 1` is the state after the step that diverged.
     for number in range(min(step + 2, record.steps + 1)):
         when = f"after step {number - 1}" if number else "before the first step"
         first = record.digests(number, 0)
@@ -200,6 +220,7 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
         many = record.facts["samples"]
         return named("data", f"data() has {one} samples on one process, and {many} on each of {world}")
 
+    # The samples of a step are compared by their contents, as a set with counts: which rank has one does not matter.
     for number in range(min(step + 1, record.steps, reference.steps)):
         here = Counter(row for micro in record.micros[number] for row in micro.rows)
         there = Counter(row for micro in reference.micros[number] for row in micro.rows)
@@ -207,6 +228,8 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
             continue
         more = sum((here - there).values())
         of_step = f"{more} of {here.total()} samples of step {number}"
+
+        # Repeated samples; or the right ones, which look different; or others altogether.
         if any(count > there[row] for row, count in here.items() if row in there):
             return named("data", f"{of_step} came more than once")
         if changed := _first_changed_sample(reference, record):
@@ -223,10 +246,13 @@ def _of_loss(case: Case, record: Record, reference: Record, step: int) -> Cause:
     where = f"micro-batch {differing[0].index} of step {step}, on rank {rank}" if differing else f"step {step}"
     only_training = f"{where}: equal with the model in eval mode, different in training"
 
+    # What the records show by themselves comes before what needs another run.
     if ratio := _common_ratio(record, reference, step):
         return named("rank-in-loss", f"every loss of step {step} is {ratio:.3g} times that of one process")
     if own := reference.drawn & {"numpy", "random"}:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {where}")
+
+    # Torch's own generator is seeded per micro-batch, so drawing from it is no mistake by itself.
     if reference.drawn and _equal_in_eval_mode(case, layout, step):
         return named("randomness", only_training)
 
@@ -251,7 +277,10 @@ def _equal_in_eval_mode(case: Case, layout: Layout, step: int) -> bool:
 
 
 def _carried(case: Case, where: str) -> Cause:
-    """Name what the process carries from one micro-batch to the next."""
+    """Name what the process carries from one micro-batch to the next.
+
+    It was found by elimination: the loss follows neither the samples, nor the rank, nor a random generator.
+    """
     reference = case.reference
     before = reference.extra(0)
     after = reference.extra(reference.steps)
@@ -278,7 +307,7 @@ def _differing_losses(record: Record, reference: Record, step: int) -> list[Micr
 
 
 def _ratios(record: Record, reference: Record, step: int) -> list[float]:
-    """Return by how much each loss of a step is larger than that of the reference."""
+    """Return each loss of a step divided by that of the reference; losses of 0 say nothing and are left out."""
     theirs = {micro.index: micro.total for micro in reference.micros[step]}
     return [micro.total / theirs[micro.index] for micro in record.micros[step] if theirs.get(micro.index)]
 
@@ -292,12 +321,15 @@ def _common_ratio(record: Record, reference: Record, step: int) -> float | None:
 
 
 def _close(a: float, b: float) -> bool:
+    """Whether two sums of the same terms are equal up to rounding."""
     return a == b or abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
 def _of_gradient(comparison: Comparison, reference: Record) -> Cause:
+    """Tell a parameter that was left out of the all-reduce from a mistake that all gradients share."""
     first = comparison.first
     assert first is not None
+
     wrong = [d for d in comparison.found if d.kind == "gradient" and d.step == first.step]
     number = len(reference.gradients(first.step))
     if len(wrong) < number:
@@ -310,6 +342,7 @@ def _of_gradient(comparison: Comparison, reference: Record) -> Cause:
 
 
 def _of_split(case: Case, layout: Layout) -> Cause:
+    """Name the cause of a divergence that another split of the same batch has on one process."""
     record = case.record(layout)
     reference = case.record(replace(case.matrix.reference, eval_mode=layout.eval_mode))
     first = case.compare(layout).first
@@ -317,6 +350,7 @@ def _of_split(case: Case, layout: Layout) -> Cause:
     step = first.step
     evidence = f"{first.text} ({layout.text})"
 
+    # BatchNorm explains any difference that is gone without its statistics.
     if record.facts["batchnorm"] and not layout.eval_mode:
         without = case.compare(replace(layout, eval_mode=True)).first
         if without is None or without.step > 0 or without.kind == "metric":
@@ -333,6 +367,7 @@ def _of_split(case: Case, layout: Layout) -> Cause:
         key = "mean-of-means" if len(each) == 1 else "loss-weight"
         return named(key, f"{counts} in two splits of the same samples")
 
+    # The weights agree and the sums do not: a probe tells why, but a stream cannot be read twice for it.
     if first.kind == "loss" and not record.facts["stream"]:
         return _of_sum(case, evidence)
     if first.kind == "loss":
@@ -368,7 +403,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
 
 
 def _in_proportion(record: Record, reference: Record, step: int) -> bool:
-    """Whether the sums are in proportion to the number of micro-batches."""
+    """Whether the sums are in proportion to the number of micro-batches, as sums of means are."""
     expected = len(record.micros[step]) / len(reference.micros[step])
     return math.isclose(record.total(step) / (reference.total(step) or 1.0), expected, rel_tol=0.25)
 
@@ -380,6 +415,8 @@ def _untied(case: Case, rows: list[Layout]) -> list[Cause]:
     """Look for tied weights that wrapping the model has untied, or that were never tied."""
     reference = case.reference
     tied = reference.facts["tied"]
+
+    # Wrapping, sharding or moving a model may copy a parameter that two modules share.
     for layout in [case.matrix.reference, *rows]:
         record = case.record(layout)
         if record.ranks and record.facts["tied_after"] != tied:
@@ -401,7 +438,7 @@ def _copied(reference: Record) -> list[Cause]:
     for name in reference.facts["trainable"]:
         values = start[name]
         if values.ndim < 2 or np.ptp(values) == 0:
-            continue
+            continue  # biases and norms start as constants, which are equal everywhere
         other = first_with.setdefault(reference.digests(0, 0)[name], name)
         if owners[other] != owners[name] and not np.array_equal(end[other], end[name]):
             return [named("untied", f"{other} and {name} start as the same numbers, and are not equal after training")]

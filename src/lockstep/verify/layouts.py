@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.config.strategies import STRATEGIES, with_trait
 from lockstep.errors import UserError
 
+# Three is there because it divides few batches: ranks get different numbers of micro-batches.
 WORLDS = (1, 2, 3, 4)
 STEPS = 4
 NUDGES = 2  # runs whose weights are moved by one unit in the last place: how far rounding goes
@@ -124,6 +125,8 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
     """Return the layouts to run. `facts` are those of a first run on one process."""
     strategy = facts["strategy"]
     worlds, notes = _worlds(options, facts)
+
+    # One micro-batch size for all worlds: then they compute the same sums, and dropout draws the same masks.
     micro = _micro_batch(facts, max(worlds, default=1), options)
     reference = Layout(1, micro, strategy)
 
@@ -163,6 +166,7 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
         return fitting, []
 
     problem = f"a global batch of {facts['global_batch']} samples does not go into {_listed(left_out)} processes"
+    # Left out silently only if they were not asked for.
     if options.worlds is not None:
         raise UserError(f"--worlds {_listed(options.worlds)}: {problem}", "", f"type --worlds {_listed([1, *fitting])}")
     return fitting, [f"{problem}: left out"]
@@ -198,6 +202,7 @@ def _splits(facts: dict[str, Any], micro: int, options: VerifyOptions) -> list[i
         return [size for size in options.splits if size != micro]
 
     most = facts["micro_batch_asked"] or batch
+    # In the order of preference: all at once, a ragged rest, half of it, single samples.
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
     usable = [size for size in sizes if size >= 1 and size != micro]
     if facts["stream"]:

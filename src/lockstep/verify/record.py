@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.launch.failure import Failure
 from lockstep.verify.layouts import Layout
 
-Tensors = dict[str, np.ndarray]
+Tensors = dict[str, np.ndarray]  # by the name of the parameter, buffer, ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Record:
     def _load(self, name: str) -> Tensors:
         from safetensors.numpy import load_file
 
+        # Every comparison reads the tensors of the reference again: they are kept.
         if name not in self._loaded:
             self._loaded[name] = load_file(str(self.folder / f"{name}.safetensors"))
         return self._loaded[name]
@@ -124,6 +125,7 @@ class Record:
         return {name for step in self.micros for micro in step for name in micro.drawn}
 
     def _micros_of(self, step: int) -> list[Micro]:
+        """Return the micro-batches of one step, from the records of all ranks."""
         found = []
         for number, rank in enumerate(self.ranks):
             for note in rank["steps"][step]["micros"]:
@@ -148,4 +150,5 @@ def read_record(folder: Path, layout: Layout, failure: Failure | None) -> Record
     """Read what the ranks of a layout have written to `folder`."""
     paths = [folder / f"record-{rank}.json" for rank in range(layout.world)]
     ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
+    # Without the record of every rank there is nothing to compare.
     return Record(folder, layout, ranks if len(ranks) == layout.world else [], failure)

@@ -65,7 +65,7 @@ class Trial:
     pids: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
-    failed: float | None = None
+    failed: float | None = None  # when the first rank failed
     hung: bool = False
 
     @property
@@ -76,6 +76,7 @@ class Trial:
     def late(self, limit_s: float) -> bool:
         """Whether its ranks have run out of time."""
         now = time.monotonic()
+        # The others wait for a rank that has failed, in a collective that may never notice.
         if self.failed is not None:
             return now - self.failed > AFTER_FAILURE.total_seconds()
         self.hung = self.hung or now - self.began > limit_s
@@ -117,6 +118,7 @@ class Runner:
             while waiting and (not running or busy + waiting[0].world <= slots):
                 running.append(self._start(target, waiting.pop(0)))
                 busy += running[-1].layout.world
+
             self._watch(running)
             for trial in [trial for trial in running if trial.over]:
                 running.remove(trial)
@@ -128,6 +130,8 @@ class Runner:
         self.runs += 1
         folder = self._folder / f"{self.runs:03}"
         (folder / "round").mkdir(parents=True)
+
+        # The settings of the layout are the strongest layer; `orders` is what no setting can say.
         orders = asdict(layout) | {"steps": target.steps, "folder": str(folder)}
         settings = SETTINGS | {"run_dir": str(folder / "run")}
         if layout.micro_batch:
@@ -166,7 +170,7 @@ class Runner:
         select.select([self._zygote.fileno()], [], [], PAUSE_S)
         for report in self._zygote.poll():
             trial = next(trial for trial in running if report["rank"] in trial.ranks)
-            if "code" not in report:
+            if "code" not in report:  # it has started
                 trial.pids[report["rank"]] = report["pid"]
                 continue
             trial.codes[report["rank"]] = report["code"]
@@ -186,8 +190,11 @@ class Runner:
             trial.lifeline = (theirs, -1)
 
     def _end(self, trial: Trial) -> Record:
+        """Read the record of a layout that is over."""
         self._kill(trial)
         os.close(trial.lifeline[0])
+
+        # A slow model gets more time, measured by the layouts that went well.
         if not trial.failed:
             self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - trial.began))
         return read_record(trial.folder, trial.layout, _failure(trial))

@@ -91,6 +91,7 @@ def text_of(report: Report) -> str:
 
 
 def _line(row: Row, width: int) -> str:
+    """Return a line of the table: the layout, an error for each column, and the verdict."""
     cells = ["-"] * 3
     if row.comparison:
         same = row.comparison.identical
@@ -100,6 +101,7 @@ def _line(row: Row, width: int) -> str:
 
 
 def _paragraph(label: str, text: str) -> list[str]:
+    """Return text under a label, wrapped and indented."""
     body = " ".join(text.split())
     return textwrap.wrap(f"{label:7}{body}", WIDTH, subsequent_indent=" " * 7)
 

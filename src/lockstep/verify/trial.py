@@ -32,7 +32,7 @@ from lockstep.runtime.layout import whole
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
-SHORT = 16  # characters of a digest that are kept
+SHORT = 16  # characters of a digest that are kept: enough to tell samples apart, and the record stays small
 
 
 def main(spec: dict[str, Any]) -> NoReturn:
@@ -42,6 +42,7 @@ def main(spec: dict[str, Any]) -> NoReturn:
 
 def work(spec: dict[str, Any]) -> None:
     """Train the target of `spec` with a Run that records."""
+    # `api` looks the class up when a run starts, so replacing it here reaches fit and start alike.
     engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
@@ -56,6 +57,7 @@ class RecordedRun(Run):
     def adopt(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
     ) -> Driver:
+        """Wrap the model, and record what it was made of before and after."""
         self._task = task
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
@@ -66,6 +68,7 @@ class RecordedRun(Run):
         return driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        """Open the data, and record the facts from which the layouts are chosen."""
         super().open(data, collate)
         source = self.source
         stepper = self.stepper
@@ -99,11 +102,14 @@ class RecordedRun(Run):
         """Yield the first few steps; the schedule stays that of the full run."""
         for number, share in enumerate(super().shares()):
             self._snapshot(number)
+
+            # A loop may call model.train() before each step, so eval mode is set each time.
             if self.orders["eval_mode"]:
                 self.driver.model.eval()
                 self.driver.call.eval()
             if self.orders["nudge"]:
                 self._nudge()
+
             self._micros: list[dict[str, Any]] = []
             share.batches = self._record_data(share.batches)
             yield share
@@ -116,6 +122,7 @@ class RecordedRun(Run):
         raise SystemExit(0)
 
     def finish(self, share: StepBatches, result: StepResult | None) -> None:
+        """Record the gradients and settings of a step, before anything else happens after it."""
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
@@ -131,6 +138,7 @@ class RecordedRun(Run):
         super().finish(share, result)
 
     def keep(self, evaluation_due: bool = False) -> None:
+        """Check the structure of the model after every step."""
         self.guard.check_structure()  # before a checkpoint would fail for that reason
         super().keep(evaluation_due)
 
@@ -138,26 +146,32 @@ class RecordedRun(Run):
         """Do nothing: nothing of it is needed, whichever way the loop has ended."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
+        """Return an empty summary: a trial writes none."""
         return {}
 
     def fail(self, error: BaseException) -> None:
+        """Record a failure; the SystemExit with which `shares` ends a trial is none."""
         if not isinstance(error, SystemExit) or error.code:
             super().fail(error)
 
     # ---- around a micro-batch ----
 
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Record which samples each micro-batch holds, on their way to the step."""
         for micro in batches:
             note = {"index": micro.index, "samples": micro.samples, "padding": micro.padding}
             self._micros.append(note | {"ids": [int(i) for i in micro.ids], "rows": _rows(micro.data, micro.samples)})
             yield micro
 
     def _begin_micro(self, micro: MicroBatch) -> None:
+        """Remember the generators, after the engine has seeded them and before the loss draws from them."""
         self._prepare(micro)
+        # The source may be ahead of the step, so the newest note is not always the one of this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
     def _record_loss(self, loss: Loss) -> None:
+        """Record what the loss returned, and which generators it has drawn from."""
         before = self._generators
         now = _generators()
         self._backward(loss)
@@ -185,6 +199,8 @@ class RecordedRun(Run):
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task, or the script, keeps besides the model: registered state and the task's attributes."""
         own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+
+        # A moving average is often an attribute that no state_dict names: that is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
@@ -211,10 +227,12 @@ class RecordedRun(Run):
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Write tensors, on rank 0."""
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
 
     def _put_record(self) -> None:
+        """Write the numbers of this rank so far."""
         record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
