@@ -220,7 +220,7 @@ def test_options_that_come_too_late_are_refused(settings):
         fit(WithPreset(), settings, steps=1, global_batch=1)
 
 
-def test_options_of_a_preset_that_nobody_asked_for_are_not_recorded(monkeypatch):
+def test_options_of_a_default_preset_are_not_recorded(monkeypatch):
     seen = []
     monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
     fit(WithPreset(), steps=1, global_batch=1)

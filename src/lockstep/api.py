@@ -80,6 +80,7 @@ class Processes:
     nnodes: str | None = None
     join: str | None = None
 
+    # `--nproc 1` is supervised, too: a launcher restarts that one rank.
     @property
     def supervised(self) -> bool:
         """Whether a launcher starts, watches and restarts the ranks. Otherwise this process trains by itself."""

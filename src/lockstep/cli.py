@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
+    # In the order in which a user meets them.
     _add_train(verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop"))
     _add_verify(verbs.add_parser("verify", help="train a few steps in several layouts, and compare them"))
 

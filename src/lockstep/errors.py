@@ -30,6 +30,9 @@ class UserError(Exception):
         return "\n".join(lines)
 
 
+# ---- kinds of errors ----------------------------------------------------------------------------------
+
+
 class ConfigError(UserError):
     """All problems of a configuration, reported together instead of one run at a time."""
 
@@ -42,9 +45,11 @@ class ConfigError(UserError):
         )
         self.problems = problems
 
+    # One entry for each problem, with its own found and do lines.
     def __str__(self) -> str:
         return "\n".join([self.problem + ":", *(f"- {problem}" for problem in self.problems)])
 
+    # Pickling would call the constructor with the three texts.
     def __reduce__(self) -> tuple:
         return ConfigError, (self.problems,)
 

@@ -55,6 +55,9 @@ class Option:
         return f"{self.typed} (about {amount(self.saves)} less{verdict})"
 
 
+# ---- what is held -------------------------------------------------------------------------------------
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' shards on this rank; memory that several names share counts once."""
     # Views and tied parameters have the same address; empty shards all have address 0.
@@ -63,6 +66,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         sizes[local.data_ptr() if local.numel() else id(local)] = local.nbytes
     return sum(sizes.values())
+
+
+# ---- what would need less -----------------------------------------------------------------------------
 
 
 def options(

@@ -20,6 +20,7 @@ class Cause:
 
 # key: (what it is, what to do). docs/verify.md has the same table.
 _TABLE = {
+    # The loss, its weight, and metrics.
     "mean-of-means": (
         "a mean of means: every micro-batch counts the same, however many terms it has",
         "return Loss(sum over the terms, weight=number of terms), with reduction='sum' and no division of your own",
@@ -37,6 +38,7 @@ _TABLE = {
         "a contrastive loss, or statistics over the batch, is a different loss in every split: fix micro_batch "
         "in the configuration, and see it as part of the model",
     ),
+    # Statistics and random numbers.
     "batchnorm": (
         "BatchNorm: its statistics are those of a micro-batch, and every rank keeps its own running ones",
         "use GroupNorm or LayerNorm; or freeze it (module.eval()); on GPUs ddp.sync_batchnorm=true, with a fixed split",
@@ -56,6 +58,7 @@ _TABLE = {
         "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
         "pid or global state; on a GPU type deterministic=true",
     ),
+    # Parameters that the all-reduce misses.
     "bypass": (
         "a forward around the wrapper: gradients of such a forward are never all-reduced",
         "in loss(model, batch) call model(...), not self.net(...), model.module(...) or a part of it",
@@ -72,6 +75,7 @@ _TABLE = {
         "a trainable parameter that takes no part in the loss",
         "freeze it (requires_grad=False) in model(), or type ddp.find_unused_parameters=true",
     ),
+    # What moves besides the weights.
     "schedule": (
         "a schedule that moves per micro-batch or per rank",
         "use lr.schedule for the rate; what else follows the step belongs in after_step(model, step), as a function of "
@@ -85,6 +89,7 @@ _TABLE = {
         "state that is carried from one micro-batch to the next: the next one may run on another rank",
         "start every micro-batch afresh, or key what you keep by sample and let data() deliver it",
     ),
+    # Ranks and samples.
     "rank-in-loss": (
         "a loss that depends on the rank or on the number of ranks",
         "leave RANK, WORLD_SIZE and dist.get_rank() out of loss() and model(); never divide by the number of ranks",
@@ -94,6 +99,7 @@ _TABLE = {
         "return the plain, full dataset from data(): Lockstep shards it; with data.sharding=own split a "
         "stream by RANK and WORLD_SIZE",
     ),
+    # Anything else that two layouts can disagree about.
     "untied": (
         "weights that were meant to be tied, and are not: they start as the same numbers and part",
         "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
@@ -123,6 +129,7 @@ _TABLE = {
         "equal up to rounding, and not to the last bit",
         "look for kernels whose result depends on the shape of the batch or differs from run to run",
     ),
+    # Layouts that did not get through.
     "hang": (
         "ranks that wait for each other forever",
         "let every rank do the same: no collective, evaluation or break behind `if rank == 0`; run.stop() ends all",

@@ -193,6 +193,8 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
     """Report that one process alone fails. A known cause is a result; another refusal is raised as it is."""
     failure = record.failure
     assert failure is not None
+
+    # A refusal that verify knows, such as a forward around the wrapper, is the cause it was started to find.
     cause = refusal(failure.message, failure.for_user)
     if cause.key == "refused":
         raise _as_user_error(failure.message)

@@ -87,6 +87,9 @@ class Comparison:
         return min(self.found, key=order, default=None)
 
 
+# ---- the comparison -----------------------------------------------------------------------------------
+
+
 def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Sequence[str] = KINDS) -> Comparison:
     """Compare a record with the reference, judging `kinds`; `nudged` are the runs that measure rounding."""
     result = Comparison(record)
@@ -152,6 +155,9 @@ def _of(kind: str, step: int, record: Record) -> Tensors:
             return {"": np.array(record.weight(step))}
 
 
+# ---- arrays -------------------------------------------------------------------------------------------
+
+
 def gap(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference of an element; infinity if they cannot be compared."""
     if a.shape != b.shape:
@@ -171,6 +177,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     if a.dtype.kind != "f":
         return np.array_equal(a, b)
+
+    # Compared by value and sign rather than by bytes, which would tell nan from nan.
     alike = (a == b) & (np.signbit(a) == np.signbit(b))
     return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
 

@@ -27,7 +27,7 @@ from lockstep.verify.record import Record, read_record
 LIMIT = timedelta(minutes=5)  # timeout of a layout, or TIMES as long as the longest so far, if that is more
 TIMES = 30
 AFTER_FAILURE = timedelta(seconds=3)  # what the other ranks of a layout get to notice that one has failed
-PAUSE_S = 0.2
+PAUSE_S = 0.2  # between two looks at the clock; reports of the zygote are taken in at once
 
 # Settings of a run that ends after a few steps, and is only there to be compared.
 SETTINGS = {
@@ -103,6 +103,7 @@ class Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The ranks end with the zygote. Their records were read when each layout ended.
         self._zygote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -124,6 +125,8 @@ class Runner:
                 running.remove(trial)
                 found[trial.layout] = self._end(trial)
         return found
+
+    # ---- one layout ----
 
     def _start(self, target: Target, layout: Layout) -> Trial:
         """Fork the ranks of a layout."""

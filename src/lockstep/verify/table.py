@@ -11,7 +11,9 @@ from lockstep.verify.causes import Cause
 from lockstep.verify.compare import Comparison, Divergence
 from lockstep.verify.layouts import Layout
 
-WIDTH = 100
+WIDTH = 100  # characters of a line
+
+# The names of Comparison.errors and Comparison.identical.
 COLUMNS = ("gradients", "parameters", "losses")
 
 
@@ -57,6 +59,9 @@ class Report:
         return None
 
 
+# ---- for a terminal -----------------------------------------------------------------------------------
+
+
 def text_of(report: Report) -> str:
     """Return the report for a terminal."""
     facts = report.facts
@@ -80,6 +85,7 @@ def text_of(report: Report) -> str:
         lines += _paragraph("seen", cause.evidence)
         lines += _paragraph("do", cause.fix)
 
+    # The last line is the answer.
     if not report.passed:
         verdict = "FAIL  not the same training in every layout"
     elif report.exact:
@@ -104,6 +110,9 @@ def _paragraph(label: str, text: str) -> list[str]:
     """Return text under a label, wrapped and indented."""
     body = " ".join(text.split())
     return textwrap.wrap(f"{label:7}{body}", WIDTH, subsequent_indent=" " * 7)
+
+
+# ---- for a program ------------------------------------------------------------------------------------
 
 
 def json_of(report: Report) -> dict[str, Any]:

@@ -220,6 +220,7 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
+        # Compute formats differ from storage: tf32 keeps 10 bits of a float32.
         size = 2.0**-10 if self.precision.name == "tf32" else torch.finfo(self.precision.compute).eps
         with torch.no_grad():
             for p in self.driver.parameters:
@@ -234,6 +235,8 @@ class RecordedRun(Run):
     def _put_record(self) -> None:
         """Write the numbers of this rank so far."""
         record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
+
+        # Written again after every step, and replaced in one go.
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
         staged.write_text(json.dumps(record))
@@ -244,8 +247,12 @@ class RecordedRun(Run):
         return Path(self.orders["folder"])
 
 
+# ---- what is recorded ---------------------------------------------------------------------------------
+
+
 def _storable(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU, in a format that numpy knows."""
+    # numpy has no bfloat16; float32 holds every bfloat16 and float16 exactly.
     wide = tensor.detach().cpu()
     if wide.is_floating_point() and wide.element_size() < 4:
         wide = wide.float()
@@ -298,6 +305,7 @@ def _generators() -> dict[str, Any]:
 
 def _rows(data: Any, samples: int) -> list[str]:
     """Return a digest of every sample, or of the full batch if it is not made of rows."""
+    # A batch is made of rows if every tensor in it has one for each sample.
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
     if tensors and all(t.dim() and len(t) == samples for t in tensors):
         return [digest([t[i] for t in tensors])[:SHORT] for i in range(samples)]

@@ -288,7 +288,7 @@ def test_a_check_leaves_room_for_what_a_task_may_add(values):
         ([{"lr": {"scaling": "sqrt", "reference_batch": None}}], "lr.reference_batch, the batch"),
     ],
 )
-def test_a_check_finds_what_no_task_can_mend(layers, found):
+def test_a_check_finds_what_no_task_can_fix(layers, found):
     with pytest.raises(ConfigError) as caught:
         check([("file", layer) for layer in layers])
     (problem,) = caught.value.problems
