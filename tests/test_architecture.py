@@ -11,11 +11,11 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
-    {"errors"},
+    {"errors", "_version"},
     {"config", "faults"},
     {"runtime"},
     {"launch"},
-    {"task", "precision", "testing", "losses_kernel"},
+    {"task", "precision", "testing"},
     {"losses", "plan", "data", "optim", "observe"},
     {"checkpoint"},
     {"parallel"},
@@ -25,6 +25,7 @@ ROWS = [
     {"classic"},
     {"verify"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {area: level for level, row in enumerate(ROWS) for area in row}
 # Recipes are users: they see the public names, the task contract and the errors, nothing of the engine.

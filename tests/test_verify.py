@@ -73,8 +73,8 @@ HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) fo
 @pytest.mark.parametrize(("file", "task"), HEALTHY, ids=[task.__name__ for _, task in HEALTHY])
 def test_no_false_alarm(runner: Runner, file: str, task: type) -> None:
     stream = task is healthy.PlainStream  # whose batch of 8 does not go into 3 processes; fsdp cuts it as ddp does
-    wishes = QUICK if not ALL or stream else FULL
-    report = verify(f"{ZOO / file}.py:{task.__name__}", [], wishes, runner)
+    options = QUICK if not ALL or stream else FULL
+    report = verify(f"{ZOO / file}.py:{task.__name__}", [], options, runner)
     assert report.passed, text_of(report)
     assert {row.verdict for row in report.rows} <= {"reference", "yardstick", "ok"}
     assert_readable(report)
@@ -88,8 +88,8 @@ def test_the_zoo_is_large_enough() -> None:
 
 def test_dropout_was_on_in_the_worlds_and_off_in_the_cuts(runner: Runner) -> None:
     report = verify(f"{ZOO / 'healthy.py'}:TiedWithDropout", [], QUICK, runner)
-    assert [row.layout.quiet for row in report.rows if row.role == "world"] == [False]
-    assert all(row.layout.quiet for row in report.rows if row.role == "split")
+    assert [row.layout.eval_mode for row in report.rows if row.role == "world"] == [False]
+    assert all(row.layout.eval_mode for row in report.rows if row.role == "split")
     assert any("set micro_batch" in note for note in report.notes)
 
 
@@ -157,10 +157,10 @@ def test_the_command(
     ("arguments", "words"),
     [
         (["nothing"], "no recipe of that name"),
-        (["char_lm", "--worlds", "1,two"], "no list of whole numbers"),
-        (["char_lm", "--worlds", "0,1"], "a count below 1"),
+        (["char_lm", "--worlds", "1,two"], "is not a list of whole numbers"),
+        (["char_lm", "--worlds", "0,1"], "a count cannot be below 1"),
         (["char_lm", "--strategies", "pp"], "type some of ddp"),
-        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp, which adds in an order of its own"),
+        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp cannot be exact"),
         (["char_lm", "stepz=3"], "there is no key stepz"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_script_without_a_run(source: str, words: str, tmp_path: Path, capsys:
     assert words.format(script) in capsys.readouterr().err
 
 
-def test_ranks_that_wait_for_ever_are_ended_and_named() -> None:
+def test_ranks_that_wait_forever_are_ended_and_named() -> None:
     """The limit is short, and it does not matter whether it is met while starting or while waiting."""
     layout = Layout(2, 4)
     with Runner(limit=timedelta(seconds=4)) as runner:
@@ -196,8 +196,8 @@ def test_ranks_that_wait_for_ever_are_ended_and_named() -> None:
     assert refusal(record.failure.message, record.failure.for_user).key == "hang"
 
 
-def test_a_task_that_cannot_run_is_the_users_to_mend(runner: Runner) -> None:
-    with pytest.raises(UserError, match="how many samples"):
+def test_a_task_that_cannot_run_is_the_users_to_fix(runner: Runner) -> None:
+    with pytest.raises(UserError, match="neither global_batch nor local_batch is set"):
         verify(f"{ZOO / 'broken.py'}:MeanOfMeans", [("test", {"global_batch": None})], QUICK, runner)
 
 
@@ -209,17 +209,17 @@ FACTS: dict[str, Any] = {"global_batch": 16, "micro_batch_asked": None, "stream"
 def test_layouts_by_default() -> None:
     matrix = choose(VerifyOptions(), FACTS)
     assert [layout.world for layout in matrix.worlds] == [2, 3, 4]
-    assert len({layout.micro_batch for layout in (matrix.reference, *matrix.worlds)}) == 1, "one cut for all worlds"
-    assert -(-16 // (matrix.reference.micro_batch or 16)) >= 4, "work for everybody"
+    assert len({layout.micro_batch for layout in (matrix.reference, *matrix.worlds)}) == 1, "one split for all worlds"
+    assert -(-16 // (matrix.reference.micro_batch or 16)) >= 4, "work for every rank"
     sizes = [layout.micro_batch or 0 for layout in matrix.splits]
     assert 16 in sizes
-    assert any(16 % size for size in sizes), "one of the cuts leaves a ragged rest"
+    assert any(16 % size for size in sizes), "one of the splits leaves a ragged rest"
 
 
 def test_a_micro_batch_that_was_asked_for_is_the_largest() -> None:
     matrix = choose(VerifyOptions(), FACTS | {"micro_batch_asked": 4})
     assert matrix.reference.micro_batch == 4
-    assert all((layout.micro_batch or 99) <= 4 for layout in matrix.all)
+    assert all((layout.micro_batch or 99) <= 4 for layout in (matrix.reference, *matrix.worlds, *matrix.splits))
 
 
 def test_worlds_that_do_not_fit() -> None:
@@ -253,7 +253,7 @@ class Told:
     def parameters(self, step: int) -> dict[str, np.ndarray]:
         return {"w": self._weights}
 
-    gradients = buffers = kept = parameters
+    gradients = buffers = extra = parameters
 
     def loss(self, step: int) -> float:
         return self._loss

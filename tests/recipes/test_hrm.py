@@ -27,7 +27,7 @@ from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed, SparseEmbedding
 from lockstep.runtime import context
 from lockstep.runtime.world import World
-from lockstep.targets import make_task, settled
+from lockstep.targets import make_task
 from pool import Pool
 from ranks.support import assert_user_errors
 
@@ -54,7 +54,7 @@ class Ended:
 def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, Any] | None = None) -> Ended:
     """A job: `lockstep train` with the tiny preset, going on in `run_dir` where it can."""
     values = TINY | {"run_dir": run_dir, "steps": steps} | (more or {})
-    resolved = settled(HRM, resolve_for(HRM.defaults, HRM.presets, [("test", values)]))
+    resolved = resolve_for(HRM.defaults, HRM.presets, [("test", values)])
     task = make_task(Restless, resolved.config.task)
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")
@@ -273,5 +273,5 @@ def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as error:
         HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
     asked = {"task.width=30 with task.heads=4", "task.variant=tmr", "task.test_size=0", "task.layers=0"}
-    assert asked == {p.asked for p in error.value.problems}
+    assert asked == {p.problem for p in error.value.problems}
     assert "type task.variant=trm" in {p.fix for p in error.value.problems}

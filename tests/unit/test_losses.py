@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.losses import _usual_chunk, linear_cross_entropy
+from lockstep.losses import _default_chunk, linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = (3, 11), 16, 50
 
@@ -129,8 +129,8 @@ def test_torchs_own_checks_of_an_operator():
 
 
 def test_chunks_of_the_usual_size():
-    assert _usual_chunk(50304) == 8192
-    assert _usual_chunk(2**40) == 1
+    assert _default_chunk(50304) == 8192
+    assert _default_chunk(2**40) == 1
 
 
 @pytest.mark.parametrize(

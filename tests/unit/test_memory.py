@@ -112,7 +112,7 @@ def explain(run: Any, error: Exception) -> Exception:
 def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
     found = explain(a_run(tmp_path), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
-    assert found.asked == "step 3 with micro-batches of 8"
+    assert found.problem == "step 3 with micro-batches of 8"
     assert found.found.startswith("out of memory: 2.0 GiB wanted, 512.0 MiB free; it holds parameters 160 B, ")
     assert "gradients 160 B, optimizer 336 B" in found.found  # two moments, and four step counters
     order = [found.fix.index(word) for word in ("micro_batch=4", "remat=full", "strategy=fsdp", "fsdp.offload=true")]
@@ -214,7 +214,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
     assert smaller_micro_batch(make_plan(config, 1, samples)) == smaller
 
 
-def test_such_an_end_is_restarted_without_any_checkpoint_and_nobody_is_left_out(tmp_path: Path) -> None:
+def test_such_an_end_is_restarted_without_any_checkpoint_and_no_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = Failure.from_json(json.loads((tmp_path / "rank-1.json").read_text()))
     assert failure.kind == SMALLER

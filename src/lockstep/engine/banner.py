@@ -26,7 +26,6 @@ from lockstep.parallel.driver import trainable
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
-from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import is_sharded_along_tp
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
@@ -83,8 +82,8 @@ def facts(
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
-    if config.speed_weights != "none" and not runtime.world.alone:
-        told["speeds"] = about_speeds(config.speed_weights, plan)
+    if config.load_balance != "none" and not runtime.world.alone:
+        told["speeds"] = about_speeds(config.load_balance, plan)
     if wants_graph(config, runtime):
         told["graph"] = "the model's calls are recorded" + " if launch-bound, which is told then" * (
             config.graph == "auto"
@@ -199,7 +198,7 @@ def about_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World
     if world.alone:
         return f"{config.strategy}: one process, so nothing is cut"
     words = _computation(model, config, mesh)
-    if strategy_of(config).shards_parameters:
+    if config.sharing.shards_parameters:
         words.append(_cut(model, config, mesh, world))
     elif config.strategy == "zero1":
         words.append(f"optimizer state cut over {world.size} ranks")
@@ -233,7 +232,7 @@ def _computation(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
 
 def _cut(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str:
     """What fsdp, fsdp-grads and hsdp cut."""
-    copies = count_replicas(config.fsdp, world) if strategy_of(config).replica_groups else 1
+    copies = count_replicas(config.fsdp, world) if config.sharing.replica_groups else 1
     ranks = mesh.data_size // copies
     if ranks == 1:
         if copies > 1:

@@ -25,7 +25,6 @@ from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scala
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
-from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
@@ -51,7 +50,7 @@ def apply(
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
     check_offload(config.fsdp, runtime)
-    if strategy_of(config).shards_parameters and not runtime.world.alone:
+    if config.sharing.shards_parameters and not runtime.world.alone:
         check_scalars(model, config)
 
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
@@ -92,7 +91,7 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
         return exact_driver(model, config, runtime)
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
-    if strategy_of(config).shards_parameters:
+    if config.sharing.shards_parameters:
         return FSDPDriver(model, config, runtime, axes)
     if axes:
         return TensorDriver(model, axes, runtime)

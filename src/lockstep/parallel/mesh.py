@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.strategy import strategy_of
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
@@ -90,7 +89,7 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
     _check_strategy(config, sizes)
 
     # One axis without a size takes what the others leave: the strategy's own, or dp.
-    own = strategy_of(config).axis
+    own = config.sharing.axis
     filled = "dp" if sizes["dp"] is None else None
     if own is not None and sizes[own] is None:
         filled = own
@@ -127,7 +126,7 @@ def _misfit(sizes: Mapping[str, int | None], given: Mapping[str, int], filled: s
 
 
 def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
-    strategy = strategy_of(config)
+    strategy = config.sharing
     inner = [axis for axis in ("pp", "tp") if (sizes[axis] or 1) > 1]
     if inner and not strategy.inner_axes:
         raise UserError(

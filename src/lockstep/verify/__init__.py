@@ -1,1 +1,1 @@
-"""N ranks against one, on the user's own task: the same training in several layouts, compared."""
+"""`lockstep verify`: does a task train the same model in every layout, and if not, why?"""

@@ -1,4 +1,7 @@
-"""What each cause is called, what it means and how it is mended. Which one it is, `diagnose.py` finds out."""
+"""The causes that verify can name: what each means and how it is fixed. `diagnose.py` finds out which one it is.
+
+To add one, add a row here, a rule in `diagnose.py`, and a broken task to tests/zoo/broken.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ class Cause:
     evidence: str = ""
 
 
+# key: (what it is, what to do). docs/verify.md has the same table.
 _TABLE = {
+    # The loss, its weight, and metrics.
     "mean-of-means": (
         "a mean of means: every micro-batch counts the same, however many terms it has",
         "return Loss(sum over the terms, weight=number of terms), with reduction='sum' and no division of your own",
@@ -30,12 +35,13 @@ _TABLE = {
     ),
     "batch-coupled": (
         "a loss of one sample that depends on the others in its micro-batch",
-        "a contrastive loss, or statistics over the batch, is another loss in every cut: fix micro_batch in the "
-        "configuration, and see it as part of the model",
+        "a contrastive loss, or statistics over the batch, is a different loss in every split: fix micro_batch "
+        "in the configuration, and see it as part of the model",
     ),
+    # Statistics and random numbers.
     "batchnorm": (
         "BatchNorm: its statistics are those of a micro-batch, and every rank keeps its own running ones",
-        "use GroupNorm or LayerNorm; or freeze it (module.eval()); on GPUs ddp.sync_batchnorm=true, with a fixed cut",
+        "use GroupNorm or LayerNorm; or freeze it (module.eval()); on GPUs ddp.sync_batchnorm=true, with a fixed split",
     ),
     "randomness": (
         "random numbers of its own: dropout, noise or masks that follow the rank or what the process drew before",
@@ -52,8 +58,9 @@ _TABLE = {
         "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
         "pid or global state; on a GPU type deterministic=true",
     ),
+    # Parameters that the all-reduce misses.
     "bypass": (
-        "a forward around the wrapper: gradients of such a forward are never exchanged",
+        "a forward around the wrapper: gradients of such a forward are never all-reduced",
         "in loss(model, batch) call model(...), not self.net(...), model.module(...) or a part of it",
     ),
     "not-synchronised": (
@@ -61,13 +68,14 @@ _TABLE = {
         "change parameters on all ranks alike, and only through the optimizer; in after_step no rank may be special",
     ),
     "changed-structure": (
-        "a parameter added, replaced, frozen or unfrozen after the model was wrapped: nobody exchanges it",
-        "build the model whole in model(): create, tie, freeze and replace parameters there",
+        "a parameter added, replaced, frozen or unfrozen after the model was wrapped: it is never all-reduced",
+        "build the full model in model(): create, tie, freeze and replace parameters there",
     ),
     "unused": (
         "a trainable parameter that takes no part in the loss",
         "freeze it (requires_grad=False) in model(), or type ddp.find_unused_parameters=true",
     ),
+    # What moves besides the weights.
     "schedule": (
         "a schedule that moves per micro-batch or per rank",
         "use lr.schedule for the rate; what else follows the step belongs in after_step(model, step), as a function of "
@@ -81,15 +89,17 @@ _TABLE = {
         "state that is carried from one micro-batch to the next: the next one may run on another rank",
         "start every micro-batch afresh, or key what you keep by sample and let data() deliver it",
     ),
+    # Ranks and samples.
     "rank-in-loss": (
         "a loss that depends on the rank or on the number of ranks",
         "leave RANK, WORLD_SIZE and dist.get_rank() out of loss() and model(); never divide by the number of ranks",
     ),
     "data": (
         "samples that are repeated or skipped when there are several ranks",
-        "return the plain, whole dataset from data(): Lockstep deals it to the ranks; with data.sharding=own split a "
+        "return the plain, full dataset from data(): Lockstep shards it; with data.sharding=own split a "
         "stream by RANK and WORLD_SIZE",
     ),
+    # Anything else that two layouts can disagree about.
     "untied": (
         "weights that were meant to be tied, and are not: they start as the same numbers and part",
         "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
@@ -109,7 +119,7 @@ _TABLE = {
     ),
     "gradient": (
         "a gradient that is changed on its way: losses agree, and the gradient does not",
-        "take hooks on parameters and calls of torch.distributed out of the model; Lockstep exchanges gradients",
+        "take hooks on parameters and calls of torch.distributed out of the model; Lockstep all-reduces gradients",
     ),
     "update": (
         "an update that depends on the layout: the gradients agree, and the weights after the step do not",
@@ -119,24 +129,28 @@ _TABLE = {
         "equal up to rounding, and not to the last bit",
         "look for kernels whose result depends on the shape of the batch or differs from run to run",
     ),
+    # Layouts that did not get through.
     "hang": (
-        "ranks that wait for each other for ever",
+        "ranks that wait for each other forever",
         "let every rank do the same: no collective, evaluation or break behind `if rank == 0`; run.stop() ends all",
     ),
     "refused": ("a layout that Lockstep refuses", "do what the message says"),
-    "failed": ("a layout that fails", "mend the error; `lockstep train` with the same settings shows all of it"),
+    "failed": ("a layout that fails", "fix the error; `lockstep train` with the same settings shows all of it"),
     "unknown": (
         "nothing that verify can name",
         "compare the first thing that differs, by hand, at the step and in the layout named above",
     ),
 }
-_IN_OWN_LOOP = {  # where there is no loss() that could return a Loss
+
+# What to do in a script with its own loop, where there is no loss() that could return a Loss.
+_IN_OWN_LOOP = {
     "mean-of-means": "call step.backward(sum, weight=number of terms), with reduction='sum' and no division",
     "loss-weight": "call step.backward(sum, weight=number of terms), not with a mean times the batch size",
 }
 CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 
-# What the engine refuses by itself -> the cause. It says these words to the user, and tests hold both together.
+# Words of messages with which the engine refuses a mistake itself -> the cause. A rank leaves only the text of its
+# error; tests/test_verify.py fails when a message no longer has its words.
 _REFUSALS = {
     "a loss made without it": "bypass",
     "after the model was wrapped": "changed-structure",
@@ -149,16 +163,19 @@ _REFUSALS = {
 
 
 def named(key: str, evidence: str = "") -> Cause:
+    """Return the cause, with what the runs have shown."""
     found = CAUSES[key]
     return Cause(key, found.title, found.fix, evidence)
 
 
 def in_own_loop(cause: Cause) -> Cause:
-    """The same cause, mended in the user's own loop."""
+    """Return the same cause with the fix for a script's own loop."""
     return replace(cause, fix=_IN_OWN_LOOP.get(cause.key, cause.fix))
 
 
 def refusal(message: str, for_user: bool) -> Cause:
-    """The cause that a failure's own words give."""
-    key = next((key for words, key in _REFUSALS.items() if words in message), "refused" if for_user else "failed")
-    return named(key, message)
+    """Return the cause that the text of a failure names."""
+    for words, key in _REFUSALS.items():
+        if words in message:
+            return named(key, message)
+    return named("refused" if for_user else "failed", message)

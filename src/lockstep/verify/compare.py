@@ -1,4 +1,4 @@
-"""Two records -> where and by how much they differ, held against what rounding alone does to this very model.
+"""Compare two records: where and by how much they differ, against what rounding alone does to the same model.
 
 The yardstick is measured. The reference is trained again with every weight moved, before every step, by up to one unit
 in the last place: rounding errors act like such changes. A tensor of another layout may be `FACTOR` times as far from
@@ -15,9 +15,12 @@ import numpy as np
 
 from lockstep.verify.record import Record, Tensors
 
+# Room for what two nudged runs do not show: other orders of addition, and the tails of rounding errors. A wrong factor
+# of 1.0001 on one gradient is still found.
 FACTOR = 32.0
-EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are made in float32, whatever is computed in
-# In the order in which one step makes them.
+EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are float32, whatever the compute format
+
+# What is compared, in the order in which a step makes it.
 KINDS = (
     "initial weights",
     "loss weight",
@@ -29,7 +32,7 @@ KINDS = (
     "state",
     "number of steps",
 )
-ALWAYS = ("gradient", "parameter", "state")  # what is there in the reference must be there
+ALWAYS = ("gradient", "parameter", "state")  # kinds of which nothing that the reference has may be missing
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,17 @@ class Divergence:
 
     @property
     def text(self) -> str:
-        thing = f"{self.kind} {self.name}".rstrip()
-        when = "after" if self.kind in ("parameter", "buffer", "state") else "of"
-        if self.kind == KINDS[-1]:
+        """The divergence in words."""
+        if self.kind == "number of steps":
             return f"another number of steps: it ended after {self.step}"
-        where = "before the first step" if self.kind == "initial weights" else f"{when} step {self.step}"
+
+        thing = f"{self.kind} {self.name}".rstrip()
+        if self.kind == "initial weights":
+            where = "before the first step"
+        elif self.kind in ("parameter", "buffer", "state"):
+            where = f"after step {self.step}"
+        else:
+            where = f"of step {self.step}"
         return f"{thing} {where} is off by {self.gap:.1e}; rounding explains {self.allowed:.1e}"
 
 
@@ -63,75 +72,98 @@ class Comparison:
 
     @property
     def bits(self) -> bool:
+        """Whether gradients, parameters and losses are identical."""
         return all(self.identical.values())
 
     @property
     def first(self) -> Divergence | None:
-        """Of the buffers of a BatchNorm, its statistics say more than its counter."""
-        return min(
-            self.found,
-            key=lambda d: (d.step, KINDS.index(d.kind), d.name.endswith("num_batches_tracked"), -d.gap / d.allowed),
-            default=None,
-        )
+        """The first divergence; among equals the largest one."""
+
+        def order(d: Divergence) -> tuple[float, ...]:
+            # The statistics of a BatchNorm say more than its counter, which comes with them.
+            counter = d.name.endswith("num_batches_tracked")
+            return d.step, KINDS.index(d.kind), counter, -d.gap / d.allowed
+
+        return min(self.found, key=order, default=None)
+
+
+# ---- the comparison -----------------------------------------------------------------------------------
 
 
 def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Sequence[str] = KINDS) -> Comparison:
-    """`kinds`: what is judged. Errors and bits are of gradients, parameters and losses in any case."""
+    """Compare a record with the reference, judging `kinds`; `nudged` are the runs that measure rounding."""
     result = Comparison(record)
     steps = min([record.steps, reference.steps, *(other.steps for other in nudged)])
+
+    # The columns of the table: the largest error, relative to the largest element.
     for columns, kind in [("gradients", "gradient"), ("parameters", "parameter"), ("losses", "loss")]:
         pairs = [pair for step in range(steps) for pair in _pairs(kind, step, record, reference)]
         result.identical[columns] = all(same_bits(a, b) for _, a, b in pairs)
         size = max((_size(b) for _, _, b in pairs), default=0.0)
         result.errors[columns] = max((gap(a, b) for _, a, b in pairs), default=0.0) / (size or 1.0)
+
+    # The verdict: every tensor of every step by itself.
     for step in range(steps):
-        for kind in kinds[:-1]:
-            if kind == "initial weights" and step:
+        for kind in kinds:
+            if kind == "number of steps" or (kind == "initial weights" and step):
                 continue
             result.found += _judge(kind, step, record, reference, nudged)
     if record.steps != reference.steps:
-        result.found.append(Divergence(steps, KINDS[-1], "", abs(record.steps - reference.steps), 0.5))
+        result.found.append(Divergence(steps, "number of steps", "", abs(record.steps - reference.steps), 0.5))
     return result
 
 
 def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequence[Record]) -> Iterator[Divergence]:
+    """Yield what is further from the reference than FACTOR times what rounding does."""
     noise: dict[str, float] = {}
     for other in nudged:
         for name, a, b in _pairs(kind, step, other, reference):
             noise[name] = max(noise.get(name, 0.0), gap(a, b))
+
     for name, a, b in _pairs(kind, step, record, reference):
         allowed = FACTOR * max(noise.get(name, 0.0), EPS * _size(b))
-        if not gap(a, b) <= allowed:
+        if not gap(a, b) <= allowed:  # written so that nan diverges, too
             yield Divergence(step, kind, name, gap(a, b), allowed or math.ulp(0.0))
 
 
 def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(name, here, in the reference) of everything of one kind in one step."""
-    both = [_of(kind, step, each) for each in (record, reference)]
-    missing = np.empty(0)
-    return [(name, both[0].get(name, missing), b) for name, b in both[1].items() if kind in ALWAYS or name in both[0]]
+    """Return (name, here, in the reference) of everything of one kind in one step."""
+    here = _of(kind, step, record)
+    there = _of(kind, step, reference)
+    missing = np.empty(0)  # has another shape than anything, and so differs
+    return [(name, here.get(name, missing), b) for name, b in there.items() if kind in ALWAYS or name in here]
 
 
 def _of(kind: str, step: int, record: Record) -> Tensors:
-    if kind == "gradient":
-        return record.gradients(step)
-    if kind == "initial weights":
-        return record.parameters(0)
-    if kind == "parameter":
-        return record.parameters(step + 1)
-    if kind == "buffer":
-        return record.buffers(step + 1)
-    if kind == "state":
-        return {name: t for name, t in record.kept(step + 1).items() if name.startswith("state.")}
-    if kind == "metric":
-        return {name: np.array(value) for name, value in record.metrics(step).items()}
-    return {"": np.array(record.loss(step) if kind == "loss" else record.weight(step))}
+    """Return what a record has of one kind in one step. Snapshot `step + 1` was taken after step `step`."""
+    match kind:
+        case "initial weights":
+            return record.parameters(0)
+        case "gradient":
+            return record.gradients(step)
+        case "parameter":
+            return record.parameters(step + 1)
+        case "buffer":
+            return record.buffers(step + 1)
+        case "state":
+            return {name: t for name, t in record.extra(step + 1).items() if name.startswith("state.")}
+        case "metric":
+            return {name: np.array(value) for name, value in record.metrics(step).items()}
+        case "loss":
+            return {"": np.array(record.loss(step))}
+        case _:
+            return {"": np.array(record.weight(step))}
+
+
+# ---- arrays -------------------------------------------------------------------------------------------
 
 
 def gap(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of an element; infinite if they cannot be compared."""
+    """Return the largest difference of an element; infinity if they cannot be compared."""
     if a.shape != b.shape:
         return math.inf
+
+    # Equal nan are equal: they are no divergence, but the engine's own business.
     if not a.size or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -140,18 +172,22 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """0 and -0 are told apart; which nan it is says nothing."""
+    """Whether two arrays have the same bits: 0 and -0 differ, all nan are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype.kind != "f":
         return np.array_equal(a, b)
+
+    # Compared by value and sign rather than by bytes, which would tell nan from nan.
     alike = (a == b) & (np.signbit(a) == np.signbit(b))
     return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
 
 
 def turned_over(reference: Record, nudged: Sequence[Record]) -> int | None:
-    """The first step in which rounding may change the largest gradient by as much as it is: from there on nothing can
-    be told. None: there is no such step."""
+    """Return the first step in which rounding may change the largest gradient by its own size, or None.
+
+    From that step on a comparison shows nothing.
+    """
     for step in range(min(record.steps for record in (reference, *nudged))):
         pairs = [pair for other in nudged for pair in _pairs("gradient", step, other, reference)]
         noise = max((gap(a, b) for _, a, b in pairs), default=0.0)
@@ -161,4 +197,7 @@ def turned_over(reference: Record, nudged: Sequence[Record]) -> int | None:
 
 
 def _size(tensor: np.ndarray) -> float:
-    return float(np.abs(tensor.astype(np.float64)).max()) if tensor.size else 0.0
+    """Return the largest absolute value of an element."""
+    if not tensor.size:
+        return 0.0
+    return float(np.abs(tensor.astype(np.float64)).max())

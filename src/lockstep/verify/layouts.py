@@ -1,4 +1,4 @@
-"""Which layouts are tried: worlds at one cut of the batch, cuts on one process, and the reference they are held to."""
+"""Which layouts are run: world sizes at one split of the batch, splits on one process, and their reference."""
 
 from __future__ import annotations
 
@@ -6,38 +6,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.conflicts import STRATEGIES as EXACT
+from lockstep.config.strategies import STRATEGIES, with_trait
 from lockstep.errors import UserError
 
+# Three is there because it divides few batches: ranks get different numbers of micro-batches.
 WORLDS = (1, 2, 3, 4)
-STRATEGIES = ("ddp", "zero1", "fsdp-grads", "fsdp", "hsdp")
 STEPS = 4
 NUDGES = 2  # runs whose weights are moved by one unit in the last place: how far rounding goes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One run. What stands below the first three is for comparisons and probes, and is off in a plain one."""
+    """One run. All but the first three fields are for comparisons and probes, and off in a plain one."""
 
     world: int = 1
     micro_batch: int | None = None  # None: as configured
     strategy: str | None = None  # None: as configured
-    again: bool = False  # the same once more
+    again: bool = False  # a repetition of the same layout
     nudge: int = 0  # seed of the changes in the last place; 0: none
-    quiet: bool = False  # the model in eval mode: no dropout, no batch statistics
-    part: tuple[int, int] | None = None  # only the micro-batches of this rank of so many, on one process
+    eval_mode: bool = False  # the model in eval mode: no dropout, no batch statistics
+    part: tuple[int, int] | None = None  # (rank, world): only that rank's micro-batches, on one process
     twice: bool = False  # every sample of a micro-batch two times
 
     @property
     def text(self) -> str:
+        """The layout in words, for the table."""
         ranks = "1 process" if self.world == 1 else f"{self.world} processes {self.strategy or ''}".rstrip()
-        extras = [", again" * self.again, ", nudged" * bool(self.nudge), ", eval mode" * self.quiet]
-        return f"{ranks}, micro-batch {self.micro_batch}{''.join(extras)}"
+        text = f"{ranks}, micro-batch {self.micro_batch}"
+        if self.again:
+            text += ", again"
+        if self.nudge:
+            text += ", nudged"
+        if self.eval_mode:
+            text += ", eval mode"
+        return text
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is run in any case."""
+    """The layouts that are run in any case."""
 
     reference: Layout
     again: Layout
@@ -46,14 +53,13 @@ class Matrix:
     splits: tuple[Layout, ...]
     notes: tuple[str, ...] = ()
 
-    @property
-    def all(self) -> list[Layout]:
-        return [self.reference, self.again, *self.nudged, *self.worlds, *self.splits]
+
+# ---- what was asked for ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """As typed; None: by default."""
+    """The options of the command; None: by default."""
 
     worlds: tuple[int, ...] | None = None
     strategies: tuple[str, ...] | None = None
@@ -62,64 +68,81 @@ class VerifyOptions:
     exact: bool = False
 
     @staticmethod
-    def typed(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
-        """From the command line."""
-        counts = None if worlds is None else _numbers("--worlds", worlds)
-        names = None if strategies is None else tuple(strategies.split(","))
-        sizes = None if splits is None else _numbers("--splits", splits)
-        return VerifyOptions(counts, names, sizes, steps, exact)
+    def parse(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
+        """Return the options as they were typed on a command line."""
+        return VerifyOptions(
+            worlds=None if worlds is None else _numbers("--worlds", worlds),
+            strategies=None if strategies is None else tuple(strategies.split(",")),
+            splits=None if splits is None else _numbers("--splits", splits),
+            steps=steps,
+            exact=exact,
+        )
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise UserError(f"{option} {text}", "no list of whole numbers", f"type {option} 1,2")
+        raise UserError(f"{option} {text} is not a list of whole numbers", "", f"type {option} 1,2")
     return tuple(map(int, parts))
 
 
-def check(wishes: VerifyOptions) -> None:
-    """What can be known before anything runs."""
-    unknown = [name for name in wishes.strategies or () if name not in STRATEGIES]
-    if unknown:
-        found = "whose ranks do not hold or gather every parameter under its own name"
-        raise UserError(
-            f"--strategies {','.join(wishes.strategies or ())}",
-            f"{unknown[0]}, {found if unknown[0] in ('tp', 'pp') else 'which is none'}",
-            f"type some of {','.join(STRATEGIES)}",
-        )
-    inexact = [name for name in wishes.strategies or () if wishes.exact and name not in EXACT]
-    if inexact:
-        raise UserError(
-            f"--exact --strategies {','.join(wishes.strategies or ())}",
-            f"{inexact[0]}, which adds in an order of its own",
-            f"type some of {','.join(EXACT)}",
-        )
-    for option, counts in [("--worlds", wishes.worlds), ("--splits", wishes.splits), ("--steps", (wishes.steps,))]:
+def check(options: VerifyOptions) -> None:
+    """Raise what is wrong with the options, as far as it can be known before anything runs."""
+    _check_strategies(options)
+    for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
-            raise UserError(f"{option} {','.join(map(str, counts))}", "a count below 1", f"type {option} 1 or more")
+            raise UserError(f"{option} {_listed(counts)}: a count cannot be below 1", "", f"type {option} 1 or more")
 
 
-def choose(wishes: VerifyOptions, facts: dict[str, Any]) -> Matrix:
-    """`facts` are those of a first run on one process."""
-    batch, strategy = facts["global_batch"], facts["strategy"]
-    worlds = [world for world in wishes.worlds or WORLDS if world > 1]
-    notes: list[str] = []
-    fitting = [world for world in worlds if _fits(world, facts)]
-    if left_out := sorted(set(worlds) - set(fitting)):
-        text = f"a global batch of {batch} samples does not go into {_listed(left_out)} processes"
-        if wishes.worlds is not None:
-            raise UserError(f"--worlds {_listed(wishes.worlds)}", text, f"type --worlds {_listed([1, *fitting])}")
-        notes.append(f"{text}: left out")
-    micro = _cut(facts, max(fitting, default=1), wishes)
+def _check_strategies(options: VerifyOptions) -> None:
+    comparable = with_trait("named")
+    exact = with_trait("exact")
+    typed = ",".join(options.strategies or ())
+
+    for name in options.strategies or ():
+        if name not in STRATEGIES:
+            raise UserError(
+                f"--strategies {typed}: there is no strategy {name}", "", f"type some of {','.join(comparable)}"
+            )
+        if name not in comparable:
+            raise UserError(
+                f"--strategies {typed}: {name} cannot be compared",
+                "ranks that do not hold or gather every parameter under its own name",
+                f"type some of {','.join(comparable)}",
+            )
+        if options.exact and name not in exact:
+            raise UserError(
+                f"--exact --strategies {typed}: {name} cannot be exact",
+                "a strategy that adds in an order of its own",
+                f"type some of {','.join(exact)}",
+            )
+
+
+# ---- the layouts ----------------------------------------------------------------------------------------
+
+
+def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
+    """Return the layouts to run. `facts` are those of a first run on one process."""
+    strategy = facts["strategy"]
+    worlds, notes = _worlds(options, facts)
+
+    # One micro-batch size for all worlds: then they compute the same sums, and dropout draws the same masks.
+    micro = _micro_batch(facts, max(worlds, default=1), options)
     reference = Layout(1, micro, strategy)
-    ways = wishes.strategies or (strategy,)
-    many = [Layout(world, micro, way) for world in fitting for way in ways if way != "hsdp" or world % 2 == 0]
+
+    # Replica groups of equal size need an even number of ranks.
+    many = [
+        Layout(world, micro, name)
+        for world in worlds
+        for name in options.strategies or (strategy,)
+        if world % 2 == 0 or not STRATEGIES[name].replica_groups
+    ]
     return Matrix(
         reference,
         replace(reference, again=True),
         tuple(replace(reference, nudge=seed) for seed in range(1, NUDGES + 1)),
         tuple(many),
-        tuple(replace(reference, micro_batch=size) for size in _splits(facts, micro, wishes)),
+        tuple(replace(reference, micro_batch=size) for size in _splits(facts, micro, options)),
         tuple(notes),
     )
 
@@ -129,35 +152,57 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _fits(world: int, facts: dict[str, Any]) -> bool:
+    """Whether every rank has samples in every step; ranks of a stream take equally many."""
     batch = facts["global_batch"]
     return batch % world == 0 if facts["stream"] else batch >= world
 
 
-def _cut(facts: dict[str, Any], most: int, wishes: VerifyOptions) -> int:
-    """The micro-batch of the reference and of all worlds: the user's own, if there are enough of them."""
+def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Return the world sizes above 1 that the batch allows, and a note about the others."""
+    worlds = [world for world in options.worlds or WORLDS if world > 1]
+    fitting = [world for world in worlds if _fits(world, facts)]
+    left_out = sorted(set(worlds) - set(fitting))
+    if not left_out:
+        return fitting, []
+
+    problem = f"a global batch of {facts['global_batch']} samples does not go into {_listed(left_out)} processes"
+    # Left out silently only if they were not asked for.
+    if options.worlds is not None:
+        raise UserError(f"--worlds {_listed(options.worlds)}: {problem}", "", f"type --worlds {_listed([1, *fitting])}")
+    return fitting, [f"{problem}: left out"]
+
+
+def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> int:
+    """Return the micro-batch of the reference and of all worlds: the user's own, if that gives every rank one."""
     batch = facts["global_batch"]
-    worlds = [world for world in wishes.worlds or WORLDS if _fits(world, facts)]
+    asked = facts["micro_batch_asked"] or batch
+    even = batch // most
+    if not facts["stream"]:
+        return asked if -(-batch // asked) >= most else even
 
-    asked, even = facts["micro_batch_asked"] or batch, batch // most
-    if facts["stream"]:  # every rank takes whole micro-batches
-        fitting = (size for size in range(min(asked, even), 0, -1) if all(batch // w % size == 0 for w in worlds))
-        return next(fitting)
-    return asked if -(-batch // asked) >= most else even
+    # Every rank of a stream takes full micro-batches: the size must divide the share of a rank in every world.
+    worlds = [world for world in options.worlds or WORLDS if _fits(world, facts)]
+    for size in range(min(asked, even), 0, -1):
+        if all(batch // world % size == 0 for world in worlds):
+            return size
+    raise AssertionError("1 divides everything")
 
 
-def _splits(facts: dict[str, Any], micro: int, wishes: VerifyOptions) -> list[int]:
-    """Other cuts of the same batch, not larger than the user allows: the whole, and one that leaves a ragged rest."""
+def _splits(facts: dict[str, Any], micro: int, options: VerifyOptions) -> list[int]:
+    """Return other splits of the same batch, not larger than the user allows: in one, and with a ragged rest."""
     batch = facts["global_batch"]
-    if wishes.splits is not None:
-        large = [size for size in wishes.splits if size > batch]
+    if options.splits is not None:
+        large = [size for size in options.splits if size > batch]
         if large:
             raise UserError(
-                f"--splits {_listed(wishes.splits)}",
-                f"micro-batches of {large[0]} samples in a global batch of {batch}",
+                f"--splits {_listed(options.splits)}: {large[0]} is more than the global batch of {batch} samples",
+                "",
                 f"type --splits {batch} or less",
             )
-        return [size for size in wishes.splits if size != micro]
+        return [size for size in options.splits if size != micro]
+
     most = facts["micro_batch_asked"] or batch
+    # In the order of preference: all at once, a ragged rest, half of it, single samples.
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
     usable = [size for size in sizes if size >= 1 and size != micro]
     if facts["stream"]:

@@ -1,4 +1,4 @@
-"""What a verification says: a table that fits a terminal, what diverged first, and why."""
+"""The report of a verification: a table that fits a terminal, what diverged first, and why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from lockstep.verify.causes import Cause
 from lockstep.verify.compare import Comparison, Divergence
 from lockstep.verify.layouts import Layout
 
-WIDTH = 100
+WIDTH = 100  # characters of a line
+
+# The names of Comparison.errors and Comparison.identical.
 COLUMNS = ("gradients", "parameters", "losses")
 
 
 @dataclass(frozen=True)
 class Row:
+    """One layout of the table."""
+
     layout: Layout
     role: str  # reference, again, rounding, world, split
     verdict: str  # reference, ok, yardstick, not judged, DIFFERS, REFUSED, FAILED
@@ -24,11 +28,14 @@ class Row:
 
     @property
     def bad(self) -> bool:
+        """Whether the verdict is one in capitals."""
         return self.verdict.isupper()
 
 
 @dataclass(frozen=True)
 class Report:
+    """The result of a verification."""
+
     target: str
     steps: int
     facts: dict[str, Any]
@@ -40,6 +47,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether every layout trained the same model."""
         return not self.causes and not any(row.bad for row in self.rows)
 
     @property
@@ -51,14 +59,22 @@ class Report:
         return None
 
 
+# ---- for a terminal -----------------------------------------------------------------------------------
+
+
 def text_of(report: Report) -> str:
+    """Return the report for a terminal."""
     facts = report.facts
     head = f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  {facts['device']}"
     lines = [f"{head}  {facts['precision']}", ""]
+
+    # The table.
     width = max(len(row.layout.text) for row in report.rows)
     lines.append(f"{'layout':{width}}" + "".join(f"{column:>12}" for column in COLUMNS) + "  verdict")
     lines += [_line(row, width) for row in report.rows]
     lines.append("")
+
+    # What it means.
     for note in report.notes:
         lines += _paragraph("note", note)
     if report.first:
@@ -68,26 +84,39 @@ def text_of(report: Report) -> str:
         lines += _paragraph("cause", f"{cause.title} [{cause.key}]")
         lines += _paragraph("seen", cause.evidence)
         lines += _paragraph("do", cause.fix)
-    same = "identical bits in every world" if report.exact else "the same training in every layout, up to rounding"
-    ending = same if report.passed else "not the same training in every layout"
-    lines.append(f"{'PASS' if report.passed else 'FAIL'}  {ending} ({report.seconds:.0f} s)")
+
+    # The last line is the answer.
+    if not report.passed:
+        verdict = "FAIL  not the same training in every layout"
+    elif report.exact:
+        verdict = "PASS  identical bits in every world"
+    else:
+        verdict = "PASS  the same training in every layout, up to rounding"
+    lines.append(f"{verdict} ({report.seconds:.0f} s)")
     return "\n".join(lines)
 
 
 def _line(row: Row, width: int) -> str:
+    """Return a line of the table: the layout, an error for each column, and the verdict."""
     cells = ["-"] * 3
     if row.comparison:
-        same, errors = row.comparison.identical, row.comparison.errors
+        same = row.comparison.identical
+        errors = row.comparison.errors
         cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
     return f"{row.layout.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 
 def _paragraph(label: str, text: str) -> list[str]:
+    """Return text under a label, wrapped and indented."""
     body = " ".join(text.split())
     return textwrap.wrap(f"{label:7}{body}", WIDTH, subsequent_indent=" " * 7)
 
 
+# ---- for a program ------------------------------------------------------------------------------------
+
+
 def json_of(report: Report) -> dict[str, Any]:
+    """Return the report for a program."""
     first = report.first
     return {
         "target": report.target,
@@ -120,5 +149,5 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: what could not be compared is null."""
+    """Replace infinity, which JSON does not have, by null: it could not be compared."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

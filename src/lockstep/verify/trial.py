@@ -1,7 +1,7 @@
-"""What one rank of one layout does: the user's training, for a few steps, with everything noted on the way.
+"""What one rank of one layout does: the user's training, for a few steps, with everything recorded.
 
-The run is a real one, through the same doors as `lockstep train`. Only `Run` is another class here, in this process: it
-writes down what every step found and made. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
+The run is a real one, started as `lockstep train` starts it. Only `Run` is replaced in this process, by a subclass that
+records every step. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
-SHORT = 16  # characters of a digest that are kept
+SHORT = 16  # characters of a digest that are kept: enough to tell samples apart, and the record stays small
 
 
 def work(spec: dict[str, Any]) -> None:
+    """Train the target of `spec` with a Run that records."""
+    # `api` looks the class up when a run starts, so replacing it here reaches fit and start alike.
     engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
@@ -43,19 +45,25 @@ def work(spec: dict[str, Any]) -> None:
 
 
 class RecordedRun(Run):
+    """A Run that records what every step read and computed, and ends after a few steps."""
+
     orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
 
     def adopt(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
     ) -> Driver:
-        self._task, self._steps, self._snapshots = task, [], []
-        tied = _tied(model)
+        """Wrap the model, and record what it was made of before and after."""
+        self._task = task
+        self._steps: list[dict[str, Any]] = []
+        self._snapshots: list[dict[str, Any]] = []
+        tied = _tied(model)  # before wrapping, which might untie them
         driver = super().adopt(model, optimizers, task, data)
         after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
         self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
         return driver
 
     def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        """Open the data, and record the facts from which the layouts are chosen."""
         super().open(data, collate)
         source = self.source
         self._facts |= {
@@ -71,35 +79,45 @@ class RecordedRun(Run):
             "replicated": self.driver.placement.replicated,
             "trainable": trainable(self.driver.model)[0],
         }
+
+        # Probes: one rank's share of the samples on one process; every sample twice.
         if isinstance(source, MapSource) and self.orders["part"]:
             source.world = World(*self.orders["part"])
         if isinstance(source, MapSource) and self.orders["twice"]:
             reader: Any = source.reader
             source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
+
+        # Every micro-batch is recorded on its way through the driver.
         driver: Any = self.driver
         self._before_forward, self._backward = driver.before_forward, driver.backward
-        driver.before_forward, driver.backward = self._note_micro, self._note_loss
+        driver.before_forward, driver.backward = self._begin_micro, self._record_loss
         self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
 
     def shares(self) -> Iterator[StepBatches]:
-        """As many as asked for; the schedule stays that of the whole run."""
+        """Yield the first few steps; the schedule stays that of the full run."""
         for number, share in enumerate(super().shares()):
-            self._look(number)
-            if self.orders["quiet"]:
+            self._snapshot(number)
+
+            # A loop may call model.train() before each step, so eval mode is set each time.
+            if self.orders["eval_mode"]:
                 self.driver.model.eval()
                 self.driver.module.eval()
             if self.orders["nudge"]:
                 self._nudge()
+
             self._micros: list[dict[str, Any]] = []
-            share.batches = self._note_data(share.batches)
+            share.batches = self._record_data(share.batches)
             yield share
             if number + 1 == self.orders["steps"]:
                 break
-        self._look(len(self._steps))
+
+        # There is nothing more to compare: no evaluation, no saving, no sample at the end.
+        self._snapshot(len(self._steps))
         self.runtime.collectives.farewell()
-        raise SystemExit(0)  # all there is to compare: no evaluation, no saving, no sample at the end
+        raise SystemExit(0)
 
     def finish(self, share: StepBatches, result: StepResult | None) -> None:
+        """Record the gradients and settings of a step, before anything else happens after it."""
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
@@ -115,34 +133,42 @@ class RecordedRun(Run):
         super().finish(share, result)
 
     def keep(self, evaluation_due: bool = False) -> None:
-        self.guard.check_structure()  # before a checkpoint could stumble over it
+        """Check the structure of the model after every step."""
+        self.guard.check_structure()  # before a checkpoint would fail for that reason
         super().keep(evaluation_due)
 
     def save(self) -> None:
-        """Nothing of it is needed, whichever way the loop has ended."""
+        """Do nothing: nothing of it is needed, whichever way the loop has ended."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
+        """Return an empty summary: a trial writes none."""
         return {}
 
     def fail(self, error: BaseException) -> None:
+        """Record a failure; the SystemExit with which `shares` ends a trial is none."""
         if not isinstance(error, SystemExit) or error.code:
             super().fail(error)
 
     # ---- around a micro-batch ----
 
-    def _note_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Record which samples each micro-batch holds, on their way to the step."""
         for micro in batches:
             note = {"index": micro.index, "samples": micro.samples, "padding": micro.padding}
             self._micros.append(note | {"ids": [int(i) for i in micro.ids], "rows": _rows(micro.data, micro.samples)})
             yield micro
 
-    def _note_micro(self, micro: MicroBatch, control: Any) -> None:
+    def _begin_micro(self, micro: MicroBatch, control: Any) -> None:
+        """Remember the generators, after the engine has seeded them and before the loss draws from them."""
         self._before_forward(micro, control)
+        # The source may be ahead of the step, so the newest note is not always the one of this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
-    def _note_loss(self, loss: Loss, control: Any) -> None:
-        before, now = self._generators, _generators()
+    def _record_loss(self, loss: Loss, control: Any) -> None:
+        """Record what the loss returned, and which generators it has drawn from."""
+        before = self._generators
+        now = _generators()
         self._backward(loss, control)
         metrics = {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {}
         self._note |= {
@@ -154,38 +180,43 @@ class RecordedRun(Run):
 
     # ---- between steps ----
 
-    def _look(self, step: int) -> None:
-        """The state as step `step` finds it."""
+    def _snapshot(self, step: int) -> None:
+        """Record the state before step `step`."""
         model = self.driver.model
         parameters = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._put(f"parameters-{step}", parameters)
         self._put(f"buffers-{step}", buffers)
-        self._put(f"kept-{step}", {name: full_tensor(t) for name, t in self._kept().items()})
+        self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
         self._put_record()
 
-    def _kept(self) -> dict[str, Tensor]:
-        """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
-        tensors: dict[str, Tensor] = {}
-        room = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20  # a dataset in `self` is no state
+    def _extra(self) -> dict[str, Tensor]:
+        """Return what the task, or the script, keeps besides the model: registered state and the task's attributes."""
         own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+
+        # A moving average is often an attribute that no state_dict names: that is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
                 own[f"self.{name}"] = state
+
+        tensors: dict[str, Tensor] = {}
+        # More than this is a dataset in `self`, not state.
+        most = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20
         for name, value in own.items():
             found: dict[str, Tensor] = {}
             try:
                 plain = pack(value, name, found)
             except UserError:  # not tensors and plain values: nothing to compare
                 continue
-            if sum(t.nbytes for t in found.values()) <= room:
+            if sum(t.nbytes for t in found.values()) <= most:
                 tensors |= found | dict(_numbers(plain, name))
         return tensors
 
     def _nudge(self) -> None:
-        """Every weight moves by up to one unit in the last place of the format that is computed in."""
+        """Move every weight by up to one unit in the last place of the compute format."""
+        # Compute formats differ from storage: tf32 keeps 10 bits of a float32.
         size = 2.0**-10 if self.precision.name == "tf32" else torch.finfo(self.precision.compute).eps
         with torch.no_grad():
             for p in trainable(self.driver.model)[1]:
@@ -193,23 +224,31 @@ class RecordedRun(Run):
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Write tensors, on rank 0."""
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
 
     def _put_record(self) -> None:
+        """Write the numbers of this rank so far."""
         record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
+
+        # Written again after every step, and replaced in one go.
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
         staged.write_text(json.dumps(record))
-        staged.replace(path)  # whoever is killed here leaves the last whole one
+        staged.replace(path)  # a rank that is killed here leaves the last complete record
 
     @property
     def _folder(self) -> Path:
         return Path(self.orders["folder"])
 
 
+# ---- what is recorded ---------------------------------------------------------------------------------
+
+
 def _storable(tensor: Tensor) -> Tensor:
-    """On the CPU, in a format that numpy knows, in memory of its own."""
+    """Return a copy on the CPU, in a format that numpy knows."""
+    # numpy has no bfloat16; float32 holds every bfloat16 and float16 exactly.
     wide = tensor.detach().cpu()
     if wide.is_floating_point() and wide.element_size() < 4:
         wide = wide.float()
@@ -217,14 +256,19 @@ def _storable(tensor: Tensor) -> Tensor:
 
 
 def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The counters and settings in a packed state."""
+    """Yield the counters and settings in a packed state, at any depth."""
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
-    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
-        yield from _numbers(value, f"{name}.{key}")
+    elif isinstance(plain, dict):
+        for key, value in plain.items():
+            yield from _numbers(value, f"{name}.{key}")
+    elif isinstance(plain, list):
+        for key, value in enumerate(plain):
+            yield from _numbers(value, f"{name}.{key}")
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names that share one parameter."""
     groups: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), []).append(name)
@@ -232,27 +276,32 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _owners(model: nn.Module) -> dict[str, str]:
-    """Parameter -> the class of the module that holds it."""
-    places = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    return {name: type(model.get_submodule(place)).__name__ for name, place in places.items()}
+    """Return parameter -> the class of the module that holds it."""
+    modules = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return {name: type(model.get_submodule(path)).__name__ for name, path in modules.items()}
 
 
 def _batchnorms(model: nn.Module) -> list[str]:
+    """Return the names of the BatchNorm modules that take statistics."""
     return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
 
 
 def _generators() -> dict[str, Any]:
-    """Where the global generators stand."""
-    state: Any = np.random.get_state()
-    return {
+    """Return the state of every global generator; it changes when a number is drawn."""
+    numpy_state: Any = np.random.get_state()
+    states = {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
-        "numpy": (state[1].tobytes(), state[2]),
+        "numpy": (numpy_state[1].tobytes(), numpy_state[2]),
         "random": hash(random.getstate()),
-    } | ({"cuda": torch.cuda.get_rng_state().numpy().tobytes()} if torch.cuda.is_initialized() else {})
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states
 
 
 def _rows(data: Any, samples: int) -> list[str]:
-    """A digest of every sample, or of the whole batch if it is not made of rows."""
+    """Return a digest of every sample, or of the full batch if it is not made of rows."""
+    # A batch is made of rows if every tensor in it has one for each sample.
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
     if tensors and all(t.dim() and len(t) == samples for t in tensors):
         return [digest([t[i] for t in tensors])[:SHORT] for i in range(samples)]
@@ -260,6 +309,6 @@ def _rows(data: Any, samples: int) -> list[str]:
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group that may follow a schedule."""
+    """Return the settings of a parameter group that may follow a schedule."""
     numbers = {key: value for key, value in group.items() if isinstance(value, int | float | tuple | Tensor)}
     return {key: float(v) if isinstance(v, Tensor) else v for key, v in numbers.items()}

@@ -21,7 +21,6 @@ from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.driver import FSDPDriver
 from lockstep.parallel.fsdp.uniform_use import END
-from lockstep.parallel.strategy import strategy_of
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
@@ -32,7 +31,7 @@ def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Drive
     """Return the driver for exact mode. The configuration has refused the strategies that it does not support."""
     if runtime.world.alone:
         return OrderedSingleDriver(model, runtime.device)
-    if strategy_of(config).shards_parameters:
+    if config.sharing.shards_parameters:
         return OrderedFSDPDriver(model, config, runtime)
     return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 

@@ -27,7 +27,6 @@ from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
-from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
 from lockstep.precision import BF16_STORED, store
 from lockstep.runtime.context import Runtime, device_name
@@ -41,7 +40,7 @@ class FSDPDriver(ShardedDriver):
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         """`axes`: the layers are sharded along tp already, and are now sharded once more, along dp."""
-        self._keeps_gathered = strategy_of(config).keeps_gathered
+        self._keeps_gathered = config.sharing.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
         blocks = find_blocks(model, config.blocks)
@@ -208,7 +207,7 @@ def count_replicas(config: FSDPConfig, world: World) -> int:
 def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
     """Return the mesh to shard over: one axis, or two with replicas under hsdp."""
     kind, size = runtime.device.type, runtime.world.size
-    if not strategy_of(config).replica_groups:
+    if not config.sharing.replica_groups:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:

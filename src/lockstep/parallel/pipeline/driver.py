@@ -25,7 +25,6 @@ from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stage_shards import shard_stage
 from lockstep.parallel.pipeline.stages import Stage, keep_only, stages_by_tensor
-from lockstep.parallel.strategy import strategy_of
 from lockstep.parallel.tensor.driver import (
     agree_on_plain,
     apply_plan,
@@ -59,7 +58,7 @@ class PipelineDriver(ShardedDriver):
         """`model` is still full and on the CPU. `data` gives samples, two of which may be read to find the stages."""
         self.mesh = axes.mesh
         ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
-        self._sharded = strategy_of(config).shards_parameters and self.mesh.sizes["dp"] > 1
+        self._sharded = config.sharing.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
         self._pp, self._replicas, self._tp = (axes.along(axis) for axis in ("pp", "dp", "tp"))
 
@@ -186,7 +185,7 @@ class PipelineDriver(ShardedDriver):
         self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
     ) -> dict[str, str]:
         """Shard each stage over its replicas. Returns a banner line about the blocks of all stages."""
-        keep = strategy_of(config).keeps_gathered
+        keep = config.sharing.keeps_gathered
         owned = [p for name, p in model.named_parameters() if name in held]
         found, alone = 0, 0
         for stage in mine:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.pretrain import overrides
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, SudokuMoves, family
 from lockstep.recipes.hrm.task import OF_PUZZLES, SUDOKUS
-from lockstep.task import OnlyWith, refusals
+from lockstep.recipes.options import OnlyWith, warn_unused
 
 
 @dataclass
@@ -47,8 +47,7 @@ RULES = (
 
 
 def build(asked: Build) -> None:
-    if problems := refusals(Build, RULES, vars(asked), prefix=""):
-        raise ConfigError(list(problems.values()))
+    warn_unused(Build, RULES, vars(asked), prefix="")
     if bool(asked.train_csv) != bool(asked.test_csv):
         raise UserError("Sudokus from files", "one of train_csv and test_csv", "give both")
     if asked.train_csv:

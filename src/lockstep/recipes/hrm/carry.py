@@ -36,7 +36,7 @@ class Carry:
         raise UserError(
             "the same slots of the global batch in every step, since a puzzle stays in its slot",
             f"samples {first} to {first + count - 1} of a step, which this rank has not held before",
-            "type tail=drop and leave speed_weights out",
+            "type tail=drop and leave load_balance out",
         )
 
     def put(self, first: int, piece: TrainedBatch) -> None:

@@ -23,7 +23,8 @@ from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
 from lockstep.recipes.hrm.score import COUNTS, Question, Scoring
 from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.task import Loss, Metric, MicroBatch, OnlyWith, Task, without_effect
+from lockstep.recipes.options import OnlyWith, warn_unused
+from lockstep.task import Loss, Metric, MicroBatch, Task
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
 WORDS = {
@@ -107,7 +108,7 @@ class HRM(Task):
     ):
         """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
         `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
-        idle = without_effect(self, HRM, locals())
+        warn_unused(HRM, self.option_rules, locals())
         trm = variant == "trm"
         self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
         self.asked = Asked(
@@ -138,7 +139,7 @@ class HRM(Task):
         rate = ema if ema is not None else 0.999 * trm
         self.average = MovingAverage(rate) if rate else None
         self.carry = Carry()
-        self._check(idle)
+        self._check()
 
     # ---- what to train ----
 
@@ -255,9 +256,9 @@ class HRM(Task):
         training, test = (read_puzzles(Path(self.data_path) / split) for split in ("train", "test"))
         return training, test
 
-    def _check(self, idle: list[UserError]) -> None:
+    def _check(self) -> None:
         """Every wrong option at once."""
-        problems = idle + [
+        problems = [
             UserError(
                 f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={_nearest(value, words)}"
             )

@@ -23,8 +23,9 @@ from lockstep.recipes.latent_wire.tokens import TOKENIZERS, Tokenizer
 from lockstep.recipes.latent_wire.topics import TopicWorld
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.world import KINDS, NAMES, FactWorld
+from lockstep.recipes.options import OnlyWith, warn_unused
 from lockstep.recipes.unprepared import unprepared
-from lockstep.task import Loss, OnlyWith, Task, without_effect
+from lockstep.task import Loss, Task
 
 TEACHER_TEMPERATURE, TEACHER_TOKENS = 2.0, 4
 WORLDS = ("facts", "topics")
@@ -104,7 +105,9 @@ class LatentWire(Task):
         positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
         `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
         then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
-        idle = without_effect(self, LatentWire, locals())
+        warn_unused(LatentWire, self.option_rules, locals())
+        if world == "topics":  # options of facts, which a preset may hold
+            reader_questions, reader_curriculum = None, False
         self.kind, self.mode = world, mode
         self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
         looks = tuple(latent_adapter or ())
@@ -117,7 +120,7 @@ class LatentWire(Task):
         self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
         self.frozen = Path(frozen)
         self.school_questions = reader_questions or self.world.questions
-        self._check([*idle, *wrong_readers(given, reader_homes, looks)])
+        self._check([*wrong_readers(given, reader_homes, looks)])
         self.readers = [ReaderShape(*shape) for shape in given]
         self.homes: list[str | None] = list(reader_homes) if reader_homes else [None] * len(given)
 

@@ -1,4 +1,4 @@
-"""The ways in, through the real commands and real processes."""
+"""The three ways to train, through the real commands and real processes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep import Task, UserError, api, fit
+from lockstep import Task, UserError, _version, api, fit
 
 ROOT = Path(__file__).parent.parent
 TASK = '''
@@ -61,7 +61,7 @@ class Bare(Fit):
 
 class Refusing(Fit):
     def after_step(self, model, step):
-        raise lockstep.UserError("to go on", "no such luck", "try again")
+        raise lockstep.UserError("the task does not want to continue", "no such luck", "try again")
 
 class Plain(nn.Module):
     pass
@@ -76,11 +76,11 @@ def run(*command: str, folder: Path, check: bool = True, **env: str) -> subproce
 
 
 def lockstep(*arguments: str, folder: Path, **options) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "lockstep.cli", *arguments, folder=folder, **options)
+    return run(sys.executable, "-m", "lockstep", *arguments, folder=folder, **options)
 
 
 def first_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Of ours: torch may warn on its own, about a machine without a name server, say."""
+    """Return our first line: torch may warn on its own, about a machine without a name server, say."""
     return next(line for line in done.stderr.splitlines() if not re.match(r"\[.*\.cpp:\d+\]", line))
 
 
@@ -191,7 +191,7 @@ def test_first_mistakes_get_an_answer(trained):
     done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained, check=False)
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Plain", folder=trained, check=False)
-    assert (done.returncode, "no task: it lacks model, data" in done.stderr) == (2, True)
+    assert (done.returncode, "the class is not a task, it lacks model, data" in done.stderr) == (2, True)
 
 
 def test_an_error_is_shown_once_and_kept(trained):
@@ -220,7 +220,7 @@ def test_options_that_come_too_late_are_refused(settings):
         fit(WithPreset(), settings, steps=1, global_batch=1)
 
 
-def test_options_of_a_preset_that_nobody_asked_for_are_not_recorded(monkeypatch):
+def test_options_of_a_default_preset_are_not_recorded(monkeypatch):
     seen = []
     monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
     fit(WithPreset(), steps=1, global_batch=1)
@@ -275,3 +275,16 @@ def test_the_two_examples_are_about_a_dozen_lines_apart():
 def test_the_plain_example_runs(tmp_path):
     done = run(sys.executable, str(ROOT / "examples" / "train_torch.py"), folder=tmp_path)
     assert float(done.stdout.split()[-1]) > 0.95
+
+
+def test_the_package_names_its_version_and_its_renamed_names():
+    import lockstep as package
+
+    assert package.__version__ == _version.__version__
+    assert (Path(package.__file__).parent / "py.typed").exists()
+    for old, new in (("Share", "StepBatches"), ("Surroundings", "SourceContext")):
+        with pytest.raises(AttributeError, match=f"lockstep.{old} is now called lockstep.{new}"):
+            getattr(package, old)
+        assert hasattr(package, new)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018

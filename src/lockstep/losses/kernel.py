@@ -1,21 +1,26 @@
-"""The row-wise part of `losses.linear_cross_entropy` on a GPU: one read and one write of the logits, in Triton."""
+"""The row-wise part of `linear_cross_entropy` on a GPU, in Triton: one read and one write of the logits.
+
+In plain torch the same part reads and writes them about six times, and dominates the step of a small model.
+"""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-WIDE, WARPS = 4096, 8  # logits that a program holds at a time, and its warps
+WIDTH = 4096  # logits that a program holds at a time
+WARPS = 8
 
 
 def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
-    """Fill `losses` (N,), float32; with `gradient`, put d loss / d logits where the logits (N, V) were.
+    """Fill `losses` (N,), float32; with `gradient`, overwrite the logits (N, V) with d loss / d logits.
 
-    A target outside the vocabulary gives nan for all of them, so that no step applies it.
+    A target outside the vocabulary makes the loss nan, so that no step applies it.
     """
     rows, columns = logits.shape
     if not rows:
         return
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device(logits.device):
         _row_loss[(rows,)](
             logits,
@@ -24,33 +29,37 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
             logits.stride(0),
             columns,
             ignore_index,
-            WIDE=WIDE,
+            WIDTH=WIDTH,
             GRADIENT=gradient,
             num_warps=WARPS,
         )
 
 
 @triton.jit
-def _row_loss(logits, targets, losses, stride, columns, ignored, WIDE: tl.constexpr, GRADIENT: tl.constexpr):
-    """One row. The second pass finds most of what the first has read in the cache."""
+def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.constexpr, GRADIENT: tl.constexpr):
+    """Compute one row. The second pass finds most of what the first has read in the cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
     kept = target != ignored
     valid = (target >= 0) & (target < columns)
-    lane = tl.arange(0, WIDE)
-    right = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)  # before anything is overwritten
+    lane = tl.arange(0, WIDTH)
+    right = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)  # before it is overwritten
+
+    # An online log-sum-exp: the sum is rescaled whenever a larger logit appears.
     top = -1e30
-    total = tl.zeros([WIDE], tl.float32)  # per lane, of exp(logit - top)
-    for start in range(0, columns, WIDE):
+    total = tl.zeros([WIDTH], tl.float32)  # per lane, of exp(logit - top)
+    for start in range(0, columns, WIDTH):
         x = tl.load(logits + start + lane, mask=start + lane < columns, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
     log_sum = tl.where(valid, top + tl.log(tl.sum(total, 0)), float("nan"))
     tl.store(losses + row, tl.where(kept, log_sum - right, 0.0))
+
+    # softmax(logits) - one_hot(target), in place.
     if GRADIENT:
-        for start in range(0, columns, WIDE):
+        for start in range(0, columns, WIDTH):
             inside = start + lane < columns
             x = tl.load(logits + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
             slope = tl.exp(x - log_sum) - tl.where(start + lane == target, 1.0, 0.0)

@@ -1,0 +1,64 @@
+"""Strategies: how the ranks share a model. One record per name, and the only place that knows the names.
+
+Everything else asks a record's attributes. To add a strategy: a record here, its name in `StrategyName`, and a driver
+that `parallel/apply.py` builds for its attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"]
+
+# What a rank keeps in memory from step to step; the names are those of a memory Footprint.
+STATE = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a strategy shards over the ranks, and which settings go with it."""
+
+    name: StrategyName
+    replicates: tuple[str, ...]  # parts of STATE of which more than one rank holds a full copy
+    local_forward: bool = False  # a forward waits for no other rank: torch's DDP, or its equivalent, runs the model
+    shards_parameters: bool = False  # by blocks, with fully_shard: blocks and offload have a meaning
+    keeps_gathered: bool = False  # parameters stay gathered from the forward to the end of the backward
+    replica_groups: bool = False  # full copies, each sharded over a group of ranks
+    axis: str | None = None  # the mesh axis that takes all ranks which no other axis has
+    inner_axes: bool = True  # can be combined with mesh.tp and mesh.pp
+    nearest: str = ""  # the strategy to type instead, where inner_axes are wanted
+    exact: bool = False  # sums can be made independent of the number of ranks
+    named: bool = True  # every parameter can be gathered under its own name, so that `verify` can compare it
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank holds optimizer state for a part of the parameters only, within its replica."""
+        return self.shards_parameters or "optimizer" not in self.replicates
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether the model is divided into stages."""
+        return self.axis == "pp"
+
+
+# tp and pp share the model by layers and stages; how much of it several ranks hold depends on the model.
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("ddp", STATE, local_forward=True, exact=True),
+        Strategy("zero1", ("parameters", "gradients"), local_forward=True, exact=True, inner_axes=False, nearest="ddp"),
+        Strategy("fsdp-grads", (), shards_parameters=True, keeps_gathered=True, exact=True),
+        Strategy("fsdp", (), shards_parameters=True, exact=True),
+        Strategy("hsdp", STATE, shards_parameters=True, replica_groups=True, inner_axes=False, nearest="fsdp"),
+        Strategy("tp", STATE, axis="tp", named=False),
+        Strategy("pp", STATE, axis="pp", named=False),
+    )
+}
+
+LEAST_MEMORY = "fsdp"  # the strategy to advise when memory runs out
+
+
+def with_trait(trait: str) -> tuple[str, ...]:
+    """Return the names of the strategies that have `trait`, an attribute of Strategy."""
+    return tuple(name for name, strategy in STRATEGIES.items() if getattr(strategy, trait))
