@@ -15,7 +15,7 @@ KEYWORDS = {
     "food": "bread soup spice butter oven recipe cheese salad honey onion pepper dessert",
     "music": "violin chorus melody piano rhythm concert guitar lyrics album singer tempo opera",
     "space": "orbit comet rocket planet galaxy moon meteor probe crater eclipse solar nebula",
-    "health": "doctor nurse fever clinic vaccine muscle therapy remedy virus wound surgery heartbeat",
+    "health": "doctor nurse fever clinic vaccine muscle therapy remedy virus wound surgery pulse",
     "money": "bank loan market profit stock budget tax wage credit invoice coin pension",
 }
 TOPICS = tuple(KEYWORDS)
