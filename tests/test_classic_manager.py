@@ -98,7 +98,7 @@ def test_common_mistakes_are_found(wrong):
     with pytest.raises(ConfigError) as error:
         DistributedConfig(**{"world_size": 2, "num_gpus_per_node": 2} | wrong).validate()
     key = next(iter(wrong))
-    assert any(key in f"{problem.asked} {problem.found}" for problem in error.value.problems)
+    assert any(key in f"{problem.problem} {problem.found}" for problem in error.value.problems)
 
 
 @pytest.mark.parametrize("method", ["torchrun", "torch.distributed.launch"])

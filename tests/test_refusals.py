@@ -536,7 +536,7 @@ def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) ->
     told = refused.value
     if isinstance(told, ConfigError):
         (told,) = told.problems
-    assert row.asked in told.asked
+    assert row.asked in told.problem
     assert row.found in told.found
     assert row.fix in told.fix
     if row.mends and (typed := re.match(r"type ([\w.]+=(\[.*?\]|[\w.-]+))", told.fix)):

@@ -1,55 +1,70 @@
-"""Errors for people: what was asked, what was found, and the exact thing to type."""
+"""Errors for people: the problem in one sentence, what was found, and the exact thing to type.
+
+`UserError` is for what the user can fix and is shown without a traceback. Bugs of Lockstep itself are `assert`s and
+ordinary exceptions; they keep their traceback.
+"""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user can mend. Shown without a traceback.
+    """A problem that the user can fix.
 
-    Our own mistakes are `assert`s and ordinary exceptions; they keep their traceback.
+    problem  a sentence that states the problem with its value, without a period
+    found    what was found instead, if that adds something; "" leaves the line out
+    fix      the exact thing to type or to change
     """
 
-    def __init__(self, asked: str, found: str, fix: str):
-        super().__init__(asked, found, fix)
-        self.asked, self.found, self.fix = asked, found, fix
+    def __init__(self, problem: str, found: str, fix: str):
+        # All three are passed on, so that the error survives pickling between processes.
+        super().__init__(problem, found, fix)
+        self.problem = problem
+        self.found = found
+        self.fix = fix
 
     def __str__(self) -> str:
-        return f"{self.asked}\n  found: {self.found}\n  do:    {self.fix}"
+        lines = [self.problem]
+        if self.found:
+            lines.append(f"  found: {self.found}")
+        lines.append(f"  do:    {self.fix}")
+        return "\n".join(lines)
 
 
 class ConfigError(UserError):
-    """Every problem of a configuration at once, so that nobody fixes them one run at a time."""
+    """All problems of a configuration, reported together instead of one run at a time."""
 
     def __init__(self, problems: list[UserError]):
         noun = "problem" if len(problems) == 1 else "problems"
         super().__init__(
             f"the configuration has {len(problems)} {noun}",
-            "; ".join(problem.found for problem in problems),
+            "; ".join(problem.found for problem in problems if problem.found),
             "; ".join(problem.fix for problem in problems),
         )
         self.problems = problems
 
     def __str__(self) -> str:
-        return "\n".join([self.asked + ":", *(f"- {problem}" for problem in self.problems)])
+        return "\n".join([self.problem + ":", *(f"- {problem}" for problem in self.problems)])
 
     def __reduce__(self) -> tuple:
         return ConfigError, (self.problems,)
 
 
 class RanksFailed(UserError):
-    """Of processes that `lockstep.fit` has started: their launcher has shown why, a script need not say it again."""
+    """Ranks that `lockstep.fit` has started failed. Their launcher has already shown the reason."""
 
 
 class SmallerMicroBatch(Exception):
-    """Out of memory under micro_batch=auto: a note with a smaller size has been left, so trying again makes sense."""
+    """The device ran out of memory under micro_batch=auto, and a smaller size was recorded: a restart makes sense."""
 
 
 class Preempted(SystemExit):
-    """The run was asked to leave (SIGTERM, SIGUSR1, Ctrl-C), and has saved its state. Uncaught, it is the exit code."""
+    """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C) and has saved its state. Uncaught, it sets the exit code."""
 
-    CODE = 75  # "temporary failure": run it again
-    INTERRUPTED = 130
+    CODE = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may run the command again
+    INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
 
     def __init__(self, step: int, signal: str, checkpoint: str | None):
         super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
-        self.step, self.signal, self.checkpoint = step, signal, checkpoint
+        self.step = step
+        self.signal = signal
+        self.checkpoint = checkpoint  # the path of the newest one; None if there is none

@@ -370,8 +370,8 @@ def test_options_of_ddp_without_ddp_are_refused(option: str, rival: str) -> None
     with pytest.raises(ConfigError) as error:
         resolve([("command line", values)])
     (problem,) = error.value.problems
-    assert option.split("=")[0] in problem.asked
-    assert rival.split("=")[0] in problem.asked
+    assert option.split("=")[0] in problem.problem
+    assert rival.split("=")[0] in problem.problem
 
 
 def test_a_static_graph_and_accumulation_are_refused() -> None:

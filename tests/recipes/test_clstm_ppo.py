@@ -302,7 +302,7 @@ def test_foresight_teaches_the_first_stage_before_ppo_begins(pool):
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         ClstmPpo(epochs=0, hidden=30, cascade=3)
-    assert {problem.asked for problem in error.value.problems} == {
+    assert {problem.problem for problem in error.value.problems} == {
         "task.epochs=0",
         "task.hidden=30 with task.cascade=3",
     }

@@ -273,5 +273,5 @@ def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as error:
         HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
     asked = {"task.width=30 with task.heads=4", "task.variant=tmr", "task.test_size=0", "task.layers=0"}
-    assert asked == {p.asked for p in error.value.problems}
+    assert asked == {p.problem for p in error.value.problems}
     assert "type task.variant=trm" in {p.fix for p in error.value.problems}

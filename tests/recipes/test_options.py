@@ -87,9 +87,9 @@ def test_an_option_that_nobody_would_read_is_refused(task, switch, options, tmp_
     with pytest.raises(ConfigError) as refused:
         made(task, switch | options)
     (name,) = switch
-    named = [re.match(r"task\.(\w+)=.* with task\.\w+=", problem.asked) for problem in refused.value.problems]
+    named = [re.match(r"task\.(\w+)=.* with task\.\w+=", problem.problem) for problem in refused.value.problems]
     assert {match[1] for match in named if match} == options.keys()
-    assert any(f"with task.{name}=" in problem.asked for problem in refused.value.problems)
+    assert any(f"with task.{name}=" in problem.problem for problem in refused.value.problems)
     with pytest.raises(ConfigError):
         task(**switch | options)  # in Python too
 

@@ -304,7 +304,7 @@ def test_a_beam_of_three_is_no_worse_than_greedy(writer):
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         PixelLLM(image=30, width=90, stem="cnn", scenes="three")
-    asked = {problem.asked for problem in error.value.problems}
+    asked = {problem.problem for problem in error.value.problems}
     assert {"task.stem=cnn", "task.scenes=three", "task.image=30", "task.width=90 with task.heads=4"} <= asked
 
 

@@ -111,7 +111,7 @@ def explain(run: Any, error: Exception) -> Exception:
 def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
     found = explain(a_run(tmp_path), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
-    assert found.asked == "step 3 with micro-batches of 8"
+    assert found.problem == "step 3 with micro-batches of 8"
     assert found.found.startswith("out of memory: 2.0 GiB wanted, 512.0 MiB free; it holds parameters 160 B, ")
     assert "gradients 160 B, optimizer 336 B" in found.found  # two moments, and four step counters
     order = [found.fix.index(word) for word in ("micro_batch=4", "remat=full", "strategy=fsdp", "fsdp.offload=true")]

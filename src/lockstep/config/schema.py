@@ -250,7 +250,7 @@ class RunConfig(Section):
         leaves = {key: Setting(key, value, "argument") for key, value in flatten(self).items()}
         problems = rivals(leaves) + clashes(leaves)
         if problems:
-            raise ValueError("; ".join(f"{problem.asked}: {problem.found}" for problem in problems))
+            raise ValueError("; ".join(f"{problem.problem}: {problem.found}" for problem in problems))
         return self
 
 

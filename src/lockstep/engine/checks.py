@@ -56,7 +56,7 @@ def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBa
     except UserError as error:
         problem = error
     everybody = runtime.collectives.gather_json(
-        [mine, problem and [problem.asked, problem.found, problem.fix], data_rank]
+        [mine, problem and [problem.problem, problem.found, problem.fix], data_rank]
     )
     for rank, (_, trouble, _) in enumerate(everybody):
         if trouble:

@@ -90,7 +90,7 @@ def on_main(act: Callable[[], Any], runtime: Runtime) -> Any:
             result = act()
         except UserError as problem:
             error = problem
-    told = runtime.collectives.gather_json([result, error and [error.asked, error.found, error.fix]])[0]
+    told = runtime.collectives.gather_json([result, error and [error.problem, error.found, error.fix]])[0]
     if told[1]:
         raise error or UserError(*told[1])
     return told[0]

@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path, name, text, found):
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as caught:
         read_file(tmp_path / name)
-    assert name in caught.value.asked
+    assert name in caught.value.problem
     assert found in caught.value.found
     assert caught.value.fix
 

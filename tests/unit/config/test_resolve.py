@@ -119,10 +119,10 @@ def test_an_unknown_preset_is_reported_with_all_the_rest():
     with pytest.raises(ConfigError) as caught:
         resolve_for({}, PRESETS, [("command line", {"preset": "tyni", "seed": "x"})])
     preset, seed = caught.value.problems
-    assert preset.asked == "preset = tyni (command line)"
+    assert preset.problem == "preset = tyni (command line)"
     assert "tiny, gpu" in preset.found
     assert preset.fix == "type preset=tiny"
-    assert seed.asked == "seed = x (command line)"
+    assert seed.problem == "seed = x (command line)"
 
 
 def test_a_preset_cannot_choose_a_preset():
@@ -160,7 +160,7 @@ def test_a_preset_cannot_choose_a_preset():
 def test_an_unknown_key_names_the_nearest_one(values, fix):
     (problem,) = problems_of(values)
     assert problem.fix.startswith(fix)
-    assert "(layer 0)" in problem.asked
+    assert "(layer 0)" in problem.problem
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_an_unknown_key_names_the_nearest_one(values, fix):
 def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
     (problem,) = problems_of({key: value})
     assert problem.fix == f"type {fix}"
-    assert problem.asked.startswith(f"{key} = ")
-    assert problem.asked.endswith("(layer 0)")
+    assert problem.problem.startswith(f"{key} = ")
+    assert problem.problem.endswith("(layer 0)")
     assert "should be" in problem.found
 
 
