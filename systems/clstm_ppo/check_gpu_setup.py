@@ -1,4 +1,4 @@
-"""Is this machine ready to train the trading agent? python check_gpu_setup.py"""
+"""Check whether this machine is ready to train the trading agent: python check_gpu_setup.py"""
 
 from lockstep.recipes.clstm_ppo.gpu_setup import main
 

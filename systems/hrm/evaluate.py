@@ -1,8 +1,8 @@
-"""HRM, looked at again: python evaluate.py checkpoint=runs/NAME; or under torchrun, with save_outputs=true."""
+"""Evaluate a trained HRM: python evaluate.py checkpoint=runs/NAME; or under torchrun, with save_outputs=true."""
 
 import sys
 
-from lockstep.recipes.hrm.evaluate import main
+from lockstep.recipes.hrm.commands import evaluate_main
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    evaluate_main(sys.argv[1:])

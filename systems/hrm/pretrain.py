@@ -1,15 +1,16 @@
-"""HRM, started as its document does: torchrun --nproc-per-node 8 pretrain.py data_path=FOLDER lr=1e-4 ...
+"""Train HRM as its document does: torchrun --nproc-per-node 8 pretrain.py data_path=FOLDER lr=1e-4 ...
 
-The names of the document can be imported from here, for a loop of your own.
+The names of the document can be imported from this file, for your own training loop.
 """
 
 import sys
 
-from lockstep.recipes.hrm.iterable import PuzzleDataset, PuzzleDatasetConfig
+from lockstep.recipes.hrm.commands import PretrainConfig, generate_name, load_synced_config, pretrain_main
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel
-from lockstep.recipes.hrm.pretrain import PretrainConfig, generate_name, load_synced_config, main
-from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.recipes.hrm.train_state import (
+from lockstep.recipes.hrm.optimizers import CastedSparseEmbeddingSignSGD_Distributed
+from lockstep.recipes.hrm.own_loop import (
+    PuzzleDataset,
+    PuzzleDatasetConfig,
     TrainState,
     compute_metrics,
     create_model,
@@ -39,4 +40,4 @@ __all__ = [
 ]
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    pretrain_main(sys.argv[1:])

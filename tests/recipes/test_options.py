@@ -169,11 +169,11 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
     for task in (Narrow, Wide, Mazes, Moody):
         assert isinstance(task(), HRM)
         assert isinstance(derived(task), HRM)
-    assert derived(Narrow, width=64).width == 64
-    assert derived(Wide, loudness=2.0, width=64, holes=5).asked.holes == 5
-    assert derived(Mazes, maze_size=7).asked.size == 7  # who knows what the class hands on
-    assert derived(Moody, puzzle="idgrid").asked.size == 9  # which nobody typed
-    assert derived(Wide, puzzle="maze", holes=None).asked.holes is None  # as it is when nobody sets it
+    assert derived(Narrow, width=64).options.width == 64
+    assert derived(Wide, loudness=2.0, width=64, holes=5).options.holes == 5
+    assert derived(Mazes, maze_size=7).options.maze_size == 7  # who knows what the class hands on
+    assert derived(Moody, puzzle="idgrid").options.maze_size == 9  # which nobody typed
+    assert derived(Wide, puzzle="maze", holes=None).options.holes is None  # as it is when nobody sets it
     for task, typed, refused in (
         (Wide, {"puzzle": "maze", "holes": 5}, "task.holes=5 with task.puzzle=maze"),
         (Moody, {"maze_size": 7}, "task.maze_size=7 with task.puzzle=sudoku4"),
@@ -185,7 +185,9 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
 
 def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
     seen = []
-    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved.config.task)))
+    monkeypatch.setattr(
+        api, "_fit_here", lambda task, resolved, name: seen.append((task.options.width, resolved.config.task))
+    )
     for task, options in ((Narrow(), {}), (HRM(width=64, heads=2), {"width": 64, "heads": 2})):
         with api._shipped(task, options) as path:
             api.fit_shipped(path, [("argument", {"task": options})])
@@ -206,7 +208,7 @@ def test_a_configuration_that_a_run_has_written_is_read_again(tmp_path, monkeypa
     file = str(tmp_path / "config.yaml")
     again = settled(HRM, resolve_for(HRM.defaults, HRM.presets, read_layers([file], [])))
     assert "train_size" not in again.config.task
-    assert make_task(HRM, again.config.task).data_path == "puzzles"
+    assert make_task(HRM, again.config.task).options.data_path == "puzzles"
     monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: resolved.config.task)
     assert "train_size" not in fit(HRM, file, steps=3)
     with pytest.raises(ConfigError, match=r"task.test_size=7 with task.data_path=puzzles"):

@@ -1,4 +1,4 @@
-"""Processes and places by the GPUs that are there; and the scripts that start them."""
+"""The number of processes and the device of each frozen model, by the GPUs of a machine; the scripts of latent_wire."""
 
 import contextlib
 import io
@@ -20,7 +20,8 @@ from lockstep.errors import UserError
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.runtime.context import join
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
+SYSTEM = ROOT / "systems" / "latent_wire"
 BIN = str(Path(sys.executable).parent)
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"}
 
@@ -225,8 +226,8 @@ def run(folder, *words, **env):
 
 def test_the_launch_script_starts_ranks_and_a_job_of_slurm_goes_on(tmp_path):
     """Typed where the checkout is; the folder of the job is there already, as if it had been queued again."""
-    (tmp_path / "latentwire").symlink_to(ROOT / "latentwire")
-    launch, job = ROOT / "finalization/launch_ddp_training.sh", ROOT / "telepathy/submit_ddp_training.slurm"
+    (tmp_path / "latentwire").symlink_to(SYSTEM / "latentwire")
+    launch, job = SYSTEM / "finalization/launch_ddp_training.sh", SYSTEM / "telepathy/submit_ddp_training.slurm"
     said = run(tmp_path, str(launch), "steps=2", "run_dir=runs/ddp_training_7", NUM_GPUS="2")
     assert "ddp, 2 processes, 2 x 8 x 1 = 16 samples a step" in said
     assert said.count("latent_wire  2 ranks") == 1
@@ -248,7 +249,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", ROOT / "telepathy/submit_ddp_training.slurm", "steps=3"], cwd=tmp_path, env=env)
+    job = subprocess.Popen(["bash", SYSTEM / "telepathy/submit_ddp_training.slurm", "steps=3"], cwd=tmp_path, env=env)
     while not (tmp_path / "asked").exists():
         assert job.poll() is None
         time.sleep(0.01)
@@ -263,7 +264,7 @@ def check_manager(world, store):
     """A job: `finalization/test_ddp.py`, which talks on rank 0 only."""
     join(world, torch.device("cpu"), store)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(str(ROOT / "finalization" / "test_ddp.py"), run_name="__main__")
+        runpy.run_path(str(SYSTEM / "finalization" / "test_ddp.py"), run_name="__main__")
     return said.getvalue()
 
 

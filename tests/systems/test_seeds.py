@@ -1,4 +1,4 @@
-"""docs/seeds.md maps what the documents ask for: nothing is missing on it, and what it names is there and runs."""
+"""requirements.md says where each requirement of the seed documents is met: it is complete, and its names exist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from lockstep.recipes.hrm.build import Build, build
-from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
+from lockstep.recipes.hrm.commands import load_synced_config, overrides
 
-ROOT = Path(__file__).parent.parent
-# The lines that name a class, method, option, command, script or file.
-ASKED = {
+ROOT = Path(__file__).parent.parent.parent
+SYSTEMS = ROOT / "systems"
+# The requirements that name a class, method, option, command, script or file.
+REQUIRED = {
     "S0": "10-11 16-28 33-34 39-54 59-71 77 102 119 122",
     "S1": "3-9 15 27-32 75",
     "S2": "2 11-23 30 38 60-65 92 102 110 118",
@@ -30,13 +31,13 @@ ASKED = {
 WIDTH = {"S0": 3, "S1": 2, "S2": 3, "S3": 3}
 DEFECTS = [*(f"E-{number:02}" for number in range(1, 13)), *(f"D-{number:02}" for number in range(1, 10))]
 WAITS_FOR = {"planning", "doctor", "benchmarks", "launchers", "course"}
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+PAGE = Path(__file__).with_name("requirements.md").read_text()
 ROWS = re.findall(r"^\| (S\d-\d+) \| (\w+) \| (.+?) \| (.+?) \|$", PAGE, re.M)
-WRONG = re.findall(r"^\| ([DE]-\d+) \| .+? \| (.+?) \|$", PAGE, re.M)
+DEFECT_ROWS = re.findall(r"^\| ([DE]-\d+) \| .+? \| (.+?) \|$", PAGE, re.M)
 
 
-def thing(path: str) -> Any:
-    """What a dotted path names: the longest part of it that is a module, and attributes from there."""
+def resolve_path(path: str) -> Any:
+    """Return what a dotted path names: the longest prefix of it that is a module, and attributes from there."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -61,7 +62,7 @@ def check_test(name: str) -> None:
 
 
 def check_file(path: str) -> None:
-    """Code must be importable, a script must be one."""
+    """Check that a file exists, that code can be imported, and that a shell script can be parsed."""
     assert (ROOT / path).is_file()
     if path.startswith("src/"):
         importlib.import_module(path.removeprefix("src/").removesuffix(".py").replace("/", "."))
@@ -77,7 +78,7 @@ def help_of(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def check_setting(key: str, text: str, data: str) -> None:
-    """A word of `pretrain.py` is known by name, and another value of it makes another run."""
+    """Check that `pretrain.py` knows a setting by name, and that another value of it makes another run."""
     found = load_synced_config(overrides([f"data_path={data}", f"{key}={text}"]), rank=0, world_size=1)
     assert key not in found.rest
     if key == "data_path":
@@ -105,37 +106,37 @@ def numbers(lines: str) -> list[int]:
     return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
-def test_no_line_is_missing_and_none_stands_twice():
+def test_every_requirement_has_exactly_one_row():
     there = [line for line, *_ in ROWS]
     assert len(there) == len(set(there))
-    asked = {f"{seed}-{number:0{WIDTH[seed]}}" for seed, lines in ASKED.items() for number in numbers(lines)}
-    assert asked <= set(there)
-    assert [defect for defect, _ in WRONG] == DEFECTS
+    required = {f"{seed}-{number:0{WIDTH[seed]}}" for seed, lines in REQUIRED.items() for number in numbers(lines)}
+    assert required <= set(there)
+    assert [defect for defect, _ in DEFECT_ROWS] == DEFECTS
 
 
 @pytest.mark.parametrize(("line", "kind", "what", "here"), ROWS, ids=[line for line, *_ in ROWS])
-def test_what_the_map_names_is_there(line, kind, what, here, puzzles, capsys, monkeypatch):
+def test_what_a_row_names_exists(line, kind, what, here, puzzles, capsys, monkeypatch):
     if here.startswith("open"):
         assert here.removeprefix("open: ") in WAITS_FOR
         return
     assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", here), here
-    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(SYSTEMS / "hrm"))
     for named in re.findall(r"`([^`]+)`", here):
         if "::" in named:
             check_test(named)
         elif option := re.fullmatch(r"(\S+\.py) (--\w+)", named):
             assert re.search(rf"{option[2]}\b", help_of(option[1], capsys, monkeypatch))
-        elif setting := re.fullmatch(r"pretrain\.py (\w+)=(\S+)", named):
+        elif setting := re.fullmatch(r"systems/hrm/pretrain\.py (\w+)=(\S+)", named):
             check_setting(setting[1], setting[2], puzzles)
         elif argument := re.fullmatch(r"([\w.]+)\((\w+)\)", named):
-            assert argument[2] in inspect.signature(thing(argument[1])).parameters
+            assert argument[2] in inspect.signature(resolve_path(argument[1])).parameters
         elif "/" in named:
             check_file(named)
         else:
-            assert callable(thing(named))
+            assert callable(resolve_path(named))
 
 
-@pytest.mark.parametrize(("defect", "tests"), WRONG, ids=[defect for defect, _ in WRONG])
+@pytest.mark.parametrize(("defect", "tests"), DEFECT_ROWS, ids=[defect for defect, _ in DEFECT_ROWS])
 def test_every_defect_is_ruled_out_by_a_test(defect, tests):
     found = re.findall(r"`([^`]+)`", tests)
     assert found
@@ -143,11 +144,11 @@ def test_every_defect_is_ruled_out_by_a_test(defect, tests):
         check_test(name)
 
 
-def test_a_wrong_map_would_be_noticed(puzzles):
+def test_a_wrong_row_would_be_noticed(puzzles):
     with pytest.raises(AttributeError):
-        thing("lockstep.classic.DistributedAMPTrainer.train_step")
-    assert "modell" not in inspect.signature(thing("lockstep.classic.DistributedAMPTrainer")).parameters
+        resolve_path("lockstep.classic.DistributedAMPTrainer.train_step")
+    assert "modell" not in inspect.signature(resolve_path("lockstep.classic.DistributedAMPTrainer")).parameters
     with pytest.raises(AssertionError):
-        check_test("tests/test_classic.py::test_that_nobody_has_written")
+        check_test("tests/test_classic.py::test_that_does_not_exist")
     with pytest.raises(AssertionError):
         check_setting("learning_rate", "1e-4", puzzles)

@@ -1,4 +1,4 @@
-"""Does DDPManager work here? Alone, or with as many ranks as you have GPUs:
+"""Check that DDPManager works on this machine, on one process or on as many ranks as there are GPUs.
 
 python finalization/test_ddp.py
 torchrun --nproc_per_node=2 finalization/test_ddp.py
@@ -13,18 +13,23 @@ from lockstep.classic import DDPManager, log_gpu_memory
 SAMPLES = 24
 
 
-def samples_of_all_ranks(manager: DDPManager) -> list[float]:
-    """How often each sample was dealt in one epoch, to whomever."""
-    seen = torch.zeros(SAMPLES, device=manager.device)
-    for (ids,) in manager.get_dataloader(TensorDataset(torch.arange(SAMPLES)), batch_size=4 // manager.world_size):
-        seen[ids.to(manager.device)] += 1
-    return manager.all_reduce(seen, "sum").tolist()
+def reads_of_each_sample(manager: DDPManager) -> list[float]:
+    """Count how often each sample is read in one epoch, by all ranks together."""
+    reads = torch.zeros(SAMPLES, device=manager.device)
+    dataset = TensorDataset(torch.arange(SAMPLES))
+
+    # A global batch of 4, whatever the number of ranks.
+    for (ids,) in manager.get_dataloader(dataset, batch_size=4 // manager.world_size):
+        reads[ids.to(manager.device)] += 1
+    return manager.all_reduce(reads, "sum").tolist()
 
 
-def gradient_of_all_ranks(manager: DDPManager) -> tuple[float, float]:
-    """Of a wrapped model, where rank r has the sample r: as found, and as it should be."""
+def mean_gradient(manager: DDPManager) -> tuple[float, float]:
+    """Return the gradient of a wrapped model, where rank r has the sample r, and the value it should have."""
     model = manager.wrap_model(nn.Linear(1, 1, bias=False))
-    model(torch.full((1, 1), float(manager.rank), device=manager.device)).sum().backward()
+    sample = torch.full((1, 1), float(manager.rank), device=manager.device)
+    model(sample).sum().backward()
+
     (weight,) = model.parameters()
     return weight.grad.item(), (manager.world_size - 1) / 2
 
@@ -32,10 +37,13 @@ def gradient_of_all_ranks(manager: DDPManager) -> tuple[float, float]:
 def main() -> None:
     manager = DDPManager()
     manager.initialize(timeout_mins=5)
-    dealt = samples_of_all_ranks(manager)
-    assert dealt == [1.0] * SAMPLES, f"samples missing, or dealt twice: {dealt}"
-    found, expected = gradient_of_all_ranks(manager)
-    assert found == expected, f"the gradient is {found} on rank {manager.rank}, not the mean, {expected}"
+
+    reads = reads_of_each_sample(manager)
+    assert reads == [1.0] * SAMPLES, f"some samples are read never or more than once: {reads}"
+
+    found, expected = mean_gradient(manager)
+    assert found == expected, f"the gradient on rank {manager.rank} is {found}, and the mean is {expected}"
+
     manager.barrier()
     if manager.is_main:
         log_gpu_memory()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+from lockstep.recipes.layers import Rotation, rotate, rotation_table
 
 EPS = 1e-6
 Change = Callable[[Tensor], Tensor]

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
+from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.latent_wire.data import WireData
 from lockstep.recipes.latent_wire.reader import Reader
 from lockstep.recipes.latent_wire.tokens import TOKENIZERS, Tokenizer
 from lockstep.recipes.latent_wire.wire import from_text
 from lockstep.recipes.latent_wire.world import Drawn, World
-from lockstep.recipes.unprepared import unprepared
 
 LOOK_AT = 256  # contexts
 PASSED = 0.95  # what lets a reader leave an easier world
@@ -117,7 +117,7 @@ class School:
     def _look(self) -> bool:
         """Whether the reader has learned enough. The host waits for the device."""
         now, enough = self.progress, self.schooling.enough
-        with self._autocast(), unprepared(self.reader):  # no second graph for a look
+        with self._autocast(), run_eagerly(self.reader):  # no second graph for a look
             now.accuracy = float(from_text(self.reader, self.unseen, 0).right.mean())
         if self._last:
             return now.accuracy >= enough

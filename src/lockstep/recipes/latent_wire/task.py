@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.latent_wire.data import MODES, WireData, collate
 from lockstep.recipes.latent_wire.frozen import frozen_reader
 from lockstep.recipes.latent_wire.measures import LETTERS, compression, table
@@ -23,7 +24,6 @@ from lockstep.recipes.latent_wire.tokens import TOKENIZERS, Tokenizer
 from lockstep.recipes.latent_wire.topics import TopicWorld
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.world import KINDS, NAMES, FactWorld
-from lockstep.recipes.unprepared import unprepared
 from lockstep.task import Loss, OnlyWith, Task, without_effect
 
 TEACHER_TEMPERATURE, TEACHER_TOKENS = 2.0, 4
@@ -149,7 +149,7 @@ class LatentWire(Task):
 
     def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
-        with unprepared(model):  # six ways to ask, each of another length
+        with run_eagerly(model):  # six ways to ask, each of another length
             total, rows, mine = self._cost(model, batch, write=True)
             return Loss(total, rows, table(_readers(model), batch, mine, model(batch, "other"), blanks, self.shape))
 
