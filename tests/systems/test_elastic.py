@@ -54,7 +54,7 @@ def test_the_documented_strategies(count, large, small):
 
 
 def test_memory_decides_and_no_name():
-    """A name that nobody knows must not fall into the branch of a smaller GPU."""
+    """An unknown name must not fall into the branch of a smaller GPU."""
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "")
     assert len({of(2, 79.1, name).plan() for name in names}) == 1
     assert of(2, 139.0, "NVIDIA H200").plan().strategy == "ddp"
@@ -70,7 +70,7 @@ def test_more_memory_means_larger_micro_batches_and_fewer_of_them():
     assert of(3, 79.1, base_batch_size=32, per_gpu=True).plan().strategy == "ddp"
 
 
-def test_where_the_last_reader_lives():
+def test_the_device_of_the_last_reader():
     homes = {
         (2, 39.4): ["cuda:+0", "cuda:1"],
         (3, 39.4): ["cuda:+0", "cuda:2"],
@@ -85,10 +85,10 @@ def test_where_the_last_reader_lives():
     assert unknown.settings(unknown.plan()) == {"micro_batch": "auto"}
 
 
-def test_a_home_counted_from_the_ranks_own(monkeypatch):
+def test_a_device_relative_to_the_ranks_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(Reader, "to", lambda self, home: self)
-    assert Reader(9, ReaderShape("words", 16, 1, 2)).settle("cuda:+2").home == "cuda:3"
+    monkeypatch.setattr(Reader, "to", lambda self, device: self)
+    assert Reader(9, ReaderShape("words", 16, 1, 2)).freeze("cuda:+2").fixed_device == "cuda:3"
 
 
 def test_what_does_not_fit_is_refused():
@@ -160,7 +160,7 @@ def test_flags_become_settings(words, expected, monkeypatch):
 
 
 def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
-    """Nobody would start them again."""
+    """That launcher would not start them again with a smaller size."""
     called = []
     monkeypatch.setattr("lockstep.api.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
@@ -187,7 +187,7 @@ def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [["--elastic_sample_gb", "4"], ["--elastic_target_util", "0.5"], READERS])
-def test_sizes_for_nobody_are_refused(words, capsys):
+def test_sizes_without_elastic_gpu_are_refused(words, capsys):
     assert main("latent_wire", words, readers=2) == 2
     assert "add --elastic_gpu" in capsys.readouterr().err
 
@@ -224,8 +224,8 @@ def run(folder, *words, **env):
     return done.stdout
 
 
-def test_the_launch_script_starts_ranks_and_a_job_of_slurm_goes_on(tmp_path):
-    """Typed where the checkout is; the folder of the job is there already, as if it had been queued again."""
+def test_the_launch_script_starts_ranks_and_a_slurm_job_resumes(tmp_path):
+    """Started from the system's folder; the run folder of the job exists already, as if it had been requeued."""
     (tmp_path / "latentwire").symlink_to(SYSTEM / "latentwire")
     launch, job = SYSTEM / "finalization/launch_ddp_training.sh", SYSTEM / "telepathy/submit_ddp_training.slurm"
     said = run(tmp_path, str(launch), "steps=2", "run_dir=runs/ddp_training_7", NUM_GPUS="2")
@@ -239,13 +239,13 @@ def test_the_launch_script_starts_ranks_and_a_job_of_slurm_goes_on(tmp_path):
     assert asked["output"].replace("%j", "7") == "runs/ddp_training_7.log"
 
 
-def test_a_job_that_is_asked_to_leave_is_queued_again(tmp_path):
-    """Somebody else plays the training, and SLURM: 75 means saved, and not at the end."""
-    plays = {
+def test_a_preempted_job_is_requeued(tmp_path):
+    """Scripts stand in for the training and for SLURM: exit code 75 means saved, and not at the end."""
+    stand_ins = {
         "python": "trap 'kill %1; exit 75' TERM\necho $@ > asked.tmp; mv asked.tmp asked\nsleep 60 & wait",
         "scontrol": "echo $@ > queued",
     }
-    for name, text in plays.items():
+    for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -261,7 +261,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again(tmp_path):
 
 
 def check_manager(world, store):
-    """A job: `finalization/test_ddp.py`, which talks on rank 0 only."""
+    """A job: `finalization/test_ddp.py`, which prints on rank 0 only."""
     join(world, torch.device("cpu"), store)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(str(SYSTEM / "finalization" / "test_ddp.py"), run_name="__main__")
