@@ -23,6 +23,7 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Any, Options]
         def with_keywords(self: Any, **given: Any) -> None:
             init(self, options(**given))
 
+        # `inspect.signature` of the task's class, too, returns this instead of looking at the function.
         with_keywords.__signature__ = _signature(options)  # pyrefly: ignore[missing-attribute]
         return with_keywords
 

@@ -57,6 +57,7 @@ def build(request: Build) -> None:
         raise UserError("only one of train_csv and test_csv is given", "", "give both")
 
     training, test, symmetry = _splits(request)
+    # Variants draw from Python's generator, which the seed makes repeatable.
     if request.augmentations and symmetry is not None:
         random.seed(request.seed)
         training = with_variants(training, symmetry, request.augmentations)
@@ -80,6 +81,7 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
         least_guesses=request.least_guesses,
         size=request.maze_size,
     )
+    # Id grids are drawn when they are read: there is nothing to vary.
     generated, test = make_splits(options)
     if isinstance(generated, IdGrid):
         return _draw_epoch(generated, request.seed), test, None
@@ -91,6 +93,7 @@ def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
     cells = []
     labels = []
     for pair in zip(puzzles.inputs, puzzles.labels, strict=True):
+        # The original comes first.
         for variant in (pair, *(symmetry(*pair) for _ in range(count))):
             cells.append(variant[0])
             labels.append(variant[1])

@@ -30,8 +30,10 @@ class Carry:
 
     def take(self, first: int, count: int) -> Slots | None:
         """Return what the `count` slots from `first` on hold, or None if they have not held anything yet."""
+        # The usual case: the same micro-batch as in the step before.
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]
+        # After a resume, possibly with other ranks or micro-batches: rows of the checkpoint.
         if self._restored and first + count <= len(self._restored["steps"]):
             return {name: rows[first : first + count] for name, rows in self._restored.items() if name != "slots"}
         if self._first_step and not self._restored:
@@ -56,6 +58,7 @@ class Carry:
         if not self._held:
             return dict(self._restored)
 
+        # This rank's rows, with the numbers of their slots.
         firsts = sorted(self._held)
         held = [self._held[first] for first in firsts]
         numbers = [first + torch.arange(len(slots["steps"])) for first, slots in zip(firsts, held, strict=True)]
@@ -63,6 +66,7 @@ class Carry:
         for name in held[0]:
             mine[name] = torch.cat([slots[name] for slots in held])
 
+        # In the order of slots, which does not depend on the number of ranks.
         gathered = dict(zip(mine, gather_rows(list(mine.values()), world_size()), strict=True))
         order = gathered["slots"].argsort()
         return {name: rows[order] for name, rows in gathered.items()}
@@ -111,6 +115,7 @@ def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
     if size == 1:
         return tensors
 
+    # One row of bytes for each row of the tensors.
     rows = len(tensors[0])
     parts = [t.contiguous().view(rows, -1).view(torch.uint8) for t in tensors]
     widths = [part.shape[1] for part in parts]
@@ -125,6 +130,7 @@ def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
     padded = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(padded, mine)
 
+    # Back to one tensor for each of ours: cut the padding, split the bytes, restore dtype and shape.
     gathered = torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])
     columns = gathered.split(widths, dim=1)
     return [

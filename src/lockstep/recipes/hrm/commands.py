@@ -74,6 +74,7 @@ def _values_of_file(path: str | None) -> dict[str, Any]:
     """Read a YAML file of keys. Nested keys are joined: `task: {width: 64}` is task.width=64."""
     if path is None:
         return {}
+    # A list or a text instead of keys has no items(): an AttributeError.
     found = {}
     try:
         for key, value in yaml.safe_load(Path(path).read_text()).items():
@@ -157,6 +158,7 @@ class PretrainConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings for `lockstep.fit`."""
+        # Epochs become steps; less than one step between evaluations is one.
         evaluate_every = None
         if self.eval_interval is not None:
             evaluate_every = max(1, self.steps(self.eval_interval))
@@ -168,6 +170,7 @@ class PretrainConfig:
                 "type a smaller global_batch_size, or more epochs",
             )
 
+        # A ratio of 1 means that the rate never falls.
         constant = self.lr_min_ratio == 1.0
         return {
             "preset": None,
@@ -180,6 +183,7 @@ class PretrainConfig:
             "lr.warmup": self.lr_warmup_steps,
             "evaluate.every": evaluate_every,
             "checkpoint.every": evaluate_every if self.use_distributed_checkpoint else None,
+            # Settings of the run that were typed override those that follow from our own keys.
             **{key: value for key, value in self.rest.items() if not key.startswith("task.")},
             "task": self.options(),
         }
@@ -214,6 +218,7 @@ def pretrain_main(arguments: Sequence[str]) -> None:
         if world_size > 1:
             _join()
         config = load_synced_config(values, rank, world_size)
+        # The variable of the original code.
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
             config.rest.setdefault("compile", False)
         done = lockstep.fit(HRM, config.settings(), again=_command_to_resume)
@@ -256,6 +261,7 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
 
     It travels as JSON. Collective: every rank must call it.
     """
+    # The run gets its name here: each rank would otherwise draw another one.
     text = ""
     if rank == 0:
         check_values(hydra_config)
@@ -274,6 +280,7 @@ def _broadcast_text(text: str) -> str:
     """Return the text of rank 0 on every rank."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    # The other ranks do not know the length, so it travels first.
     length = torch.tensor([data.numel()], device=device)
     dist.broadcast(length, src=0)
     if dist.get_rank() != 0:
@@ -287,6 +294,7 @@ def _join() -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
+        # Ranks that share a GPU have to use gloo: NCCL refuses two ranks on one device.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             backend = "nccl"
@@ -365,6 +373,7 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **more: An
     }
     done = lockstep.fit(Recording if save_outputs else HRM, str(run / "config.yaml"), **values)
 
+    # Each rank has its own part of the samples.
     answers = getattr(done.task, "answers", [])
     if answers:
         from safetensors.torch import save_file
@@ -400,6 +409,7 @@ def _other_recipe(run: Path) -> str | None:
     """Return the recipe of the run if it is another one. Your own task, derived from HRM, may have any name."""
     with (run / "events.jsonl").open() as lines:
         events = [json.loads(line) for line in lines]
+    # A resumed run has several starts.
     tasks = [event["task"] for event in events if event["event"] == "start"]
     if not tasks:
         return None

@@ -89,6 +89,7 @@ class PuzzleGroups(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         p = self.puzzles
+        # One puzzle of the group, one example of the puzzle, and perhaps a symmetric variant of it.
         puzzle = random.randrange(p.group_indices[index], p.group_indices[index + 1])
         example = random.randrange(p.puzzle_indices[puzzle], p.puzzle_indices[puzzle + 1])
 
@@ -149,6 +150,7 @@ def read_puzzles(folder: Path) -> Puzzles:
             for name in metadata.sets
         ]
 
+    # Other files may ignore another label than ours.
     labels = np.concatenate([each["labels"] for each in sets])
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)

@@ -45,6 +45,7 @@ def cell_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     """
     labelled = labels != IGNORED
     costs = LOSSES[kind](logits, labels.long()) * labelled
+    # A puzzle without labels costs nothing, instead of 0 / 0.
     return costs.sum(dim=1) / labelled.sum(dim=1).clamp(min=1)
 
 
@@ -97,6 +98,7 @@ class Scoring(nn.Module):
         if next_q is not None:
             total = total + 0.5 * self._continue_loss(q[:, 1], next_q.float(), steps)
 
+        # Only puzzles that halt are counted: the others are still being thought about.
         knows = ~((q[:, 0] > 0) ^ exact)
         per_puzzle = [exact, correct.sum(dim=1), labelled.sum(dim=1), knows, steps, torch.ones_like(steps)]
         return Score(total.float(), halted, (torch.stack(per_puzzle) * halted).sum(dim=1).double())

@@ -78,7 +78,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, expansion: float):
         super().__init__()
-        inner = -(-round(expansion * width * 2 / 3) // 256) * 256  # a multiple of 256, for the matrix kernels
+        # Three matrices instead of two: two thirds of the inner width give as many parameters as a plain MLP has. It is
+        # rounded up to a multiple of 256 for the matrix kernels.
+        inner = -(-round(expansion * width * 2 / 3) // 256) * 256
         self.up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -109,7 +111,9 @@ class Block(nn.Module):
         if self.attends:
             mixed = self.mix(x, rotation)
         else:
+            # The MLP mixes positions, so they have to be its channels.
             mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+
         x = rms(x + mixed).to(mixed.dtype)
         change = self.mlp(x)
         return rms(x + change).to(change.dtype)
@@ -153,6 +157,7 @@ class HierarchicalReasoningModel(nn.Module):
         # The initial states are drawn once and stay fixed.
         self.register_buffer("h_start", _truncated_normal(torch.empty(W), 1.0))
         self.register_buffer("l_start", _truncated_normal(torch.empty(W), 1.0))
+        # The angles follow from the configuration: they move with the model, and are not saved.
         self.rotary = config.positions == "rope" and config.mixer == "attention"
         if self.rotary:
             cos, sin = rotation_table(config.positions_in_all, W // config.heads)
@@ -204,13 +209,17 @@ class HierarchicalReasoningModel(nn.Module):
             z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)
             z_l = torch.where(begin, self.l_start.to(z_l.dtype), z_l)
 
+        # The segment itself.
         x = self._embedded(inputs, puzzle).to(z_h.dtype)
         low = _with_converted_weights(self.low)
         high = low if self.high is None else _with_converted_weights(self.high)
         z_h, z_l = self._segment((low, high), z_h, z_l, x, rotation)
+
+        # The answer stands in the positions of the cells, the values of halting in the first position.
         logits = self.head(z_h)[:, self.config.puzzle_positions :]
         q = self.q_head(z_h[:, 0])
 
+        # Gradients end with the segment: the states go on to the next step without them.
         z_h = z_h.detach()
         z_l = z_l.detach()
         next_q = None
@@ -231,7 +240,10 @@ class HierarchicalReasoningModel(nn.Module):
         """Return the initial states of `count` puzzles, in the dtype that a segment leaves them in."""
         shape = (count, self.config.positions_in_all, self.config.width)
         device = self.h_start.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.h_start.dtype
+        dtype = self.h_start.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+
         # Contiguous, as a segment leaves its states: another layout would be compiled for again.
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
 
@@ -241,8 +253,10 @@ class HierarchicalReasoningModel(nn.Module):
         P = self.config.puzzle_positions
         lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
         x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
+        # The sum of two has twice the variance.
         if self.places is not None:
             x = 0.5**0.5 * (x + self.places.weight)
+        # Embeddings are drawn with a deviation of W^-0.5: this makes it 1.
         return W**0.5 * x
 
     def _segment(
@@ -255,6 +269,7 @@ class HierarchicalReasoningModel(nn.Module):
         updates = cycle * config.h_cycles
         with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
 
+        # Autograd would otherwise keep the activations of all updates.
         for number, which in enumerate(updates):
             keep = torch.is_grad_enabled() and number >= len(updates) - with_gradient
             with torch.set_grad_enabled(keep):
@@ -272,6 +287,7 @@ def _with_converted_weights(level: Level) -> Update:
     """
     weights = dict(level.named_parameters())
     device = next(iter(weights.values())).device.type
+    # Sharded weights (DTensors) would have to be gathered first.
     sharded = any(hasattr(weight, "placements") for weight in weights.values())
     if level._compiled_call_impl is None or sharded or not torch.is_autocast_enabled(device):
         return level

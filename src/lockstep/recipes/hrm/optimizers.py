@@ -52,6 +52,7 @@ class AdamATan2(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            # State is made in the first step in which a parameter has a gradient.
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -69,6 +70,7 @@ class AdamATan2(torch.optim.Optimizer):
         for p, step in zip(params, steps, strict=True):
             self.state[p]["step"] = step
 
+        # Both moments are moved for all parameters at once.
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -79,6 +81,7 @@ class AdamATan2(torch.optim.Optimizer):
         torch._foreach_sqrt_(widths)
         angles = [torch.atan2(height, width) for height, width in zip(heights, widths, strict=True)]
 
+        # Decoupled weight decay, then the step.
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_add_(params, angles, alpha=-lr)
 
@@ -228,6 +231,7 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         first = same.to(torch.uint8).argmax(dim=1)  # where an id occurs first: equal ids get equal bits
         total = (same.double() @ gradients.double())[first]
 
+        # Rows of equal ids are written several times, with equal bits.
         rows = self.table[ids]
         moved = rows * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * total.sign().to(self.table.dtype)
         if self.found_inf is not None:
@@ -267,6 +271,7 @@ class MovingAverage:
 
         params = {name: p.data for name, p in model.named_parameters()}
         self._move_to(next(iter(params.values())).device)
+        # The values are swapped in place, so nothing that holds the parameters has to know.
         trained = [p.clone() for p in params.values()]
         torch._foreach_copy_(list(params.values()), [self.weights[name] for name in params])
         try:

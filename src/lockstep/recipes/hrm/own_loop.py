@@ -56,6 +56,7 @@ def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
     """Start a run. At the end of the block its weights are saved and the run is closed."""
     values = {key: value for key, value in config.settings().items() if key not in ("task", "preset")}
     with lockstep.start({"tail": "drop", **values}) as run:
+        # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
         task = HRM(**config.options())
         model = create_model(config, data.read_metadata(Path(config.data_path) / "train"), run.world_size)
         called, *_ = run.setup(model, *task.optimizer(model))
@@ -76,6 +77,7 @@ def create_model(
             "give the metadata of data_path/train",
         )
 
+    # NCCL cannot send tensors of the CPU, where the model still is.
     if world_size > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         with torch.no_grad():
@@ -155,6 +157,7 @@ def _add(sums: Sums, more: Mapping[str, Any], factor: int) -> Sums:
 def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: int) -> dict[str, float] | None:
     """Add the sums over all ranks in one message. The names are sorted, so that all ranks stack alike."""
     names = sorted(sums)
+    # float64: sums of counts stay exact.
     parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for name in names for part in sums[name]]
     stacked = torch.stack(parts)
     # Not `reduce`: gloo, which ranks that share a GPU use, cannot do that on a GPU.
@@ -209,6 +212,7 @@ class PuzzleDataset(IterableDataset):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        # A loader process takes every n-th batch.
         batches = self._iter_train() if self.split == "train" else self._iter_test()
         worker = get_worker_info()
         return batches if worker is None else islice(batches, worker.id, None, worker.num_workers)
@@ -221,6 +225,7 @@ class PuzzleDataset(IterableDataset):
         epoch = self.epoch
         self.epoch += 1
 
+        # Every rank shuffles alike, and takes its slice of every global batch.
         order = list(range(len(groups)))
         random.Random(f"{seed}/{epoch}").shuffle(order)
         for start in range(0, len(order) - batch_size + 1, batch_size):
@@ -234,6 +239,7 @@ class PuzzleDataset(IterableDataset):
     def _iter_test(self) -> Iterator[dict[str, Tensor]]:
         examples = data.PuzzleExamples(self.puzzles)
         for start in range(0, len(examples), self.config.global_batch_size):
+            # The last global batch may be so short that a rank has no part of it.
             mine = range(len(examples))[self._slice(start)]
             if mine:
                 yield data.collate([examples[index] for index in mine])

@@ -64,6 +64,7 @@ def make_splits(options: PuzzleOptions) -> tuple[Any, Puzzles]:
 @cache
 def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     n = int(options.kind.removeprefix("sudoku"))
+    # Minimal 9 x 9 puzzles take too long to generate.
     if n == 9 and options.holes is None and not options.least_guesses:
         pairs = sudoku.load_shipped(options.train_size, options.test_size)
     else:
@@ -100,11 +101,13 @@ class SudokuSymmetry:
 def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     splits = []
     for count, split in ((options.train_size, "train"), (options.test_size, "test")):
+        # A generator for each split: the size of one does not change the other.
         rng = random.Random(f"{options.seed}/{split}")
         pairs = [make_maze(options.size, options.longer_than, rng) for _ in range(count)]
         cells = np.stack([pair[0] for pair in pairs])
         labels = np.stack([pair[1] for pair in pairs])
         splits.append(Puzzles.single(cells, labels, np.zeros(count, dtype=np.int64), MAZE_SYMBOLS, id_count=1))
+    # Test puzzles stay as they are.
     if options.augment:
         splits[0].augment = turn_randomly
     return splits[0], splits[1]
@@ -115,6 +118,8 @@ def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Arra
     for _ in range(MAZE_TRIES):
         grid = _carve(n, rng)
         free = [(row, column) for row, column in np.argwhere(grid == FREE).tolist()]
+
+        # Try again if there is no way, a second one as short, or only a short one.
         start, goal = rng.sample(free, 2)
         way = shortest_way(grid, start, goal)
         if way is not None and len(way) > longer_than:
@@ -154,6 +159,7 @@ def _carve(n: int, rng: random.Random) -> Array:
         grid[wall] = grid[target] = FREE
         stack.append(target)
 
+    # In a tree every way would be the only one.
     walls = np.argwhere(grid == WALL).tolist()
     for row, column in rng.sample(walls, len(walls) // 12):
         grid[row, column] = FREE
@@ -186,6 +192,8 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
 
     if goal not in distance:
         return None
+
+    # Backwards from the goal. A cell with two predecessors has two shortest ways.
     way = [goal]
     while way[-1] != start:
         if len(came_from[way[-1]]) > 1:
@@ -239,6 +247,7 @@ class IdGrid(Dataset):
         self.rules = rules
         self.length = length
         self.ids = len(rules.recolour) + 1  # id 0 is the blank one
+        # The task replaces it: how long to think is an option of the task.
         self.draw_least: Callable[[], int] = lambda: 1
 
     def __len__(self) -> int:

@@ -56,6 +56,7 @@ def rules(n: int) -> Rules:
     ]
     units = (*rows, *columns, *boxes)
 
+    # Two cells are peers if some unit has both.
     peers = []
     for cell in range(n * n):
         together = {other for unit in units if cell in unit for other in unit}
@@ -78,6 +79,7 @@ class Solver:
     def other_solution(self, grid: Grid, cell: int, digit: int) -> bool:
         """Return whether `grid` can be solved with another digit than `digit` in the empty `cell`."""
         start = self._candidates(grid)
+        # Without that candidate, any solution is another one.
         start[cell] &= ~(1 << (digit - 1))
         return next(self._search(start), None) is not None
 
@@ -91,6 +93,7 @@ class Solver:
     def _search(self, candidates: list[int]) -> Iterator[Grid]:
         if not self._propagate(candidates):
             return
+        # bits & (bits - 1) is not 0 if there are two candidates or more.
         open_cells = [cell for cell, bits in enumerate(candidates) if bits & (bits - 1)]
         if not open_cells:
             yield tuple(bits.bit_length() for bits in candidates)
@@ -104,6 +107,7 @@ class Solver:
         if self.rng:
             self.rng.shuffle(digits)
 
+        # Depth first: each candidate in turn, on a copy.
         self.guesses += 1
         for bit in digits:
             branch = list(candidates)
@@ -114,6 +118,7 @@ class Solver:
         """Remove impossible candidates in place. Returns False if a cell or a digit has no possibility left."""
         done = [False] * len(candidates)
         while True:
+            # Naked singles: a cell with one candidate takes it from its peers, which may become single, too.
             fresh = [cell for cell, bits in enumerate(candidates) if not done[cell] and not bits & (bits - 1)]
             while fresh:
                 cell = fresh.pop()
@@ -129,6 +134,7 @@ class Solver:
                         if not candidates[peer] & (candidates[peer] - 1):
                             fresh.append(peer)
 
+            # Hidden singles give new naked ones, so both are repeated until nothing changes.
             hidden = self._fix_hidden_singles(candidates)
             if hidden is None:
                 return False
@@ -181,6 +187,8 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
     """
     for _ in range(TRIES):
         solution = full_grid(n, rng)
+
+        # A clue can go if no other digit is possible in its cell.
         clues = list(solution)
         empty = 0
         for cell in rng.sample(range(n * n), n * n):
@@ -227,11 +235,13 @@ def split_by_class(
         digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
         split = int(int.from_bytes(digest, "little") < 2**16 * test / (train + test))
 
+        # Measuring the difficulty draws from `rng`, so it is left out if it does not matter.
         guesses = difficulty(grid, n, rng) if least_guesses else 0.0
         hardest = max(hardest, guesses)
         if guesses >= least_guesses and len(splits[split]) < wanted[split]:
             splits[split][grid] = solution
 
+        # Small grids have few classes: the search may never end.
         tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
@@ -338,9 +348,11 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     Returns the source of each cell [cells], and the new digit of each digit [n + 1], where 0 stays 0.
     """
     height, width = BOXES[n]
+    # The order of these draws is part of what a seed means.
     rows = np.array(_random_lines(n, height))
     columns = np.array(_random_lines(n, width))
     cells = n * rows[:, None] + columns
+    # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T
     digits = [0, *_random_order(list(range(1, n + 1)))]
@@ -361,6 +373,7 @@ def _random_order(left: list[int]) -> list[int]:
     draw = random.getrandbits
     order = []
     while count := len(left):
+        # As random.sample does it: draw bits until they are less than the count, then move the last item into the gap.
         bits = count.bit_length()
         while (chosen := draw(bits)) >= count:
             pass

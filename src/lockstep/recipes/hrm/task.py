@@ -64,45 +64,71 @@ OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
 class Options:
     """The options of the task: `task.NAME=VALUE` on the command line. None means: as the variant has it."""
 
-    # Puzzles, generated or read.
-    puzzle: str = "sudoku4"  # sudoku4, sudoku6, sudoku9, maze or idgrid
-    data_path: str = ""  # a folder with puzzles in the published layout, instead of generated ones
-    train_size: int = 2400  # puzzles to train on
-    test_size: int = 600  # puzzles to evaluate on
-    data_seed: int = 0  # the puzzles are generated from it
-    holes: int | None = None  # of a Sudoku: empty cells; None: remove clues until no more can go
-    least_guesses: float = 0.0  # of a Sudoku: the guesses that a solver needs at least
-    maze_size: int = 20  # cells of a side
-    maze_longer_than: int = 0  # the way through the maze has more cells than this
-    rules: int = 16  # of idgrid
-    rule_moves: bool = False  # rules of idgrid also turn and mirror the grid
-    augment: bool = True  # vary training puzzles by their symmetries
+    # ---- puzzles ----
 
-    # The model.
-    variant: str = "hrm"  # or trm
+    # The family to generate: sudoku4, sudoku6, sudoku9, maze or idgrid.
+    puzzle: str = "sudoku4"
+    # A folder with puzzles in the published layout, instead of generated ones.
+    data_path: str = ""
+    # The number of puzzles for training and for evaluation, and the seed that they are generated from.
+    train_size: int = 2400
+    test_size: int = 600
+    data_seed: int = 0
+    # Empty cells of a Sudoku. None: remove clues until no more can go.
+    holes: int | None = None
+    # Keep only Sudokus for which a solver needs at least so many guesses, on average.
+    least_guesses: float = 0.0
+    # Cells of a side of a maze, and a number of cells that its way must exceed.
+    maze_size: int = 20
+    maze_longer_than: int = 0
+    # The number of rules of idgrid, and whether rules also turn and mirror the grid.
+    rules: int = 16
+    rule_moves: bool = False
+    # Vary training puzzles by their symmetries.
+    augment: bool = True
+
+    # ---- the model ----
+
+    # hrm, or trm: one module for both levels.
+    variant: str = "hrm"
     width: int = 512
     heads: int = 8
-    layers: int | None = None  # blocks of a level
-    h_cycles: int | None = None  # slow updates of a segment
-    l_cycles: int | None = None  # fast updates before each slow one
-    grad_cycle: str | None = None  # one_step, or full: gradients through the whole last cycle
-    positions: str = "rope"  # or learned
-    mixer: str = "attention"  # or mlp: positions are mixed by fixed weights
-    puzzle_positions: int | None = None  # positions for the vector of the puzzle's id
+    # Blocks of a level.
+    layers: int | None = None
+    # A segment has h_cycles slow updates, each after l_cycles fast ones.
+    h_cycles: int | None = None
+    l_cycles: int | None = None
+    # one_step, or full: gradients through the whole last cycle.
+    grad_cycle: str | None = None
+    # rope or learned.
+    positions: str = "rope"
+    # attention, or mlp: positions are mixed by fixed weights.
+    mixer: str = "attention"
+    # Positions for the vector of the puzzle's id.
+    puzzle_positions: int | None = None
 
-    # Thinking.
-    halt_max_steps: int = 16  # the most segments for one puzzle
-    halt_exploration: float = 0.1  # the share of puzzles that have to run more segments than one
-    eval_steps: int | None = None  # segments in an evaluation; None: halt_max_steps
+    # ---- thinking ----
 
-    # Learning.
-    loss: str = "stablemax"  # or softmax
+    # The most segments for one puzzle.
+    halt_max_steps: int = 16
+    # The share of training puzzles that have to run for more than one segment.
+    halt_exploration: float = 0.1
+    # Segments in an evaluation. None: halt_max_steps.
+    eval_steps: int | None = None
+
+    # ---- learning ----
+
+    # stablemax or softmax.
+    loss: str = "stablemax"
     lr: float = 1e-4
     weight_decay: float = 1.0
-    puzzle_emb_lr: float = 1e-4  # learning rate of the table of puzzle vectors
+    # The same for the table of puzzle vectors.
+    puzzle_emb_lr: float = 1e-4
     puzzle_emb_weight_decay: float = 1.0
-    puzzle_emb_frozen: bool = False  # the control that must fail: the table stays zero
-    ema: float | None = None  # rate of a moving average of the weights, which is evaluated; 0: none
+    # The control that must fail: the table stays zero.
+    puzzle_emb_frozen: bool = False
+    # The rate of a moving average of the weights, which is used in evaluations. 0: none.
+    ema: float | None = None
 
     def filled_in(self) -> Options:
         """Return the options without None where the variant, or another option, has a default."""
@@ -162,12 +188,14 @@ class HRM(Task):
 
     @takes_fields_of(Options)
     def __init__(self, options: Options):
+        # All problems are reported together.
         problems = without_effect(self, HRM, vars(options))
         self.options = options.filled_in()
         problems += _problems(self.options)
         if problems:
             raise ConfigError(problems)
 
+        # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
         self.changing_buffers = () if options.puzzle_emb_frozen else ("puzzle_emb.table",)
         self.average = MovingAverage(self.options.ema) if self.options.ema else None
         self.carry = Carry()
@@ -193,6 +221,7 @@ class HRM(Task):
         training, _ = self._splits()
         most_steps = self.options.halt_max_steps
         explore = self.options.halt_exploration
+        # Id grids draw their own samples, and so the number of segments as well.
         if isinstance(training, IdGrid):
             training.draw_least = partial(least_steps, most_steps, explore)
             return training
@@ -232,6 +261,7 @@ class HRM(Task):
             question=Question(slots["labels"], steps, slots["least"]),
         )  # fmt: skip
 
+        # The next step continues from here.
         total, halted, counts = thought.score
         if not micro.padding:
             self._table_optimizer.note(micro.first, slots["ids"], puzzle)
@@ -275,6 +305,7 @@ class HRM(Task):
                 metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
             thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
 
+        # The last segment gives the answer that counts.
         labelled, correct = correct_cells(thought.logits.argmax(dim=-1), labels)
         exact = solved(labelled, correct)
         metrics["exact"] = exact.sum()

@@ -56,6 +56,7 @@ class SplitWords(Tokenizer):
     """Two tokens per word, its first letter and the rest. A mark is one token."""
 
     def __init__(self, words: Sequence[str]):
+        # A piece that is not the first has a dash, so that "a" and the rest of "ba" differ.
         pieces = [[word] if word in MARKS else [word[0], "-" + word[1:]] for word in words]
         known = sorted({piece for some in pieces for piece in some})
         super().__init__(words, [[1 + known.index(piece) for piece in some] for some in pieces])
@@ -111,11 +112,13 @@ class WireData(Dataset[Batch]):
 
     def __getitems__(self, ids: Sequence[int]) -> Batch:
         """Make a batch at once, which takes hardly longer than one sample."""
+        # The questions of `other` are still this sample's own.
         numbers = np.asarray(ids, np.int64)
         mine = self.world.draw(self.split, numbers)
         other = self.world.draw(self.split, (numbers + 1) % self.length)
         found = {"context": self._carried(mine.context, mine), "other": self._carried(other.context, mine)}
 
+        # What follows the wire in mode `prompt`.
         mark = np.full((*mine.answer.shape, 1), self.world.words.index(MARKS[1]))
         for number, tokenizer in enumerate(self.tokenizers):
             found[f"text_{number}"] = tokenizer.encode(mine.context)

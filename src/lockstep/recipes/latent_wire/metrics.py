@@ -78,6 +78,7 @@ def _of_reader(
 def f1(written: Tensor, expected: Tensor, blank: int | None) -> Tensor:
     """Return the F1 score (rows,) of the tokens of answers (rows, tokens), in any order and without blanks."""
     size = int(max(written.max(), expected.max())) + 1
+    # How often each token occurs, in what was written and in what was expected.
     counts = [F.one_hot(ids, size).sum(1) for ids in (written, expected)]
     if blank is not None and blank < size:
         for count in counts:
@@ -106,10 +107,12 @@ def compression(data: WireData, shape: WireShape) -> str:
     words, wires = [drawn.context], drawn.context.shape[0]
     if data.mode == "prompt":
         words, wires = [*words * drawn.question.shape[1], drawn.question], drawn.answer.size
+    # A word and the space after it.
     lengths = np.array([len(word) + 1 for word in data.world.words])
     text = sum(float(lengths[some].sum()) for some in words) / wires
     tokens = [sum(tokenizer.encode(some).size for some in words) / wires for tokenizer in data.tokenizers]
 
+    # Readers share the common vectors, which are sent once.
     vectors = shape.sent(readers)
     numbers = vectors * shape.width
     ratios = " and ".join(f"{count / shape.read:.1f}" for count in tokens)

@@ -87,6 +87,7 @@ class Near(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         count = len(self.weight)
+        # Padded on the left: a position never sees what comes after it.
         padded = F.pad(self.norm(x), (0, 0, count - 1, 0))
         return x + sum(padded[:, count - 1 - back : count - 1 - back + T] * self.weight[back] for back in range(count))
 
@@ -121,6 +122,7 @@ class Blocks(nn.ModuleList):
 
     def forward(self, x: Tensor, added: Sequence[LayerAdditions] | None = None) -> Tensor:
         """Map (B, T, W) to (B, T, W). `added` has one entry for each block."""
+        # Made for each call, as questions and texts have many lengths.
         rotation = rotation_table(x.shape[1], self.head_width, x.device)
         for number, block in enumerate(self):
             x = block(x, rotation, added[number] if added is not None else NOTHING)
@@ -138,6 +140,7 @@ class Reader(nn.Module):
         self.blocks = Blocks(shape.width, shape.heads, shape.layers, causal=True, near=shape.near)
         self.norm = nn.RMSNorm(shape.width, EPS)
         self.head = nn.Linear(shape.width, tokens, bias=False)
+        # Smaller than torch's default of 1.
         nn.init.normal_(self.embed.weight, std=0.5)
 
     def forward(self, x: Tensor, added: Sequence[LayerAdditions] | None = None, last: int = 0) -> Tensor:
@@ -157,6 +160,7 @@ class Reader(nn.Module):
         self.requires_grad_(False).eval()
         if device is not None and device.startswith("cuda:+"):
             device = f"cuda:{torch.cuda.current_device() + int(device.removeprefix('cuda:+'))}"
+        # From here on `_apply` ignores moves.
         if device is not None:
             self.to(device)
         self.fixed_device = device
@@ -209,6 +213,7 @@ def decode(
     reader: Reader, before: Tensor, question: Tensor, length: int, added: Sequence[LayerAdditions] | None = None
 ) -> Tensor:
     """Return the answer (rows, length) that the reader writes by greedy decoding."""
+    # Without a cache of keys and values: answers have few tokens.
     x = torch.cat((before, reader.embed(question)), 1)
     written: list[Tensor] = []
     for _ in range(length):

@@ -51,6 +51,7 @@ class DeepPrefix(nn.Module):
     def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
         B, M, _ = latents.shape
+        # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
         made = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
         return [(layer[0], layer[1]) for layer in made]
 
@@ -71,8 +72,8 @@ class GatedCrossAttention(nn.Module):
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
         k, v = self.kv(latents).chunk(2, -1)
-        q = self.q(self.norm(x))
-        y = F.scaled_dot_product_attention(*(split_heads(t, self.heads) for t in (q, k, v)))
+        q, k, v = (split_heads(t, self.heads) for t in (self.q(self.norm(x)), k, v))
+        y = F.scaled_dot_product_attention(q, k, v)
         return torch.tanh(self.gate) * self.out(merge_heads(y))
 
 
@@ -93,9 +94,11 @@ class Additions(nn.Module):
 
         Every row of `latents` (B, M, Z) serves `asked` questions.
         """
+        # Without additions a reader is called as it was trained.
         if self.prefix is None and not self.looks and not self.lora:
             return None
         pairs = self.prefix(latents) if self.prefix is not None else None
+        # The prefix is made once for each wire, and repeated for its questions afterwards.
         repeated = latents.repeat_interleave(asked, 0) if self.looks else latents
         return [self._for_layer(layer, pairs, repeated, asked, device) for layer in range(self.layers)]
 

@@ -40,14 +40,20 @@ STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 class TrainingOptions:
     """How a reader is trained."""
 
-    accuracy: float = 0.985  # from the text, on contexts that are not trained on: the training ends when it is reached
-    most_steps: int = 1500  # the learning rate falls to a tenth in that time
-    batch: int = 64  # contexts of a step
+    # The training ends when the reader answers so many questions right, on contexts that it is not trained on.
+    accuracy: float = 0.985
+    # The most steps. The learning rate falls to a tenth in that time.
+    most_steps: int = 1500
+    # Contexts of a step.
+    batch: int = 64
     lr: float = 3e-3
-    warmup: int = 20  # steps
-    easier_first: bool = False  # begin with easier worlds
-    validate_every: int = 25  # steps
-    save_every: int = 1000  # steps
+    # Steps in which the learning rate rises.
+    warmup: int = 20
+    # Begin with easier worlds.
+    easier_first: bool = False
+    # Steps between two validations, and between two saves.
+    validate_every: int = 25
+    save_every: int = 1000
 
     def lr_at(self, step: int) -> float:
         return self.lr * min((step + 1) / self.warmup, 1.0) * (1.0 - 0.9 * step / self.most_steps)
@@ -73,6 +79,7 @@ def frozen_reader(
         "easier_first": options.easier_first,
         "torch": torch.__version__,
     }
+    # Everything that changes the weights is part of the name.
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     weights = folder / f"{name}.safetensors"
     about = folder / f"{name}.json"
@@ -90,6 +97,7 @@ def frozen_reader(
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
             os.replace(temporary, about)
 
+    # Loaded in any case, so that a new reader and a stored one are the same.
     _check_digest(weights, about)
     reader = _new_reader(shape, world)
     reader.load_state_dict(load_file(weights))
@@ -147,6 +155,7 @@ class ReaderTraining:
         self.saved = saved
         self.worlds = [*world.easier(), world] if options.easier_first else [world]
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=options.lr, weight_decay=0.01, fused=True)
+        # After the optimizer, whose state is restored, too.
         self.progress = load_progress(reader, self.optimizer, saved)
         self._enter_stage()
 
@@ -193,6 +202,7 @@ class ReaderTraining:
             loss = sequence_loss(self.reader, *next(self.batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
+        # A function of the step alone, so that a resumed training continues with the same rate.
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr_at(self.progress.step)
         self.optimizer.step()
@@ -232,6 +242,7 @@ def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) 
     with safe_open(path, "pt") as file:
         progress = json.loads(file.metadata()["progress"])
 
+    # Names are reader.NAME, or adam.PARAMETER.NAME.
     weights = {}
     state = defaultdict(dict)
     for name, tensor in load_file(path).items():
@@ -268,6 +279,7 @@ def training_batches(
         )
         table = torch.from_numpy(tokenizer.table).to(device)
         while True:
+            # The next draw starts before these are used.
             words = torch.from_numpy(sequence_words(coming.result()))
             first += STEPS_PER_DRAW
             coming = pool.submit(draw, first)
@@ -291,6 +303,7 @@ def sequence_layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     """
     words = sequence_words(drawn)[:1]
     context = drawn.context.shape[1]
+    # After the context come Q groups of equal length, each ending with its answer.
     answers = np.zeros(words.shape[1], bool)
     answers[context:].reshape(drawn.answer.shape[1], -1)[:, -1] = True
     keep = tokenizer.lengths[words[0]][:, None] > np.arange(tokenizer.table.shape[1])  # (words, tokens of a word)

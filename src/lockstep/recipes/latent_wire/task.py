@@ -41,75 +41,69 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 class Options:
     """The options of the task: `task.NAME=VALUE` on the command line."""
 
-    # ---- what is asked ----
+    # ---- the questions ----
 
-    # facts or topics
+    # Contexts are facts or topics.
     world: str = "facts"
-    # context, or prompt: the question goes through the wire, too
+    # context, or prompt: the question goes through the wire, too.
     mode: str = "context"
-    # facts of a context
+    # Facts of a context, and questions about each context.
     facts: int = 1
-    # questions about each context
     questions: int = 2
-    # contexts to train on
+    # The number of contexts for training and for evaluation, and the seed that they are drawn from.
     size: int = 20_000
-    # contexts to evaluate on
     eval_size: int = 512
     world_seed: int = 0
 
     # ---- the wire ----
 
-    # vectors for all readers
+    # Vectors for all readers, and further vectors for each reader alone.
     vectors: int = 2
-    # further vectors for each reader alone
     private: int = 0
     width: int = 64
-    # layers and heads of the encoder
+    # Layers and heads of the encoder.
     layers: int = 1
     heads: int = 4
-    # positions that a layer of the encoder mixes before it attends
+    # Positions that a layer of the encoder mixes before it attends.
     near: int = 0
-    # each vector sees a part of the text best
+    # Each vector sees a part of the text best.
     spread: bool = False
-    # layers over the wire
+    # Layers over the wire.
     refiner: int = 0
 
     # ---- what it adds to the readers ----
 
-    # keys and values for every layer of a reader
+    # Keys and values for every layer of a reader.
     deep_prefix: bool = False
-    # layers of the readers that attend to the wire
+    # The layers of the readers that attend to the wire.
     latent_adapter: list[int] | None = None
-    # rank of a change to the readers' attention
+    # The rank of a change to the readers' attention.
     lora: int = 0
-    # the reader's embeddings of the text are rebuilt from the wire
+    # Rebuild the reader's embeddings of the text from the wire, as a further loss.
     gist: bool = False
-    # the adapter's output is scaled and shifted by the wire
+    # Scale and shift the adapter's output by the wire.
     film: bool = False
-    # the adapter's output has the mean and deviation of the reader's embeddings
+    # Give the adapter's output the mean and deviation of the reader's embeddings.
     colour: bool = False
-    # weight of the KL to the reader that sees the text
+    # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
 
     # ---- the readers ----
 
-    # for each its tokens (words, pieces, bytes), width, layers, heads and, optionally, positions that a layer mixes
+    # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
-    # they are trained on text for at most so many steps
-    reader_steps: int = 1500
-    # and until they answer so many questions right
+    # They are trained on text until they reach this accuracy, for at most so many steps.
     reader_accuracy: float = 0.985
-    # contexts of a step
+    reader_steps: int = 1500
+    # Contexts of a step, the learning rate, and questions about each context (None: as many as for the wire).
     reader_batch: int = 64
-    # learning rate
     reader_rate: float = 3e-3
-    # questions about each context; None: as many as for the wire
     reader_questions: int | None = None
-    # train on one fact first, then on two, then on four
+    # Train on one fact first, then on two, then on four.
     reader_curriculum: bool = False
-    # the device of each reader, if not this rank's (cuda:1, cpu)
+    # The device of each reader, if not this rank's (cuda:1, cpu).
     reader_homes: list[str] | None = None
-    # the folder of trained readers
+    # The folder of trained readers.
     frozen: str = "runs/latent_wire/frozen"
 
     def wire_shape(self) -> WireShape:
@@ -169,6 +163,7 @@ class LatentWire(Task):
 
     @takes_fields_of(Options)
     def __init__(self, options: Options):
+        # All problems are reported together.
         problems = without_effect(self, LatentWire, vars(options))
         self.options = options
         if options.world == "topics":
@@ -190,6 +185,7 @@ class LatentWire(Task):
     # ---- what to train ----
 
     def model(self) -> WireModel:
+        # The readers may be trained with more questions about a context than the wire.
         world = replace(self.world, questions=self.reader_questions)
         readers = [
             frozen_reader(Path(self.options.frozen), shape, world, self.reader_training, device)
@@ -252,6 +248,7 @@ class LatentWire(Task):
     def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
         """Return KL(teacher || student), summed over rows. The teacher is the same reader with the text before it."""
         reader = _readers(model)[number]
+        # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
         taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         student = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)

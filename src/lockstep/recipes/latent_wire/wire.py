@@ -74,6 +74,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The queries are the same for every row.
         q = self.q(self.queries).expand(len(x), -1, -1)
         k, v = self.kv(self.norm(x)).chunk(2, -1)
         q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
@@ -91,6 +92,7 @@ def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
     """
     position = (torch.arange(length, device=centres.device) + 0.5) / length
     distance = (position - centres[:, None]).abs() * len(centres)
+    # The last head has no slope: it sees the whole text alike.
     head = torch.arange(heads, device=centres.device)
     slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
     return -(slope[:, None, None] * distance)[None]
@@ -127,6 +129,7 @@ class Adapter(nn.Module):
         self.film = nn.Linear(width, 2 * into) if film else None
         self.out_norm = nn.LayerNorm(into, elementwise_affine=False)
 
+        # Learned as a logarithm, so that it stays positive.
         weight = reader.embed.weight.detach().float()
         size = float(weight.pow(2).mean().sqrt())
         self.log_size = nn.Parameter(torch.tensor(size).log())
@@ -143,6 +146,7 @@ class Adapter(nn.Module):
         y = self.out_norm(self.mlp(x) + self.skip(x))
         if self.film is not None:
             scale, shift = self.film(latents).chunk(2, -1)
+            # A scale between 0 and 2, which is 1 for an output of 0.
             y = y * 2 * torch.sigmoid(scale) + shift
         if self.std is not None:
             y = y * self.std + self.mean
@@ -184,6 +188,7 @@ class WireModel(nn.Module):
         Z = shape.width
         self.shared = shape.vectors
         self.private = shape.private
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.encoder = Encoder(shape, len(readers))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
@@ -202,6 +207,7 @@ class WireModel(nn.Module):
         A graph of the whole model would be long. Shapes are static: otherwise the second reader would be compiled for
         any length.
         """
+        # Readers on another device are left out.
         blocks = [*self.encoder.blocks, *self.refiner]
         for reader in self.readers:
             if reader.fixed_device is None:
@@ -232,6 +238,7 @@ class WireModel(nn.Module):
         adapter: Adapter = self.adapters[number]  # pyrefly: ignore[bad-assignment]
         seen = self.seen_by(number, latents)
         question, expected = ids_of(batch, number, reader.device, "after")
+        # Inputs that stand where the text would stand, and additions to the layers.
         before = put_before(reader, adapter(seen).to(reader.device), len(question))
         added = self.aids[number](seen, len(question) // len(seen), reader.device)
 
@@ -244,6 +251,7 @@ class WireModel(nn.Module):
         """Return the mean squared error of the rebuilt text, for each wire."""
         assert self.gists is not None
         reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
+        # In mode `prompt` a text has several wires.
         rebuilt = self.gists[number](seen).to(reader.device)
         embedded = reader.embed(text.to(reader.device)).repeat_interleave(len(rebuilt) // len(text), 0)
         return F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
@@ -273,13 +281,14 @@ def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int |
     """Answer the same questions with the text itself before them, or its first `most` tokens (0: no context)."""
     question, expected = ids_of(batch, number, reader.device, "question")
     text = batch[f"text_{number}"].to(reader.device)[:, :most]
+    # Token 0 begins every sequence.
     ids = torch.cat((text.new_zeros(len(text), 1), text), 1)
     return answer(reader, reader.embed(ids.repeat_interleave(len(question) // len(ids), 0)), question, expected)
 
 
 @torch.no_grad()
 def from_replay(reader: Reader, batch: dict[str, Tensor], number: int) -> Answered:
-    """Answer with the reader's embeddings of the text instead of the wire, to see whether that way in loses anything."""
+    """Answer with the reader's embeddings of the text instead of the wire: does that way in lose anything?"""
     question, expected = ids_of(batch, number, reader.device, "question")
     vectors = reader.embed(batch[f"text_{number}"].to(reader.device))
     return answer(reader, put_before(reader, vectors, len(question)), question, expected)

@@ -64,8 +64,10 @@ def uniform(seed: int, split: str, ids: np.ndarray, count: int) -> np.ndarray:
     They depend on nothing but their key, so they are the same on any rank and in any order.
     """
     stream = np.array([zlib.crc32(f"{seed} {split}".encode())], np.uint64) << np.uint64(32)
+    # Mixed twice: neighbouring samples and neighbouring numbers of a sample must not resemble each other.
     sample = _mix(ids.astype(np.uint64) + _mix(stream))
     numbers = _mix(sample[:, None] + np.arange(1, count + 1, dtype=np.uint64) * STRIDE)
+    # The upper 53 bits, which a float64 holds exactly.
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -153,6 +155,7 @@ class FactWorld:
 @cache
 def looks_of(split: str) -> np.ndarray:
     """Return the looks (people, things, looks) of a split. A hash of the words decides which of the 36 belong to it."""
+    # For each person and thing all looks in an order of their own; a split takes a part of it.
     every = [
         sorted(range(LOOKS), key=lambda look: zlib.crc32(" ".join(fact_words(name, item, look)).encode()))
         for name in range(len(NAMES))
@@ -214,6 +217,7 @@ class TopicWorld:
     def draw(self, split: str, ids: np.ndarray) -> Drawn:
         others = 2 * (len(TOPICS) - 1)  # each other topic twice
         u = uniform(self.seed, split, ids, 4 + EACH + others + 2 * LONGEST)
+        # Every sample takes the same amount of random numbers, whatever its length.
         sizes, rest = u[:, :4], u[:, 4:]
         by_word, by_stray, which, order = np.split(rest, np.cumsum([EACH, others, LONGEST]), axis=1)
         topic = (sizes[:, 0] * len(TOPICS)).astype(np.int64)
