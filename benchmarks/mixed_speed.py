@@ -1,4 +1,4 @@
-"""What `speed_weights=auto` brings where one of two ranks is slower.
+"""What `load_balance=auto` brings where one of two ranks is slower.
 
     python benchmarks/mixed_speed.py                    # half as fast
     python benchmarks/mixed_speed.py --slower 4         # a quarter as fast
@@ -50,9 +50,9 @@ class Mixed(Task):
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
 
 
-def resolved(speed_weights: str, folder: Path) -> Resolved:
+def resolved(load_balance: str, folder: Path) -> Resolved:
     values = settings(
-        folder / speed_weights, BLOCK, global_batch=4 * MICRO_BATCHES, micro_batch=4, speed_weights=speed_weights
+        folder / load_balance, BLOCK, global_batch=4 * MICRO_BATCHES, micro_batch=4, load_balance=load_balance
     )
     return resolve([("argument", values)])
 

@@ -1,12 +1,14 @@
 """Lockstep: train any PyTorch model on one process or many, and get the same model.
 
-Importing this package does nothing else: names are found when they are first used.
+Importing this package imports nothing else: a name's module is loaded when the name is first used.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from lockstep._version import __version__
 
 if TYPE_CHECKING:
     from lockstep.api import RunResult as RunResult
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
     from lockstep.task import StepResult as StepResult
     from lockstep.task import Task as Task
 
-__version__ = "0.1.0"
-
+# Public name -> the module that defines it.
 _HOMES = {
     "RunConfig": "config",
     "RunResult": "api",
@@ -44,12 +45,18 @@ _HOMES = {
     "SourceContext": "task",
     "Task": "task",
 }
+
+# Old name -> new name, for the error message.
+_RENAMED = {"Share": "StepBatches", "Surroundings": "SourceContext"}
+
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}", name=name)
     if name not in _HOMES:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}", name=name)
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)
 
 

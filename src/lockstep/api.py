@@ -1,4 +1,8 @@
-"""The ways in: `lockstep train TARGET`, `lockstep.fit(task, config)`, and `lockstep.start()` for your own loop."""
+"""Three ways to train: `lockstep train TARGET`, `lockstep.fit(task, config)`, and `lockstep.start()` for your own loop.
+
+Each either trains in this process or hands a job to the launcher, whose ranks come back in through `work`. Torch is
+imported only by a process that trains.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.engine.own_loop import OwnRun
+    from lockstep.engine.run import Run
     from lockstep.task import Task
 
-Again = Callable[[Path], str]  # the folder of a run that has ended early -> what to type to go on in it
+ResumeCommand = Callable[[Path], str]  # the folder of a run that ended early -> what to type to resume it
 
 LAYERS = "LOCKSTEP_LAYERS"  # configuration from the command line, for a script that calls `lockstep.start`
 
@@ -47,6 +52,7 @@ class RunResult:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, on the CPU."""
         from safetensors.torch import load_file
 
         return load_file(str(self.run_dir / "model.safetensors"))
@@ -61,93 +67,53 @@ class RunResult:
         return model
 
 
+# ---- lockstep train TARGET ------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Processes:
-    """How many, where: as typed."""
+    """How many processes to start, and where, as typed on the command line."""
 
     nproc: str | int | None = None
     nnodes: str | None = None
     join: str | None = None
 
     @property
-    def launched(self) -> bool:
-        """Whether somebody watches over the ranks, and starts them again. Otherwise this process trains by itself."""
+    def supervised(self) -> bool:
+        """Whether a launcher starts, watches and restarts the ranks. Otherwise this process trains by itself."""
         return self.nproc is not None or self.nnodes is not None
 
 
-def train(target: str, layers: list[Layer], asked: Processes, again: Again) -> int:
-    """`lockstep train`: start the workers, or be the only one. `again`: what to type to go on. Returns an exit code."""
+def train(target: str, layers: list[Layer], processes: Processes, again: ResumeCommand) -> int:
+    """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code."""
+    # Misspelt targets and keys are reported before torch is imported, which takes seconds.
     targets.check(target)
-    check(layers)  # misspelt keys are reported before torch is imported
-    nproc, nnodes = parse_nproc(asked.nproc), parse_nnodes(asked.nnodes)
-    if asked.launched and World.launched():
-        raise UserError(
-            f"--nproc {asked.nproc}" if asked.nproc is not None else f"--nnodes {asked.nnodes}",
-            "RANK and WORLD_SIZE in the environment: some launcher has already made this process a rank",
-            "leave --nproc out under torchrun; or unset RANK and WORLD_SIZE",
-        )
-    if not asked.launched:
-        with _told(again):
+    check(layers)
+    nproc = parse_nproc(processes.nproc)
+    nnodes = parse_nnodes(processes.nnodes)
+
+    if not processes.supervised:
+        with _resume_hint(again):
             run_target(target, layers)
         return 0
-    run_dir = _run_dir(_last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers)
+
+    if World.launched():
+        option = "--nnodes" if processes.nproc is None else "--nproc"
+        raise UserError(
+            f"{option} cannot be used here: another launcher has already made this process a rank",
+            "RANK and WORLD_SIZE in the environment",
+            f"leave {option} out under torchrun; or unset RANK and WORLD_SIZE",
+        )
+
+    run_dir = _agree_on_run_dir(
+        _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
+    )
     spec = {"target": target, "layers": layers, "again": again(run_dir)}
-    return _launch(spec, run_dir, nproc, nnodes, asked.join).code
-
-
-@contextmanager
-def _told(again: Again | None) -> Iterator[None]:
-    """Whoever is asked to leave learns how to go on; a launcher says it otherwise."""
-    try:
-        yield
-    except Preempted as left:
-        if left.checkpoint and again and World.from_env().rank == 0:
-            print(f"lockstep: to go on: {again(run_of(Path(left.checkpoint)))}", file=sys.stderr)
-        raise
-
-
-def _last(layers: list[Layer], key: str) -> Any:
-    given = [values[key] for _, values in layers if values.get(key)]
-    return given[-1] if given else None
-
-
-def _run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
-    """The run's folder; if the launcher has chosen it, a layer that tells the ranks is added."""
-    run_dir = choose_run_dir(asked, resume, name)
-    if not asked:
-        layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
-    return run_dir
-
-
-def _check_one_place(layers: list[Layer]) -> None:
-    """The launcher has chosen the folder before it could know what the code says about it."""
-    if not any(source == FROM_LAUNCHER for source, _ in layers):
-        return
-    for key in ("run_dir", "resume"):
-        said = [values[key] for source, values in layers if source in ("argument", "task default") and values.get(key)]
-        if said:
-            typed = f"--resume {said[0]}" if key == "resume" else f"run_dir={said[0]}"
-            raise UserError(
-                f"{key}={said[0]} in the code", "a launcher that did not know of it", f"type it too: {typed}"
-            )
-
-
-def typed_again(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> Again:
-    """The words that were typed, with the folder, and with `resume`, those that mean to go on in it."""
-
-    def again(run_dir: Path) -> str:
-        words = list(arguments)
-        while resume[0] in words:
-            place = words.index(resume[0])
-            del words[place : place + len(resume)]
-        place = [] if any(word.startswith("run_dir=") for word in words) else [f"run_dir={run_dir}"]
-        return shlex.join([*command, *words, *place, *resume])
-
-    return again
+    return _launch(spec, run_dir, nproc, nnodes, processes.join).code
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
-    """In this process: a task's run, or a script's own loop."""
+    """Train a target in this process: a task, or a script with its own loop."""
     if targets.is_script(target):
         import runpy
 
@@ -155,10 +121,14 @@ def run_target(target: str, layers: list[Layer]) -> None:
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
         return
+
     kind = targets.load_class(target)
-    _check_one_place([("task default", kind.defaults), *layers])
-    resolved = targets.settled(kind, resolve_for(kind.defaults, kind.presets, layers))
+    _check_launcher_folder([("task default", kind.defaults), *layers])
+    resolved = resolve_for(kind.defaults, kind.presets, layers)
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
+
+
+# ---- lockstep.fit(task, config) -------------------------------------------------------------------------
 
 
 def fit(
@@ -166,134 +136,67 @@ def fit(
     config: Any = None,
     *,
     nproc: str | int | None = None,
-    again: Again | None = None,
+    again: ResumeCommand | None = None,
     **values: Any,
 ) -> RunResult:
     """Train `task`. `config` is a mapping, a RunConfig or a file; `values` override it (`fit(task, steps=100)`).
 
-    Of a class an object is made, with the options in the configuration (`fit(MyTask, preset="tiny")`).
+    A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
-    (ours or torchrun's) it trains right here. A script with options of its own says in `again` what to type to go on
-    in a run's folder.
+    (ours or torchrun's) it trains in this process. `again(run_dir)` returns what to type to resume a run, for
+    scripts with a command line of their own.
     """
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     count = Count(1, 1) if World.launched() else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     if isinstance(task, type):
-        resolved = targets.settled(task, resolved)
         task = targets.make_task(task, resolved.config.task)
     else:
         resolved = _without_options(task, resolved, layers)
     name = type(task).__name__.lower()
+
     if nproc is None or World.launched():
-        with _told(again):
+        with _resume_hint(again):
             return _fit_here(task, resolved, name)
-    run_dir = _run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
+
+    # Workers are separate processes: they get the task in a file, and leave their results in the run folder.
+    run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
-    to_go_on = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
-    with _shipped(task, resolved.config.task) as path:
-        ending = _launch({"task": path, "layers": layers, "again": to_go_on}, run_dir, count)
-    if culprit := ending.failure:
-        raise RanksFailed(
-            f"lockstep.fit on {count} processes",
-            f"rank {culprit.rank} failed first: {culprit.kind}: {culprit.message}",
-            f"mend that; {run_dir / 'logs'} holds everything the ranks said",
-        )
-    if ending.code:
-        step, path = latest_step(run_dir / "checkpoints"), latest(run_dir / "checkpoints")
-        signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
-        raise Preempted(step or 0, signal, str(path) if path else None)
+    command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
+    with _pickled(task, resolved.config.task) as path:
+        ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
+    _raise_unless_done(ending, run_dir, count)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
 
-@contextmanager
-def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
-    """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
-    from lockstep.engine.diagnose import explained
-    from lockstep.engine.own_loop import OwnRun
-    from lockstep.engine.run import Run
-    from lockstep.runtime import context
-
-    layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
-    layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
-    _check_one_place(layers)
-    resolved = resolve(layers)
-    if meant := [key for key in ("preset", "task") if getattr(resolved.config, key)]:
-        raise UserError(
-            f"{meant[0]} in a loop of your own",
-            "no task that could have presets or options",
-            f"leave {meant[0]} out; your script's own arguments are its options",
-        )
-    script = Path(sys.argv[0]).stem or "run"
-    with context.start(World.from_env(), resolved.config) as runtime:
-        run = Run(resolved, runtime, script)
-        own = OwnRun(run)
-        try:
-            with explained(run):
-                try:
-                    yield own
-                except SystemExit as left:
-                    if not left.code:
-                        own.close()  # the script ends here, and well
-                    raise
-                own.close()
-        except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code:
-                failure.stamp(error)
-                run.fail(error)
-            raise
-
-
-def fit_shipped(path: str, layers: list[Layer]) -> None:
-    """In a worker of `fit`: the task that its parent sent."""
-    import cloudpickle
-
-    with open(path, "rb") as file:
-        task, options = cloudpickle.load(file)
-    resolved = resolve_for(task.defaults, task.presets, layers)
-    resolved = targets.settled(type(task), resolved) if options else resolved.without_options()
-    _fit_here(task, resolved, type(task).__name__.lower())
-
-
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
-    """An object has its options already. Those that somebody asks for here would not be used, and those of a default
-    preset must not be recorded as if they were."""
+    """Return the configuration of a task object, whose options were fixed when it was made.
+
+    Options that were asked for here would be ignored, so they are refused. Those of a default preset are dropped,
+    so that they are not recorded as if they had been used.
+    """
     preset_asked = any(values.get("preset") for _, values in layers)
     for option, value in resolved.config.task.items():
         source = resolved.sources.get(f"task.{option}", "argument")
-        if not source.startswith(("preset", "task default")) or (source.startswith("preset") and preset_asked):
-            name = type(task).__name__
-            raise UserError(
-                f"task.{option} = {value} ({source})",
-                f"a {name} object, whose options were given when it was made",
-                f"pass the class, lockstep.fit({name}, ...), which makes an object with these options",
-            )
+        from_preset = source.startswith("preset")
+        if (from_preset and not preset_asked) or source == "task default":
+            continue
+        name = type(task).__name__
+        raise UserError(
+            f"task.{option} = {value} ({source}) cannot be applied to a {name} object",
+            "an object, whose options were set when it was made",
+            f"pass the class, lockstep.fit({name}, ...), which makes an object with these options",
+        )
     return resolved.without_options()
 
 
-def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
-    from lockstep.engine import loop
-    from lockstep.engine.diagnose import explained
-    from lockstep.engine.run import Run
-    from lockstep.runtime import context
-
-    with context.start(World.from_env(), resolved.config) as runtime:
-        run = Run(resolved, runtime, name, task.unit)
-        try:
-            with explained(run):
-                summary = loop.fit(task, run)
-        except BaseException as error:
-            failure.stamp(error)
-            run.fail(error)
-            raise
-    return RunResult(run.run_dir, summary, task)
-
-
 @contextmanager
-def _shipped(task: Task, options: dict[str, Any]) -> Iterator[str]:
-    """The task, and the options it was made with here, in a private file. By value, so that classes of a script or
-    notebook travel too."""
+def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
+    """Write the task, and the options it was made with, to a private file for the workers.
+
+    cloudpickle stores classes of a script or notebook by value, which the workers could not import.
+    """
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
@@ -302,23 +205,197 @@ def _shipped(task: Task, options: dict[str, Any]) -> Iterator[str]:
         yield str(path)
 
 
+def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
+    """Raise what ended the workers of `fit` early, as a run in this process would have."""
+    if culprit := ending.failure:
+        raise RanksFailed(
+            f"lockstep.fit on {count} processes: rank {culprit.rank} failed first",
+            f"{culprit.kind}: {culprit.message}",
+            f"fix that; {run_dir / 'logs'} holds the output of all ranks",
+        )
+    if ending.code:
+        checkpoint = latest(run_dir / "checkpoints")
+        signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
+        step = latest_step(run_dir / "checkpoints") or 0
+        raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
+
+
+# ---- lockstep.start() -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
+    """Set up a run for your own loop: see `engine/own_loop.py`.
+
+    Start the script with `lockstep train SCRIPT.py --nproc N` or torchrun.
+    """
+    from lockstep.engine.own_loop import OwnRun
+
+    layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
+    layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
+    _check_launcher_folder(layers)
+    resolved = resolve(layers)
+    for key in ("preset", "task"):
+        if getattr(resolved.config, key):
+            raise UserError(
+                f"{key} has no meaning in a script with its own loop, which has no task",
+                "",
+                f"leave {key} out; your script's own arguments are its options",
+            )
+
+    with _running(resolved, Path(sys.argv[0]).stem or "run") as run:
+        own = OwnRun(run)
+        regular_exit = None
+        try:
+            yield own
+        except SystemExit as error:
+            if error.code:
+                raise
+            regular_exit = error  # sys.exit() inside the loop is a regular end
+        own.close()
+    if regular_exit is not None:
+        raise regular_exit
+
+
+# ---- a rank of our launcher -----------------------------------------------------------------------------
+
+
+def work(spec: dict[str, Any]) -> None:
+    """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher."""
+    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
+    layers = [(source, values) for source, values in spec["layers"]]
+    if "task" in spec:
+        _fit_pickled(spec["task"], layers)
+    else:
+        sys.argv = [spec["target"]]
+        run_target(spec["target"], layers)
+
+
+def _fit_pickled(path: str, layers: list[Layer]) -> None:
+    """Train the task that the parent process of `fit` has written to `path`."""
+    import cloudpickle
+
+    with open(path, "rb") as file:
+        task, options = cloudpickle.load(file)
+    resolved = resolve_for(task.defaults, task.presets, layers)
+    if not options:
+        resolved = resolved.without_options()
+    _fit_here(task, resolved, type(task).__name__.lower())
+
+
+# ---- training in this process ---------------------------------------------------------------------------
+
+
+def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
+    from lockstep.engine import loop
+
+    with _running(resolved, name, task.unit) as run:
+        summary = loop.fit(task, run)
+    return RunResult(run.run_dir, summary, task)
+
+
+@contextmanager
+def _running(resolved: Resolved, name: str, *unit: str) -> Iterator[Run]:
+    """Open a run in this process; if its body fails, record that in the run folder and raise it with an explanation."""
+    from lockstep.engine.diagnose import explained
+    from lockstep.engine.run import Run
+    from lockstep.runtime import context
+
+    with context.start(World.from_env(), resolved.config) as runtime:
+        run = Run(resolved, runtime, name, *unit)
+        try:
+            with explained(run):
+                yield run
+        except BaseException as error:
+            failure.stamp(error)
+            run.fail(error)
+            raise
+
+
+# ---- the launcher, and the folder that all ranks must share ---------------------------------------------
+
+
 def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> Ending:
+    """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     prepare(run_dir)
-    (run_dir / "resize").unlink(missing_ok=True)  # a wish of an earlier day
-    held = lock(run_dir)  # or somebody trains there: a second launcher must not write into its record
+    (run_dir / "resize").unlink(missing_ok=True)  # a request that an earlier job did not live to see
+    held = lock(run_dir)  # raises if another job trains there: a second launcher must not write into its record
     if held is not None:
         held.close()
+
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
     culprit = ending.failure
     if culprit is None:
         return ending
-    # Rank 0 may only have seen that somebody else was gone: the record gets the cause.
+
+    # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
     with JsonlSink(run_dir / "events.jsonl") as events:
         cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
-    with contextlib.suppress(OSError):  # a full disk: everything else has been said
+    with contextlib.suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
     return ending
+
+
+def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
+    """Return the run folder. If the launcher chooses it, a layer is added from which the ranks learn it."""
+    run_dir = choose_run_dir(asked, resume, name)
+    if not asked:
+        layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
+    return run_dir
+
+
+def _check_launcher_folder(layers: list[Layer]) -> None:
+    """Refuse a folder that is set in the code: the launcher has already chosen one, without running that code."""
+    if not any(source == FROM_LAUNCHER for source, _ in layers):
+        return
+    for key in ("run_dir", "resume"):
+        for source, values in layers:
+            if source not in ("argument", "task default") or not values.get(key):
+                continue
+            value = values[key]
+            typed = f"--resume {value}" if key == "resume" else f"run_dir={value}"
+            raise UserError(
+                f"{key}={value} is set in the code, where the launcher cannot see it",
+                "a launcher that has already chosen the run folder",
+                f"type it too: {typed}",
+            )
+
+
+def _last(layers: list[Layer], key: str) -> Any:
+    """Return the value of the strongest layer that sets `key`, or None."""
+    given = [values[key] for _, values in layers if values.get(key)]
+    return given[-1] if given else None
+
+
+# ---- what to type to resume -----------------------------------------------------------------------------
+
+
+def resume_command(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> ResumeCommand:
+    """Return a function from a run folder to the command that was typed, with that folder and the words `resume`."""
+
+    def again(run_dir: Path) -> str:
+        words = list(arguments)
+        # An older --resume, with its value, gives way to the new one.
+        while resume[0] in words:
+            at = words.index(resume[0])
+            del words[at : at + len(resume)]
+        if not any(word.startswith("run_dir=") for word in words):
+            words.append(f"run_dir={run_dir}")
+        return shlex.join([*command, *words, *resume])
+
+    return again
+
+
+@contextmanager
+def _resume_hint(again: ResumeCommand | None) -> Iterator[None]:
+    """Print how to resume if the body is preempted. (With a launcher, the launcher prints it.)"""
+    try:
+        yield
+    except Preempted as error:
+        if error.checkpoint and again and World.from_env().rank == 0:
+            print(f"lockstep: to resume: {again(run_of(Path(error.checkpoint)))}", file=sys.stderr)
+        raise

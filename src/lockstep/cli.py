@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -21,17 +22,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
     if rest and not hasattr(options, "overrides"):
         parser.error(f"{options.verb} takes no settings such as {rest[0]}")
-    try:  # what follows an option, as in `train char_lm --nproc 2 steps=10`, is left to us by argparse
-        return options.run(options, [*getattr(options, "overrides", []), *rest])
+
+    # argparse leaves settings that follow an option, as in `train char_lm --nproc 2 steps=10`, in `rest`.
+    overrides = [*getattr(options, "overrides", []), *rest]
+    try:
+        return options.run(options, overrides)
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our words has heard enough
+    except BrokenPipeError:
+        # The reader of a pipe has closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
+
+
+# ---- arguments ------------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,16 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    train = verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop")
-    _add_target(train)
-    train.add_argument(
-        "--nproc", metavar="N|auto|1..8", help="processes on this machine, watched over (default: this one alone)"
-    )
-    train.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
-    train.add_argument("--join", metavar="HOST:PORT", help="where the machines meet: the address of one of them")
-    train.add_argument("--resume", metavar="auto|PATH|never", help="go on from a checkpoint (default never)")
-    train.set_defaults(run=_train)
-
+    _add_train(verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop"))
     _add_verify(verbs.add_parser("verify", help="train a few steps in several layouts, and compare them"))
 
     resize = verbs.add_parser("resize", help="let a running job go on with another number of processes")
@@ -80,34 +79,51 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
 
 
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument(
+        "--nproc", metavar="N|auto|1..8", help="processes on this machine, supervised (default: this one alone)"
+    )
+    parser.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
+    parser.add_argument("--join", metavar="HOST:PORT", help="rendezvous of the machines: the address of one of them")
+    parser.add_argument("--resume", metavar="auto|PATH|never", help="resume from a checkpoint (default never)")
+    parser.set_defaults(run=_train)
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("--worlds", metavar="1,2,3,4", help="numbers of processes (default 1,2,3,4)")
     parser.add_argument("--strategies", metavar="ddp,fsdp", help="ways to share the model (default: the task's own)")
     parser.add_argument("--splits", metavar="8,5", help="other micro-batches to try (default: the whole, a ragged one)")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="steps to train in each layout (default 4)")
-    parser.add_argument("--exact", action="store_true", help="ask for identical bits (exact=true)")
+    parser.add_argument("--exact", action="store_true", help="require identical bits (exact=true)")
     parser.add_argument("--json", metavar="F", help="write the result to a file, too")
     parser.set_defaults(run=_verify)
 
 
 def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    made = {}
-    for name, place, text in [
-        ("ls", "RUN", "a line for each checkpoint"),
-        ("show", "RUN|CKPT", "what is in the newest one, or in this one"),
-        ("verify", "RUN|CKPT", "read every byte; the exit code is 1 if any is wrong"),
-        ("export", "RUN|CKPT", "write the weights to one model.safetensors"),
-        ("prune", "RUN", "delete all but the newest"),
-    ]:
-        made[name] = actions.add_parser(name, help=text)
-        made[name].add_argument("place", type=Path, metavar=place)
-    made["export"].add_argument("--out", type=Path, metavar="DIR", help="where to (default: beside the checkpoint)")
-    made["export"].add_argument("--step", type=int, metavar="N", help="which one (default: the newest)")
-    made["prune"].add_argument("--keep", type=int, default=3, metavar="K", help="how many stay (default 3)")
-    made["prune"].add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
+    def add(name: str, metavar: str, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text)
+        action.add_argument("path", type=Path, metavar=metavar)
+        return action
+
+    add("ls", "RUN", "a line for each checkpoint")
+    add("show", "RUN|CKPT", "the contents of the newest checkpoint, or of this one")
+    add("verify", "RUN|CKPT", "read every byte; the exit code is 1 if any is wrong")
+
+    export = add("export", "RUN|CKPT", "write the weights to one model.safetensors")
+    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the checkpoint)")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+
+    prune = add("prune", "RUN", "delete all but the newest")
+    prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many to keep (default 3)")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     parser.set_defaults(run=_ckpt)
+
+
+# ---- verbs ----------------------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -117,9 +133,9 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     layers = read_layers(options.config, overrides)
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    asked = api.Processes(options.nproc, options.nnodes, options.join)
-    again = api.typed_again(["lockstep"], options.arguments, ["--resume", "auto"])
-    return api.train(options.target, layers, asked, again)
+    processes = api.Processes(options.nproc, options.nnodes, options.join)
+    again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
+    return api.train(options.target, layers, processes, again)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -128,15 +144,15 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.verify.layouts import VerifyOptions
 
     layers = read_layers(options.config, overrides)
-    wishes = VerifyOptions.typed(options.worlds, options.strategies, options.splits, options.steps, options.exact)
-    return command.main(options.target, layers, wishes, options.json)
+    asked = VerifyOptions.parse(options.worlds, options.strategies, options.splits, options.steps, options.exact)
+    return command.main(options.target, layers, asked, options.json)
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.launch.run_dir import ask_for_size
 
     ask_for_size(options.run_dir, options.count)
-    print(f"asked for {options.count}: the launcher of {options.run_dir} says on its screen what it does about it")
+    print(f"requested {options.count} processes: the launcher of {options.run_dir} prints what it does about it")
     return 0
 
 
@@ -147,8 +163,8 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
-    resolved = targets.settled(kind, resolve_for(kind.defaults, kind.presets, layers))
-    targets.make_task(kind, resolved.config.task)  # what training would refuse is not shown as if it worked
+    resolved = resolve_for(kind.defaults, kind.presets, layers)
+    targets.make_task(kind, resolved.config.task)  # raises what training would refuse
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {typed(value):24} {source}")
     return 0
@@ -164,12 +180,17 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.checkpoint import inspect
 
-    if options.action == "export":
-        text, code = inspect.export(options.place, options.out, options.step)
-    elif options.action == "prune":
-        text, code = inspect.prune(options.place, options.keep, options.dry_run)
-    else:
-        text, code = {"ls": inspect.ls, "show": inspect.show, "verify": inspect.verify}[options.action](options.place)
+    match options.action:
+        case "export":
+            text, code = inspect.export(options.path, options.out, options.step)
+        case "prune":
+            text, code = inspect.prune(options.path, options.keep, options.dry_run)
+        case "ls":
+            text, code = inspect.ls(options.path)
+        case "show":
+            text, code = inspect.show(options.path)
+        case _:
+            text, code = inspect.verify(options.path)
     print(text)
     return code
 

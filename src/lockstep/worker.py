@@ -9,7 +9,6 @@ import gc
 import io
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -45,13 +44,7 @@ def _show_stacks_when_asked(path: Path) -> None:
 def _work(spec: dict[str, Any]) -> None:
     from lockstep import api
 
-    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
-    layers = [(source, values) for source, values in spec["layers"]]
-    if "task" in spec:
-        api.fit_shipped(spec["task"], layers)
-    else:
-        sys.argv = [spec["target"]]
-        api.run_target(spec["target"], layers)
+    api.work(spec)
 
 
 def _die_with_launcher(alive: int) -> None:

@@ -23,7 +23,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
-from lockstep.targets import make_task, settled
+from lockstep.targets import make_task
 from lockstep.task import Loss, StepBatches, StepResult, Task
 
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
@@ -134,7 +134,7 @@ def fit(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
 
 def train(world: World, store: Any, task: type[Task], values: dict[str, Any]) -> None:
     """A job: what `lockstep train` does with a recipe and its presets, in this worker. What it leaves is on disk."""
-    resolved = settled(task, resolve_for(task.defaults, task.presets, [("test", QUIET | values)]))
+    resolved = resolve_for(task.defaults, task.presets, [("test", QUIET | values)])
     with context.start(world, resolved.config, store=store) as runtime:
         loop.fit(make_task(task, resolved.config.task), Run(resolved, runtime, "test"))
 

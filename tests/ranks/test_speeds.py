@@ -32,7 +32,7 @@ from ranks.support import (
 from ranks.test_data import Stream, collect
 
 LENGTH, BATCH = 52, 16  # the last step of an epoch is short
-VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": 30, "speed_weights": "auto"}
+VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": 30, "load_balance": "auto"}
 Clock = Callable[[int, int], float]  # (rank, marks so far) -> seconds that a micro-batch takes
 
 
@@ -110,14 +110,14 @@ def test_a_small_difference_changes_nothing(pool: Pool) -> None:
 
 def test_numbers_that_are_given_count_at_once(pool: Pool) -> None:
     task = weighted_regression(LENGTH, seed=6)
-    traces = pool.run(fit, task, VALUES | {"speed_weights": [1, 2, 5], "steps": 8}, world=3)
+    traces = pool.run(fit, task, VALUES | {"load_balance": [1, 2, 5], "steps": 8}, world=3)
     assert [work(traces, step) for step in (0, 3)] == [(1, 2, 5), (0, 0, 2)]
     assert_exact(task, traces, windows(LENGTH, BATCH, "short", 8))
 
 
 def test_a_resumed_run_measures_again_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
     task = weighted_regression(LENGTH, seed=7)
-    (whole,) = pool.run(fit, task, VALUES | {"speed_weights": "none"}, world=1)
+    (whole,) = pool.run(fit, task, VALUES | {"load_balance": "none"}, world=1)
     values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     first = pool.run(timed, "fit", task, values | {"steps": 15}, third_as_fast, world=2)
     second = pool.run(timed, "fit", task, values, third_as_fast, world=3)
@@ -139,7 +139,7 @@ class SlowSecondRank(Regression):
 
 
 def test_a_rank_that_is_really_slow(pool: Pool) -> None:
-    values = {"global_batch": 8, "micro_batch": 1, "steps": 10, "speed_weights": "auto"}
+    values = {"global_batch": 8, "micro_batch": 1, "steps": 10, "load_balance": "auto"}
     traces = pool.run(fit, SlowSecondRank(), values, world=2)
     assert work(traces, 0) == (4, 4)
     fast, slow = work(traces, 9)
@@ -155,5 +155,5 @@ def test_what_is_measured() -> None:
 
 
 def test_a_stream_is_refused(pool: Pool) -> None:
-    values = {"global_batch": 8, "micro_batch": 1, "steps": 2, "speed_weights": "auto"}
-    assert_user_errors(pool.errors(collect, Stream(40), values, world=2), "a stream", "leave speed_weights out")
+    values = {"global_batch": 8, "micro_batch": 1, "steps": 2, "load_balance": "auto"}
+    assert_user_errors(pool.errors(collect, Stream(40), values, world=2), "a stream", "leave load_balance out")

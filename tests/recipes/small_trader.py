@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config import resolve_for
 from lockstep.recipes.clstm_ppo import ClstmPpo
-from lockstep.targets import make_task, settled
+from lockstep.targets import make_task
 from lockstep.task import SourceContext
 
 TINY = ClstmPpo.presets["tiny"]
@@ -18,7 +18,7 @@ SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if ke
 def tiny(**options: Any) -> ClstmPpo:
     """The preset with other options, as the command makes it."""
     layers = [("test", {"preset": "tiny", **{f"task.{name}": value for name, value in options.items()}})]
-    resolved = settled(ClstmPpo, resolve_for(ClstmPpo.defaults, ClstmPpo.presets, layers))
+    resolved = resolve_for(ClstmPpo.defaults, ClstmPpo.presets, layers)
     return make_task(ClstmPpo, resolved.config.task)
 
 

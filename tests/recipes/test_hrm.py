@@ -26,7 +26,7 @@ from lockstep.recipes.hrm.model import SparseEmbedding
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.runtime import context
 from lockstep.runtime.world import World
-from lockstep.targets import make_task, settled
+from lockstep.targets import make_task
 from pool import Pool
 from ranks.support import assert_user_errors
 
@@ -53,7 +53,7 @@ class Ended:
 def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, Any] | None = None) -> Ended:
     """A job: `lockstep train` with the tiny preset, going on in `run_dir` where it can."""
     values = TINY | {"run_dir": run_dir, "steps": steps} | (more or {})
-    resolved = settled(HRM, resolve_for(HRM.defaults, HRM.presets, [("test", values)]))
+    resolved = resolve_for(HRM.defaults, HRM.presets, [("test", values)])
     task = make_task(Restless, resolved.config.task)
     with context.start(world, resolved.config, store=store) as runtime:
         run = Run(resolved, runtime, "test")

@@ -205,7 +205,7 @@ def test_no_test_puzzle_is_a_symmetric_training_puzzle() -> None:
 
 
 def test_the_shipped_sudokus() -> None:
-    train, test = make_splits(PuzzleOptions("sudoku9", 1000, 2000, seed=0))
+    train, test = make_splits(PuzzleOptions(puzzle="sudoku9", train_size=1000, test_size=2000))
     assert (len(train.inputs), len(test.inputs)) == (1000, 2000)
     for inputs, labels in ((train.inputs[0], train.labels[0]), (test.inputs[-1], test.labels[-1])):
         solutions = sudoku.Solver(9).solutions(tuple((inputs - 1).tolist()))
@@ -217,7 +217,7 @@ def test_the_shipped_sudokus() -> None:
 
 
 def test_hard_sudokus_take_guesses() -> None:
-    train, test = make_splits(PuzzleOptions("sudoku9", 1, 1, seed=0, least_guesses=1.0))
+    train, test = make_splits(PuzzleOptions(puzzle="sudoku9", train_size=1, test_size=1, least_guesses=1.0))
     for split in (train, test):
         assert sudoku.difficulty(tuple((split.inputs[0] - 1).tolist()), 9, random.Random(0)) > 0
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_the_id_says_which_rule_an_id_grid_has() -> None:
-    training, test = make_splits(PuzzleOptions("idgrid", 50, 40, seed=3, rules=4))
+    training, test = make_splits(PuzzleOptions(puzzle="idgrid", train_size=50, test_size=40, data_seed=3, rules=4))
     random.seed(0)
     first = training[0]
     rules = IdRules(4, False, 3)

@@ -15,7 +15,7 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
 
 
 def problems(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What was asked -> what to do, of each problem on stderr; the command must have been refused."""
+    """Problem -> what to do, for each problem on stderr; the command must have been refused."""
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     heading, *found = result.stderr.split("\n- ")
     assert f" {len(found)} problem" in heading
@@ -23,12 +23,13 @@ def problems(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_all_mistakes_of_a_command_come_in_one_message():
-    both = "global_batch = 8 (command line) and local_batch = 4 (command line)"
+    both = "global_batch = 8 (command line) and local_batch = 4 (command line): "
+    both += "at most one of global_batch, local_batch can be set"
     typed = "train char_lm stepz=10 lr.peak=abc global_batch=8 local_batch=4 foo"
     assert problems(lockstep(*typed.split())) == {
-        "foo (command line)": "type key=value, such as steps=1000",
-        "stepz = 10 (command line)": "type steps=10",
-        "lr.peak = abc (command line)": "type lr.peak=0.001",
+        "foo (command line) has no =": "type key=value, such as steps=1000",
+        "stepz = 10 (command line): there is no key stepz": "type steps=10",
+        "lr.peak = abc (command line) should be a valid number": "type lr.peak=0.001",
         both: "keep one, such as global_batch=8",
     }
 
@@ -44,14 +45,14 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
     files = ["--config", "a.yaml", "--config", "b.yaml"]
     found = problems(lockstep(*verb, "char_lm", "stepz=10", *files, "foo", "presicion=bf16", folder=tmp_path))
     assert found.keys() == {
-        "the configuration file b.yaml",
-        "foo (command line)",
-        "sede = 3 (file a.yaml)",
-        "stepz = 10 (command line)",
-        "presicion = bf16 (command line)",
+        "the configuration file b.yaml cannot be read",
+        "foo (command line) has no =",
+        "sede = 3 (file a.yaml): there is no key sede",
+        "stepz = 10 (command line): there is no key stepz",
+        "presicion = bf16 (command line): there is no key presicion",
     }
-    assert found["sede = 3 (file a.yaml)"] == "type seed=3"
-    assert found["presicion = bf16 (command line)"] == "type precision=bf16"
+    assert found["sede = 3 (file a.yaml): there is no key sede"] == "type seed=3"
+    assert found["presicion = bf16 (command line): there is no key presicion"] == "type precision=bf16"
 
 
 @pytest.mark.parametrize(

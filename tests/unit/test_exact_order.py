@@ -172,7 +172,7 @@ def test_the_micro_batch_does_not_look_at_the_ranks() -> None:
         {"data.seed_samples": False},
         {"data.sharding": "own"},
         {"compile": True},
-        {"speed_weights": "auto"},
+        {"load_balance": "auto"},
         {"precision": "bf16-master"},
         {"precision": "fp8"},
         {"optimizer": "adafactor"},

@@ -46,7 +46,7 @@ def test_epochs_become_steps():
         (4, 100, {"global_batch": 32, "micro_batch": 16, "steps": 1}, "cannot be split"),
         (1, 100, {"global_batch": 32}, "neither steps nor epochs"),
         (1, 100, {"steps": 1}, "neither global_batch nor local_batch"),
-        (1, 10, {"global_batch": 32, "steps": 1, "tail": "drop"}, "fills no step"),
+        (1, 10, {"global_batch": 32, "steps": 1, "tail": "drop"}, "leaves no step"),
         (1, None, {"global_batch": 32, "epochs": 2}, "stream"),
     ],
 )

@@ -37,4 +37,4 @@ def test_a_word_that_is_read_as_no_text_is_to_be_quoted(typed: str) -> None:
 
 
 def test_quotes_are_no_advice_for_a_number() -> None:
-    assert fix_of("task.width=none") == "give it one of type int"
+    assert fix_of("task.width=none") == "give it a value of type int"

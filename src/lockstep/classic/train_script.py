@@ -101,7 +101,7 @@ def check_rivals(asked: argparse.Namespace, words: Mapping[str, Any]) -> None:
 
 
 def _train(target: str, asked: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
-    from lockstep.api import Processes, train, typed_again
+    from lockstep.api import Processes, resume_command, train
     from lockstep.config import flatten, read_layers
 
     layers = read_layers(asked.config, settings)
@@ -111,7 +111,7 @@ def _train(target: str, asked: argparse.Namespace, settings: Sequence[str], type
     if asked.elastic_gpu:
         count, elastic = _elastic(target, asked, layers)
         layers.insert(0, elastic)
-    return train(target, layers, Processes(count), typed_again(["python", sys.argv[0]], typed, ["--auto_resume"]))
+    return train(target, layers, Processes(count), resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]))
 
 
 def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:

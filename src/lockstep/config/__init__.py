@@ -4,12 +4,13 @@ Values arrive in layers (task default, preset, file, command line, argument); a 
 All problems of all layers are reported together. Nothing is derived here (that is the Plan's work), and
 `task.*` is passed on as it is: only the task knows its own options.
 
-schema   the keys, with their meaning
-leaves   a value with its source
-clashes  values that do not go together; exact, rules: more of them
-dialect  the YAML that we read and write
-resolve  layers -> RunConfig with sources, or every problem at once
-read     files, command line, Python objects -> layers
+schema        the keys, with their meaning
+values        a setting: a value with its source
+strategies    what a configuration must know about each strategy
+conflicts     settings that do not work together
+yaml_dialect  the YAML that we read and write
+resolve       layers -> RunConfig with sources, or every problem at once
+load          files, command line, Python objects -> layers
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.config.conflicts import RIVALS, clashes, idle, impossible, rivals
-from lockstep.config.schema import KEYS, SECTIONS, RunConfig, flatten, walk
+from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, flatten, walk
 from lockstep.config.values import Setting, typed
 from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
@@ -21,58 +21,62 @@ Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and
 
 @dataclass(frozen=True)
 class Resolved:
+    """A configuration, and where each of its values came from."""
+
     config: RunConfig
     sources: dict[str, str]  # every dotted key, task.* too -> "default" or the name of the layer that set it
-    layers: Sequence[Layer] = ()  # what it was made of, weakest first
 
     def without_options(self) -> Resolved:
-        """For a task that was made with options of its own."""
+        """Return it without `task.*`, for a task object that was made with options of its own."""
         sources = {key: source for key, source in self.sources.items() if not key.startswith("task.")}
         return replace(self, config=self.config.model_copy(update={"task": {}}), sources=sources)
 
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
-    """Merge the layers, weakest first, leaf by leaf; raise every problem (`earlier` ones too) at once."""
+    """Merge the layers, weakest first, key by key; raise every problem (`earlier` ones too) at once."""
     defaults = {key: Setting(key, field.default, "default") for key, field in KEYS.items()}
-    given = _strongest(layers, defaults, earlier)
+    given = _checked(layers, defaults, earlier)
     config = RunConfig.model_validate(nest(given))
-    return Resolved(config, {key: leaf.source for key, leaf in (defaults | given).items()}, layers)
+    return Resolved(config, {key: setting.source for key, setting in (defaults | given).items()})
 
 
 def check(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> None:
     """Raise what is wrong with the layers whatever weaker ones (of a task, say) may add to them."""
-    _strongest(layers, {}, earlier)
+    _checked(layers, {}, earlier)
 
 
 def resolve_for(
     defaults: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]], layers: Sequence[Layer]
 ) -> Resolved:
-    """`resolve` for a task: its defaults and the chosen preset are the two weakest layers."""
+    """Resolve for a task, whose defaults and chosen preset are the two weakest layers."""
     weakest: list[Layer] = [("task default", defaults)]
     choices = [(source, values["preset"]) for source, values in [*weakest, *layers] if "preset" in values]
     source, name = choices[-1] if choices else ("default", None)
+
     problems = []
     if isinstance(name, str) and name in presets:
         weakest.append((f"preset {name}", presets[name]))
         if "preset" in presets[name]:
-            asked = f"preset = {typed(presets[name]['preset'])} (preset {name})"
-            problems = [UserError(asked, "a preset cannot choose a preset", "take the key out of the preset")]
+            inner = typed(presets[name]["preset"])
+            problem = f"preset = {inner} (preset {name}): a preset cannot choose a preset"
+            problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
         near = get_close_matches(name, presets, 1, 0.0)
-        found = f"no such preset; the task has {', '.join(presets) or 'none'}"
-        fix = f"type preset={near[0] if near else 'null'}"
-        problems = [UserError(f"preset = {name} ({source})", found, fix)]
+        problem = f"preset = {name} ({source}): the task has no such preset"
+        found = f"the presets {', '.join(presets)}" if presets else "no presets"
+        problems = [UserError(problem, found, f"type preset={near[0] if near else 'null'}")]
     return resolve([*weakest, *layers], problems)
 
 
 def describe(config: RunConfig, sources: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    """(key, value, where it came from) of every key, for `lockstep config show`."""
+    """Return (key, value, where it came from) of every key, for `lockstep config show`."""
     return [(key, value, sources.get(key, "default")) for key, value in flatten(config).items()]
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value in a, value in b) where they differ; a task option that one of them lacks is None there."""
-    left, right = flatten(a), flatten(b)
+    """Return (key, value in a, value in b) where they differ; a task option that one of them lacks is None there."""
+    left = flatten(a)
+    right = flatten(b)
     keys = [key for key in left | right if key not in left or key not in right or left[key] != right[key]]
     return [(key, left.get(key), right.get(key)) for key in keys]
 
@@ -80,33 +84,36 @@ def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
 # ---- merging --------------------------------------------------------------------------------------------
 
 
-def leaves_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
-    """Nested and dotted keys, mixed as the user likes -> leaves by dotted key. Problems are appended."""
-    leaves: dict[str, Setting] = {}
+def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
+    """Return nested and dotted keys, mixed as the user likes, as settings by dotted key. Problems are appended."""
+    settings: dict[str, Setting] = {}
     for key, value in walk(items):
-        leaf = Setting(key, value, source)
+        setting = Setting(key, value, source)
         if not all(key.split(".")):
-            problems.append(UserError(str(leaf), "a part of the key is empty", "type a key such as lr.peak"))
-        elif key in leaves:
-            problems.append(UserError(f"{leaves[key]} and {leaf}", f"{key} is set twice", f"keep one {key}"))
+            problems.append(UserError(f"{setting}: a part of the key is empty", "", "type a key such as lr.peak"))
+        elif key in settings:
+            problems.append(UserError(f"{settings[key]} and {setting}: {key} is set twice", "", f"keep one {key}"))
         else:
-            leaves[key] = leaf
-    for outer, inner in [(a, b) for a in leaves.values() for b in leaves.values() if _inside(b.key, a.key)]:
-        found = f"{outer.key} is given a value and used as a section at once"
-        problems.append(UserError(f"{outer} and {inner}", found, f"keep either {outer.key} or {inner.key}"))
-        leaves.pop(inner.key, None)
-    return leaves
+            settings[key] = setting
+
+    # `a: 1` beside `a.b: 2`: under task.* any name may be a value or a section, but not both.
+    pairs = [(a, b) for a in settings.values() for b in settings.values() if _inside(b.key, a.key)]
+    for outer, inner in pairs:
+        problem = f"{outer} and {inner}: {outer.key} cannot be both a value and a section"
+        problems.append(UserError(problem, "", f"keep either {outer.key} or {inner.key}"))
+        settings.pop(inner.key, None)
+    return settings
 
 
-def nest(leaves: Mapping[str, Setting]) -> dict[str, Any]:
-    """{"lr.peak": a leaf} -> {"lr": {"peak": its value}}"""
+def nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """{"lr.peak": a setting} -> {"lr": {"peak": its value}}"""
     values: dict[str, Any] = {}
-    for key, leaf in leaves.items():
+    for key, setting in settings.items():
         *parents, last = key.split(".")
         section = values
         for name in parents:
             section = section.setdefault(name, {})
-        section[last] = leaf.value
+        section[last] = setting.value
     return values
 
 
@@ -114,60 +121,71 @@ def _inside(key: str, section: str) -> bool:
     return key.startswith(f"{section}.")
 
 
-def _strongest(
+def _checked(
     layers: Sequence[Layer], defaults: Mapping[str, Setting], earlier: Sequence[UserError]
 ) -> dict[str, Setting]:
-    """The strongest leaf of every key that a layer gives; `defaults` count only in the rules between keys."""
+    """Return the strongest setting of every key that a layer gives, or raise all problems.
+
+    `defaults` count only in the rules between keys.
+    """
     problems = list(earlier)
     given = _merge(layers, problems)
-    refused = _refused(given)
-    problems += [_bad_value(given[key], expected) for key, expected in refused.items()]
-    sound = {key: leaf for key, leaf in {**defaults, **given}.items() if key not in refused}
-    problems += clashes(sound) + impossible(sound) + idle(sound, layers)
+
+    # A value of the wrong type is reported once, and kept out of the rules between keys.
+    invalid = _invalid(given)
+    problems += [_bad_value(given[key], expected) for key, expected in invalid.items()]
+    valid = {key: setting for key, setting in {**defaults, **given}.items() if key not in invalid}
+    problems += conflicts(valid) + unused(valid, layers)
     if problems:
         raise ConfigError(problems)
     return given
 
 
 def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Setting]:
-    """The strongest leaf of every known key. Problems are appended."""
-    parts = [leaves_of(values.items(), source, problems) for source, values in layers]
-    known = [*KEYS, *(key for leaves in parts for key in leaves if _inside(key, "task"))]
+    """Return the strongest setting of every known key. Problems are appended."""
+    parts = [settings_of(values.items(), source, problems) for source, values in layers]
+    known = [*KEYS, *(key for settings in parts for key in settings if _inside(key, "task"))]
+
     merged: dict[str, Setting] = {}
-    for leaves in parts:
-        problems += [_unknown(leaf, known) for key, leaf in leaves.items() if key not in known]
-        leaves = {key: leaf for key, leaf in leaves.items() if key in known}
-        problems += rivals(leaves)
-        for group in RIVALS:
-            setters = [leaves[key] for key in group if key in leaves and leaves[key].value is not None]
-            if setters:  # steps on the command line ends the epochs of a file
+    for settings in parts:
+        problems += [_unknown(setting, known) for key, setting in settings.items() if key not in known]
+        settings = {key: setting for key, setting in settings.items() if key in known}
+
+        # `steps` on the command line unsets `epochs` of a file.
+        problems += exclusive(settings)
+        for group in EXCLUSIVE:
+            setters = [settings[key] for key in group if key in settings and settings[key].value is not None]
+            if setters:
                 merged |= {key: Setting(key, None, setters[0].source) for key in group if key in merged}
-        for key in leaves:  # task.a replaces task.a.b of a weaker layer, and the other way round
+
+        # task.a replaces task.a.b of a weaker layer, and the other way round.
+        for key in settings:
             merged = {old: v for old, v in merged.items() if not (_inside(old, key) or _inside(key, old))}
-        merged |= leaves
+        merged |= settings
     return merged
 
 
-def _refused(leaves: Mapping[str, Setting]) -> dict[str, str]:
-    """The keys whose value has the wrong type or size -> what it should be."""
-    refused: dict[str, str] = {}
+def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
+    """Return the keys whose value has the wrong type or size -> what it should be."""
+    invalid: dict[str, str] = {}
     try:
-        RunConfig.model_validate(nest(leaves))
+        RunConfig.model_validate(nest(settings))
     except ValidationError as error:
-        # No `loc` is a rule between keys, which `clashes` reports with sources.
-        for detail in (detail for detail in error.errors(include_url=False) if detail["loc"]):
+        for detail in error.errors(include_url=False):
+            if not detail["loc"]:
+                continue  # a rule between keys, which `conflicts` reports with sources
             parts = 2 if detail["loc"][0] in SECTIONS else 1  # a union adds one more for each of its members
             key = ".".join(map(str, detail["loc"][:parts]))
             should = detail["msg"].removeprefix("Input ")
-            if key in refused:
-                should = f"{refused[key]} or {should.removeprefix('should be ')}"
-            refused[key] = should
-    return refused
+            if key in invalid:
+                should = f"{invalid[key]} or {should.removeprefix('should be ')}"
+            invalid[key] = should
+    return invalid
 
 
 # ---- problems -------------------------------------------------------------------------------------------
 
-# Names that other tools use -> what to type here.
+# Keys that other tools use -> what to type here.
 _ALIASES = {
     "learning_rate": "lr.peak={value}",
     "lr": "lr.peak={value}",
@@ -182,7 +200,6 @@ _ALIASES = {
     "num_workers": "data.workers={value}",
 }
 
-
 # Values that other tools have for the same thing -> what to type here.
 _WORDS = {
     **{"dp": "ddp", "zero2": "fsdp-grads", "zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
@@ -192,7 +209,7 @@ _WORDS = {
 
 
 def nearest(key: str, names: Collection[str]) -> list[str]:
-    """The names most like `key`, as a whole or in the last part: `warmpu` is like lr.warmup. Maybe none."""
+    """Return the names most like `key`, in full or in the last part: `warmpu` is like lr.warmup. Maybe none."""
 
     def likeness(name: str) -> float:
         pairs = ((key, name), (key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1]))
@@ -203,11 +220,16 @@ def nearest(key: str, names: Collection[str]) -> list[str]:
     return [name for name, score in scores.items() if score == best >= 0.6]
 
 
-def _unknown(leaf: Setting, known: Collection[str]) -> UserError:
-    key, value = leaf.key, typed(leaf.value)
+def _unknown(setting: Setting, known: Collection[str]) -> UserError:
+    key = setting.key
+    value = typed(setting.value)
     last = key.rsplit(".", 1)[-1]
-    found = f"{key} is a section" if key in SECTIONS else f"there is no key {key}"
-    if last in _ALIASES and (key not in SECTIONS or type(leaf.value) in (int, float)):  # lr=0.1 is lr.peak
+    problem = f"{setting}: {key} is a section" if key in SECTIONS else f"{setting}: there is no key {key}"
+
+    if key in RENAMED:
+        problem = f"{setting}: {key} is now called {RENAMED[key]}"
+        fix = f"type {RENAMED[key]}={value}"
+    elif last in _ALIASES and (key not in SECTIONS or type(setting.value) in (int, float)):  # lr=0.1 is lr.peak
         fix = f"type {_ALIASES[last].format(value=value)}"
     elif key in SECTIONS:
         inside = [name for name in KEYS if _inside(name, key)] or ["task.<option>"]
@@ -216,26 +238,30 @@ def _unknown(leaf: Setting, known: Collection[str]) -> UserError:
         fix = f"type {' or '.join(f'{name}={value}' for name in near)}"
     else:
         fix = f"an option of the task is typed task.{key}={value}"
-    return UserError(str(leaf), found, fix)
+    return UserError(problem, "", fix)
 
 
-def _bad_value(leaf: Setting, expected: str) -> UserError:
-    kind = "null" if leaf.value is None else f"{leaf.value!r} ({type(leaf.value).__name__})"
-    fix = f"type {leaf.key}={typed(_meant(leaf, expected))}"
-    return UserError(str(leaf), f"{kind}, which {expected}", fix)
+def _bad_value(setting: Setting, expected: str) -> UserError:
+    found = "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"
+    return UserError(f"{setting} {expected}", found, f"type {setting.key}={typed(_meant(setting, expected))}")
 
 
-def _meant(leaf: Setting, expected: str) -> Any:
-    """A value to type: what the user meant where that is clear ("8", 1e5, fp61), else a usual one."""
-    value = word(leaf.value) if isinstance(leaf.value, str) else leaf.value
-    text = str(leaf.value).casefold()
-    guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1)]
-    guesses += [value, int(value) if isinstance(value, float) and value.is_integer() else None]
-    sound = (v for v in guesses if v is not None and not _refused({leaf.key: leaf._replace(value=v)}))
-    return next(sound, usual(leaf.key))
+def _meant(setting: Setting, expected: str) -> Any:
+    """Return a value to type: what the user meant where that is clear ("8", 1e5, fp61), else a usual one."""
+    value = word(setting.value) if isinstance(setting.value, str) else setting.value
+    text = str(setting.value).casefold()
+
+    # The first guess that the key takes: another tool's word, a typo, the text as a number, 1e5 as an integer.
+    guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1), value]
+    if isinstance(value, float) and value.is_integer():
+        guesses.append(int(value))
+    for guess in guesses:
+        if guess is not None and not _invalid({setting.key: setting._replace(value=guess)}):
+            return guess
+    return usual(setting.key)
 
 
 def usual(key: str) -> Any:
-    """A value that `key` takes."""
+    """Return a value that `key` takes."""
     field = KEYS[key]
     return field.examples[0] if field.examples else field.default

@@ -1,4 +1,4 @@
-"""A value with its dotted key and its source, and how it is typed."""
+"""A setting: one value with its dotted key and its source, and how it is typed on a command line."""
 
 from __future__ import annotations
 
@@ -18,5 +18,7 @@ class Setting(NamedTuple):
 
 
 def typed(value: Any) -> str:
-    """A value as one would type it after `key=`."""
-    return value if isinstance(value, str) and value else json.dumps(value, default=str, skipkeys=True)
+    """Return a value as one would type it after `key=`."""
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=str, skipkeys=True)

@@ -25,7 +25,7 @@ _KEPT = {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge")}
 
 
 def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """First character -> (tag, pattern) of the plain words that are not text, as PyYAML keeps them."""
+    """Return first character -> (tag, pattern) of the plain words that are not text, as PyYAML keeps them."""
     yaml_1_1 = yaml.SafeLoader.yaml_implicit_resolvers
     rules = {first: [rule for rule in old if rule[0] in _KEPT] for first, old in yaml_1_1.items()}
     for tag, pattern in _NUMBERS.items():
@@ -35,6 +35,8 @@ def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _Loader(yaml.SafeLoader):
+    """Reads our dialect, and refuses a key that is set twice, of which PyYAML would keep the last."""
+
     yaml_implicit_resolvers = _scalar_rules()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -48,6 +50,8 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
+    """Writes our dialect."""
+
     yaml_implicit_resolvers = _scalar_rules()
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -58,21 +62,24 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_st
 
 
 def load(text: str) -> Any:
+    """Read a document."""
     return yaml.load(text, Loader=_Loader)
 
 
 def word(text: str) -> Any:
-    """The value of a plain word, never more than a scalar: `8` is a number, `off` false, `a: b` text."""
+    """Return the value of a plain word, never more than a scalar: `8` is a number, `off` false, `a: b` text."""
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
-    return text if text == "<<" else _Loader("").construct_object(yaml.ScalarNode(tag, text))
+    if text == "<<":  # a merge, for which there is nothing to merge into
+        return text
+    return _Loader("").construct_object(yaml.ScalarNode(tag, text))
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All values, in a form that `read_file` reads back."""
+    """Return all values, in a form that `read_file` reads back."""
     try:
         return yaml.dump(nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
-        key = next((key for key, leaf in flatten(config).items() if leaf is value), "task")
-        found = f"{key} is an object of type {type(value).__name__}, which YAML cannot hold"
-        raise UserError("to save the configuration", found, "give it plain numbers, texts or lists") from None
+        key = next((key for key, one in flatten(config).items() if one is value), "task")
+        problem = f"the configuration cannot be saved: YAML cannot hold {key}, a {type(value).__name__} object"
+        raise UserError(problem, "", "give it plain numbers, texts or lists") from None

@@ -81,8 +81,8 @@ def facts(
         told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
         told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
-    if config.speed_weights != "none" and not runtime.world.alone:
-        told["speeds"] = about_speeds(config.speed_weights, plan)
+    if config.load_balance != "none" and not runtime.world.alone:
+        told["speeds"] = about_speeds(config.load_balance, plan)
     if wants_graph(config, runtime):
         told["graph"] = "the model's calls are recorded" + " if launch-bound, which is told then" * (
             config.graph == "auto"

@@ -194,11 +194,11 @@ def check_places(config: RunConfig, staged: bool, alone: bool) -> None:
             "all micro-batches of a step at once, so that none is the one before its loss",
             "type strategy=ddp, without mesh.pp",
         )
-    if config.speed_weights == "auto" and not alone:
+    if config.load_balance == "auto" and not alone:
         raise UserError(
-            f"{asked}, with speed_weights=auto",
+            f"{asked}, with load_balance=auto",
             "places that move to other ranks when the speeds have been measured",
-            "leave speed_weights out, or give one number for each rank, such as [1, 2]",
+            "leave load_balance out, or give one number for each rank, such as [1, 2]",
         )
 
 

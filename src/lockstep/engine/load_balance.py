@@ -28,7 +28,7 @@ WARM_UP = 3  # steps that are not measured: they compile, allocate, connect
 MEASURED = 5  # steps after them
 AGAIN = 100  # steps from one measurement to the next
 LEAST_GAIN = 0.1  # of a step: less may be noise, and is not worth a change
-Speeds = str | Sequence[float]  # `speed_weights`
+Speeds = str | Sequence[float]  # `load_balance`
 
 
 class Pace(NamedTuple):
@@ -39,34 +39,34 @@ class Pace(NamedTuple):
 
 
 def by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """The plan with what follows from `speed_weights`, or a refusal."""
+    """The plan with what follows from `load_balance`, or a refusal."""
     if speeds == "none":
         return plan
     if not isinstance(speeds, str) and len(speeds) != plan.world:
         raise UserError(
-            f"speed_weights={list(speeds)}",
+            f"load_balance={list(speeds)}",
             f"{len(speeds)} numbers for {plan.world} rank{'s' * (plan.world > 1)}",
-            "give one number for each rank, or type speed_weights=auto",
+            "give one number for each rank, or type load_balance=auto",
         )
     if plan.world > 1 and plan.micro_batches <= plan.world:
         smaller = max(1, plan.global_batch // (4 * plan.world))
         fits = smaller < plan.micro_batch
         raise UserError(
-            "speed_weights: micro-batches dealt by speed",
+            "load_balance: micro-batches dealt by speed",
             f"{plan.micro_batches} micro-batches for {plan.world} ranks: one for each, and none to move",
             f"type micro_batch={smaller}" if fits else f"type global_batch={4 * plan.world} or more, and micro_batch=1",
         )
     if isinstance(speeds, str):
         return plan
     most = max(apportion(plan.micro_batches, tuple(speeds)))
-    return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by speed_weights"})
+    return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by load_balance"})
 
 
 def about_speeds(speeds: Speeds, plan: Plan) -> str:
     """Told before the first step."""
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
-    return f"micro-batches {_dealt(apportion(plan.micro_batches, tuple(speeds)))} by speed_weights"
+    return f"micro-batches {_dealt(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
 def open_dealer(
@@ -86,15 +86,15 @@ def open_dealer(
 def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
     if not isinstance(source, MapSource):
         raise UserError(
-            "speed_weights: micro-batches dealt by speed",
+            "load_balance: micro-batches dealt by speed",
             "a stream, or a source of your own: every rank reads its own samples, and nobody can deal them anew",
-            "return a dataset with __getitem__ and a length from data(), or leave speed_weights out",
+            "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError(
-            "speed_weights: ranks that run different numbers of micro-batches",
+            "load_balance: ranks that run different numbers of micro-batches",
             "SyncBatchNorm, whose forward waits for all ranks",
-            "use GroupNorm or LayerNorm, or leave speed_weights out",
+            "use GroupNorm or LayerNorm, or leave load_balance out",
         )
 
 

@@ -111,7 +111,7 @@ def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str 
     samples = len(data) if hasattr(data, "__len__") else None
     most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
     depth = driver.pipeline.depth if driver.pipeline is not None else 1
-    run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.speed_weights)
+    run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.load_balance)
     check_even_work(driver.model, plan, config.tail)
     if driver.pipeline is not None:
         check_enough_work(plan)
@@ -127,7 +127,7 @@ def _make_step(run: Run) -> LearningRate:
     config, runtime, driver, plan = run.config, run.runtime, run.driver, run.plan
     rate = LearningRate(config.lr, run.optimizers.all, plan.steps, plan.global_batch)
     run.stepper = Stepper(driver, run.optimizers, rate, run.precision, config, runtime, plan.global_batch)
-    run.load_balancer = open_dealer(config.speed_weights, plan, run.source, driver, runtime, run.recorder.event)
+    run.load_balancer = open_dealer(config.load_balance, plan, run.source, driver, runtime, run.recorder.event)
     if run.load_balancer:
         run.stepper.before_exchange = run.load_balancer.mark
     return rate

@@ -1,1 +1,1 @@
-"""Choose before spending."""
+"""Derived values: the plan of a run, and the memory that it needs."""

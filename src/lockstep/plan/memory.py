@@ -1,4 +1,4 @@
-"""What a rank's memory holds, counted from live tensors, and what would make it less."""
+"""What a rank's memory holds, counted from live tensors, and which settings would need less of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.config import RunConfig
-
-CUT = ("fsdp", "fsdp-grads", "hsdp")  # strategies that cut more than the optimizer's state
+from lockstep.config.strategies import LEAST_MEMORY, STRATEGIES
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank."""
+    """The bytes that one rank holds."""
 
     parameters: int
     gradients: int
     optimizer: int
-    activations: int | None = None  # what else was in use at the worst moment; None: nobody counts it (on a CPU)
-    to_come: int = 0  # what the optimizer's first step will make
+    activations: int | None = None  # the rest at the peak; None where it is not measured (on a CPU)
+    to_come: int = 0  # optimizer state that its first step will allocate
 
     @property
     def state(self) -> int:
+        """Everything that stays from step to step."""
         return self.parameters + self.gradients + self.optimizer + self.to_come
 
     def __str__(self) -> str:
@@ -38,56 +38,70 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Option:
-    """Something to type, and about how many bytes of a rank it saves."""
+    """A setting to type, and about how many bytes of a rank it saves."""
 
     typed: str
-    saves: int | None  # None: it helps, and nobody knows how much
+    saves: int | None  # None: it helps, but the amount is not known
 
     def enough(self, missing: int | None) -> bool:
+        """Whether it saves as much as is missing."""
         return self.saves is not None and missing is not None and self.saves >= missing
 
     def text(self, missing: int | None) -> str:
+        """Return the setting with what it saves."""
         if self.saves is None:
             return self.typed
-        return f"{self.typed} (about {amount(self.saves)} less{', enough by itself' if self.enough(missing) else ''})"
+        verdict = ", enough by itself" if self.enough(missing) else ""
+        return f"{self.typed} (about {amount(self.saves)} less{verdict})"
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the parts that lie on this rank; what several names share counts once."""
-    found = {}
+    """Return the bytes of the tensors' shards on this rank; memory that several names share counts once."""
+    sizes = {}
     for tensor in tensors:
-        here = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found[here.data_ptr() if here.numel() else id(here)] = here.nbytes
-    return sum(found.values())
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        sizes[local.data_ptr() if local.numel() else id(local)] = local.nbytes
+    return sum(sizes.values())
 
 
 def options(
     held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int, on_host: bool = False
 ) -> list[Option]:
-    """What would take less memory, in the order in which to try it: what costs least speed comes first. `on_host`: it
-    is the host's memory that ran out, so that there is nowhere to offload to."""
+    """Return the settings that would need less memory; those that cost least speed come first.
+
+    `on_host`: the host's memory ran out, so there is nothing to offload to.
+    """
     found = []
+
+    # Fewer activations.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
-        found.append(Option(f"micro_batch={smaller}", _part(held.activations, 1 - smaller / micro_batch)))
+        found.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
     if config.remat != "full" and blocks > 1:
-        found.append(Option("remat=full", _part(held.activations, 1 - 1 / blocks)))
-    ranks = max(2, world)
-    if config.strategy != "fsdp":
-        found.append(Option(f"strategy=fsdp{' --nproc 2' * (world == 1)}", _less_by_cutting(held, config, ranks)))
+        found.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
+
+    # Less state: on one process there are no ranks to share it with yet.
+    more_ranks = " --nproc 2" if world == 1 else ""
+    if config.strategy != LEAST_MEMORY:
+        saves = round(_replicated(held, config.strategy) * (1 - 1 / max(2, world)))
+        found.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
     if not config.fsdp.offload and not on_host:
-        typed = "fsdp.offload=true" if config.strategy in CUT and world > 1 else "strategy=fsdp fsdp.offload=true"
-        found.append(Option(f"{typed}{' --nproc 2' * (world == 1)}", held.state))
+        sharded = STRATEGIES[config.strategy].shards_parameters and world > 1
+        typed = "fsdp.offload=true" if sharded else f"strategy={LEAST_MEMORY} fsdp.offload=true"
+        found.append(Option(f"{typed}{more_ranks}", held.state))
     return found
 
 
-def _less_by_cutting(held: Footprint, config: RunConfig, ranks: int) -> int:
-    """What the strategy at hand leaves whole on every rank would be cut."""
-    whole = {"zero1": held.parameters + held.gradients, "fsdp-grads": 0}.get(config.strategy, held.state)
-    return round(whole * (1 - 1 / ranks))
+def _replicated(held: Footprint, strategy: str) -> int:
+    """Return the bytes of the state of which several ranks hold a copy."""
+    parts = STRATEGIES[strategy].replicates
+    total = sum(getattr(held, part) for part in parts)
+    if "optimizer" in parts:
+        total += held.to_come
+    return total
 
 
-def _part(count: int | None, share: float) -> int | None:
+def _fraction(count: int | None, share: float) -> int | None:
     return None if count is None else round(count * share)
 
 

@@ -70,13 +70,13 @@ def test_yaml_anchors_and_an_empty_file(tmp_path):
         ("a.yaml", "steps: 3\nlr: [1,\n", "line 3"),
         ("a.yaml", "steps: 3\nseed: 1\nsteps: 4\n", "steps is set twice in line 3"),
         ("a.yaml", "lr:\n  peak: 1\n  peak: 2\n", "peak is set twice in line 3"),
-        ("a.yaml", "- steps\n", "top level is a list"),
-        ("a.yaml", "steps=3\n", "top level is a str"),
+        ("a.yaml", "- steps\n", "a list at its top level"),
+        ("a.yaml", "steps=3\n", "a str at its top level"),
         ("a.yaml", "a: \x00", "special characters"),
         ("a.yaml", "a: !!python/name:os.system\n", "line 1"),
         ("a.json", '{"steps": 3,\n}', "line "),
         ("a.json", '{"steps": 3, "steps": 4}', "steps is set twice"),
-        ("a.json", "[1]", "top level is a list"),
+        ("a.json", "[1]", "a list at its top level"),
         ("a.json", "", "line 1"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path, name, text, found):
     with pytest.raises(UserError) as caught:
         read_file(tmp_path / name)
     assert name in caught.value.problem
-    assert found in caught.value.found
+    assert found in str(caught.value)
     assert caught.value.fix
 
 
@@ -117,14 +117,14 @@ def test_words_that_yaml_takes_for_something_else_still_work():
 @pytest.mark.parametrize(
     ("args", "found"),
     [
-        (["steps"], ["there is no = in it"]),
-        (["=3"], ["there is no key before the ="]),
-        (["steps="], ["there is no value after the ="]),
+        (["steps"], ["has no ="]),
+        (["=3"], ["has no key before the ="]),
+        (["steps="], ["has no value after the ="]),
         (["steps=1", "seed=2", "steps=3"], ["steps is set twice"]),
         (["lr={peak: 1}", "lr.peak=2"], ["lr.peak is set twice"]),
-        (["task.a=1", "task.a.b=2"], ["task.a is given a value and used as a section at once"]),
-        (["lr.peak=1", "lr=2"], ["lr is given a value and used as a section at once"]),
-        (["task.a=[1, 2", "oops"], ["the value is no complete list", "there is no = in it"]),
+        (["task.a=1", "task.a.b=2"], ["task.a cannot be both a value and a section"]),
+        (["lr.peak=1", "lr=2"], ["lr cannot be both a value and a section"]),
+        (["task.a=[1, 2", "oops"], ["is not a complete list", "has no ="]),
         (["task..a=1"], ["a part of the key is empty"]),
     ],
 )
@@ -133,7 +133,7 @@ def test_malformed_overrides_are_collected(args, found):
         parse_overrides(args)
     assert len(caught.value.problems) == len(found)
     for problem, text in zip(caught.value.problems, found, strict=True):
-        assert text in problem.found
+        assert text in problem.problem
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_all_problems_of_a_command_come_at_once(tmp_path):
     found = [
         "line 2",
         "No such file",
-        "there is no = in it",
+        "has no =",
         "steps is set twice",
         "there is no key sede",
         "at most one of clip.norm",
-        "'abc' (str), which should be a valid number",
-        "micro_batch is larger than global_batch",
+        "lr.peak = abc (command line) should be a valid number\n  found: 'abc' (str)",
+        "is larger than global_batch",
     ]
     for problem, text in zip(caught.value.problems, found, strict=True):
-        assert text in problem.found
+        assert text in str(problem)
 
 
 def test_from_object(tmp_path):
@@ -218,5 +218,5 @@ def test_a_hydra_config_is_recognised_without_importing_omegaconf(monkeypatch):
 
 
 def test_a_value_that_yaml_cannot_hold_is_named():
-    with pytest.raises(UserError, match=r"task\.thing is an object of type set_iterator"):
+    with pytest.raises(UserError, match=r"YAML cannot hold task\.thing, a set_iterator object"):
         config.to_yaml(RunConfig(task={"thing": iter({1})}))

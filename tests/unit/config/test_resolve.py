@@ -6,6 +6,7 @@ import pytest
 
 from lockstep import config
 from lockstep.config import check, parse_overrides, resolve, resolve_for
+from lockstep.config.schema import RENAMED
 from lockstep.errors import ConfigError, UserError
 
 PRESETS = {"tiny": {"steps": 5, "task": {"width": 4}}, "gpu": {"global_batch": 512}}
@@ -119,10 +120,10 @@ def test_an_unknown_preset_is_reported_with_all_the_rest():
     with pytest.raises(ConfigError) as caught:
         resolve_for({}, PRESETS, [("command line", {"preset": "tyni", "seed": "x"})])
     preset, seed = caught.value.problems
-    assert preset.problem == "preset = tyni (command line)"
+    assert preset.problem == "preset = tyni (command line): the task has no such preset"
     assert "tiny, gpu" in preset.found
     assert preset.fix == "type preset=tiny"
-    assert seed.problem == "seed = x (command line)"
+    assert seed.problem == "seed = x (command line) should be a valid integer"
 
 
 def test_a_preset_cannot_choose_a_preset():
@@ -195,12 +196,11 @@ def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
     (problem,) = problems_of({key: value})
     assert problem.fix == f"type {fix}"
     assert problem.problem.startswith(f"{key} = ")
-    assert problem.problem.endswith("(layer 0)")
-    assert "should be" in problem.found
+    assert "(layer 0) should be" in problem.problem
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"),
+    ("layers", "problem"),
     [
         ([{"steps": 1, "epochs": 1}], "at most one of steps, epochs can be set"),
         ([{"steps": 1, "epochs": 1}, {"steps": 2}], "at most one of steps, epochs can be set"),
@@ -209,18 +209,19 @@ def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
             [{"clip": {"norm": 1, "value": 1}}],
             "at most one of clip.norm, clip.value, clip.adaptive can be set",
         ),
-        ([{"lr.scaling": "sqrt"}], "lr.reference_batch, the batch that the rate was tuned for, is not set"),
-        ([{"micro_batch": 8}, {"global_batch": 4}], "micro_batch is larger than global_batch"),
-        ([{"micro_batch": 8, "local_batch": 4}], "micro_batch is larger than local_batch"),
-        ([{"scaler.initial": 0.5}], "scaler.minimum is larger than scaler.initial"),
-        ([{"scaler": {"maximum": 2}}], "scaler.initial is larger than scaler.maximum"),
+        ([{"lr.scaling": "sqrt"}], "needs lr.reference_batch, the batch that lr.peak was tuned for"),
+        ([{"micro_batch": 8}, {"global_batch": 4}], "(layer 0) is larger than global_batch = 4 (layer 1)"),
+        ([{"micro_batch": 8, "local_batch": 4}], "micro_batch = 8 (layer 0) is larger than local_batch = 4 (layer 0)"),
+        ([{"scaler.initial": 0.5}], "(default) is larger than scaler.initial = 0.5 (layer 0)"),
+        ([{"scaler": {"maximum": 2}}], "(default) is larger than scaler.maximum = 2 (layer 0)"),
         ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice"),
-        ([{"task.a": 1, "task": {"a": {"b": 2}}}], "task.a is given a value and used as a section at once"),
+        ([{"task.a": 1, "task": {"a": {"b": 2}}}], "task.a cannot be both a value and a section"),
         ([{"task..a": 1}], "a part of the key is empty"),
     ],
 )
-def test_values_that_do_not_go_together(layers, found):
-    assert [problem.found for problem in problems_of(*layers)] == [found]
+def test_values_that_do_not_go_together(layers, problem):
+    (found,) = problems_of(*layers)
+    assert found.problem.endswith(problem)
 
 
 def test_all_problems_of_all_layers_come_at_once():
@@ -243,16 +244,27 @@ def test_all_problems_of_all_layers_come_at_once():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "found"),
+    ("key", "value", "expected", "found"),
     [
-        ("seed", "x", "'x' (str), which should be a valid integer"),
-        ("compile", 1, "1 (int), which should be 'auto' or a valid boolean"),
-        ("data.pin_memory", None, "null, which should be 'auto' or a valid boolean"),
-        ("lr.min_ratio", 2, "2 (int), which should be less than or equal to 1"),
+        ("seed", "x", "should be a valid integer", "'x' (str)"),
+        ("compile", 1, "should be 'auto' or a valid boolean", "1 (int)"),
+        ("data.pin_memory", None, "should be 'auto' or a valid boolean", "null"),
+        ("lr.min_ratio", 2, "should be less than or equal to 1", "2 (int)"),
     ],
 )
-def test_what_a_value_should_be_is_said_once(key, value, found):
-    assert [problem.found for problem in problems_of({key: value})] == [found]
+def test_what_a_value_should_be_is_said_once(key, value, expected, found):
+    (problem,) = problems_of({key: value})
+    assert problem.problem.endswith(f"(layer 0) {expected}")
+    assert problem.found == found
+
+
+def test_a_renamed_key_answers_with_its_new_name():
+    for old, new in RENAMED.items():
+        assert old not in config.KEYS
+        assert new in config.KEYS
+        (problem,) = problems_of({old: "auto"})
+        assert problem.problem == f"{old} = auto (layer 0): {old} is now called {new}"
+        assert problem.fix == f"type {new}=auto"
 
 
 def test_problems_found_earlier_are_raised_too():
@@ -269,7 +281,7 @@ def test_a_check_leaves_room_for_what_a_task_may_add(values):
 @pytest.mark.parametrize(
     ("layers", "found"),
     [
-        ([{"micro_batch": 8}, {"global_batch": 4}], "micro_batch is larger than global_batch"),
+        ([{"micro_batch": 8}, {"global_batch": 4}], "is larger than global_batch"),
         ([{"steps": 1, "epochs": 1}], "at most one of steps, epochs can be set"),
         ([{"stpes": 1}], "there is no key stpes"),
         ([{"seed": -1}], "should be greater than or equal to 0"),
@@ -280,7 +292,7 @@ def test_a_check_finds_what_no_task_can_mend(layers, found):
     with pytest.raises(ConfigError) as caught:
         check([("file", layer) for layer in layers])
     (problem,) = caught.value.problems
-    assert found in problem.found
+    assert found in problem.problem
 
 
 def test_describe_and_diff():

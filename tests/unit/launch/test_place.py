@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.api import typed_again
+from lockstep.api import resume_command
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import choose_run_dir
 
@@ -32,4 +32,4 @@ def test_going_on_needs_a_folder_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_what_to_type_to_go_on(words, resume, again):
-    assert typed_again(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
+    assert resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"

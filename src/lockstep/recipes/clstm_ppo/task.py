@@ -17,7 +17,8 @@ from lockstep.recipes.clstm_ppo.prices import PriceSeries
 from lockstep.recipes.clstm_ppo.rollout import log_chances
 from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
 from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, yardsticks
-from lockstep.task import Loss, OnlyWith, Task, without_effect
+from lockstep.recipes.options import OnlyWith, warn_unused
+from lockstep.task import Loss, Task
 
 TEST_SEED = 0  # the test episodes are the same ones in every run
 
@@ -151,7 +152,9 @@ class ClstmPpo(Task):
         that asset has earned, `all` what all have earned together: then most of what a choice hears is about others.
         `remember` is added to the bias of the gate that keeps what is remembered from day to day: at 0 it begins by
         keeping half, at 3 nineteen twentieths."""
-        idle = without_effect(self, ClstmPpo, locals())
+        warn_unused(ClstmPpo, self.option_rules, locals())
+        if game != "market":  # options of the market, which a preset may hold
+            cost_warmup, foresight, credit = 0, 0, "all"
         self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
         self.test_episodes = test_episodes
         rules = Rules(window, days, cost, lots, indicators, halt)
@@ -164,7 +167,7 @@ class ClstmPpo(Task):
             variant, hidden, width, linears, cascade, memory, remember, credit == "each", foresight > 0,
         )  # fmt: skip
         settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise, foresight)
-        self._check(settings, rules, idle)
+        self._check(settings, rules)
         self.source = Rollouts(self.game, settings)
 
     def model(self) -> Agent:
@@ -229,14 +232,14 @@ class ClstmPpo(Task):
             return yardsticks(self.game.series, self.game.rules, self.test_episodes)
         return {"guessing": 1 / self.game.choices, "remembering": 1.0}
 
-    def _check(self, settings: Settings, rules: Rules, idle: list[UserError]) -> None:
+    def _check(self, settings: Settings, rules: Rules) -> None:
         """Every wrong option at once."""
         shape = self.shape
         counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
         counts |= {"window": rules.window, "days": rules.days, "lots": rules.lots}
         counts |= {"rollout": settings.days, "minibatches": settings.minibatches, "epochs": settings.epochs}
         counts |= {"test_episodes": self.test_episodes}
-        problems = idle + [
+        problems = [
             UserError(f"task.{name}={value}", "less than 1", f"type task.{name}=1 or more")
             for name, value in counts.items()
             if value < 1
@@ -253,7 +256,7 @@ class ClstmPpo(Task):
             problems.append(
                 UserError(f"task.halt={rules.halt}", "no share of days between 0 and 1", "type task.halt=0.9")
             )
-        if shape.each and shape.assets == 1 and not idle:
+        if shape.each and shape.assets == 1:
             problems.append(
                 UserError(
                     "task.credit=each", "one asset, which earns all there is", "leave it out, or type task.credit=all"

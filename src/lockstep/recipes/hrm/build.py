@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.hrm.commands import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrid, PuzzleOptions, SudokuSymmetry, make_splits
 from lockstep.recipes.hrm.task import OF_PUZZLES
-from lockstep.task import OnlyWith, refusals
+from lockstep.recipes.options import OnlyWith, warn_unused
 
 
 @dataclass
@@ -51,8 +51,7 @@ RULES = (
 
 def build(request: Build) -> None:
     """Write the folders `train` and `test`."""
-    if problems := refusals(Build, RULES, vars(request), prefix=""):
-        raise ConfigError(list(problems.values()))
+    warn_unused(Build, RULES, vars(request), prefix="")
     if bool(request.train_csv) != bool(request.test_csv):
         raise UserError("only one of train_csv and test_csv is given", "", "give both")
 
@@ -73,13 +72,13 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
         return training, test, SudokuSymmetry(9)
 
     options = PuzzleOptions(
-        kind=request.puzzle,
+        puzzle=request.puzzle,
         train_size=request.train_size,
         test_size=request.test_size,
-        seed=request.seed,
+        data_seed=request.seed,
         holes=request.holes,
         least_guesses=request.least_guesses,
-        size=request.maze_size,
+        maze_size=request.maze_size,
     )
     # Id grids are drawn when they are read: there is nothing to vary.
     generated, test = make_splits(options)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import sudoku
-from lockstep.recipes.hrm.data import Array, Puzzles, sample
+from lockstep.recipes.hrm.data import Array, Puzzles, read_puzzles, sample
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
 SUDOKUS = KINDS[:3]
@@ -32,28 +33,45 @@ COLOURS = 6  # of an id grid
 Cell = tuple[int, int]  # row and column
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PuzzleOptions:
-    """Which puzzles to generate."""
+    """Which puzzles to train on."""
 
-    kind: str  # one of KINDS
-    train_size: int
-    test_size: int
-    seed: int
-    holes: int | None = None  # sudoku: empty cells; None: remove clues until no more can go
-    least_guesses: float = 0.0  # sudoku: the guesses that a solver needs at least
-    size: int = 20  # maze: cells of a side
-    longer_than: int = 0  # maze: the way has more cells than this
-    rules: int = 16  # idgrid: number of rules
-    moves: bool = False  # idgrid: rules also turn and mirror the grid
-    augment: bool = True  # training puzzles are varied by their symmetries
+    # The family to generate: one of KINDS.
+    puzzle: str = "sudoku4"
+    # A folder with puzzles in the published layout, instead of generated ones.
+    data_path: str = ""
+    # The number of puzzles for training and for evaluation, and the seed that they are generated from.
+    train_size: int = 2400
+    test_size: int = 600
+    data_seed: int = 0
+    # Empty cells of a Sudoku. None: remove clues until no more can go.
+    holes: int | None = None
+    # Keep only Sudokus for which a solver needs at least so many guesses, on average.
+    least_guesses: float = 0.0
+    # Cells of a side of a maze, and a number of cells that its way must exceed.
+    maze_size: int = 20
+    maze_longer_than: int = 0
+    # The number of rules of idgrid, and whether rules also turn and mirror the grid.
+    rules: int = 16
+    rule_moves: bool = False
+    # Vary training puzzles by their symmetries.
+    augment: bool = True
+
+    @property
+    def shipped(self) -> bool:
+        """Whether the puzzles come with the recipe: minimal 9 x 9 Sudokus take too long to generate."""
+        return self.puzzle == "sudoku9" and self.holes is None and not self.least_guesses
 
 
 def make_splits(options: PuzzleOptions) -> tuple[Any, Puzzles]:
     """Return (training, test). The training split is `Puzzles`, or a dataset that draws its own puzzles."""
-    if options.kind in SUDOKUS:
+    if options.data_path:
+        folder = Path(options.data_path)
+        return read_puzzles(folder / "train"), read_puzzles(folder / "test")
+    if options.puzzle in SUDOKUS:
         return _sudoku_splits(options)
-    if options.kind == "maze":
+    if options.puzzle == "maze":
         return _maze_splits(options)
     return _id_grid_splits(options)
 
@@ -63,12 +81,11 @@ def make_splits(options: PuzzleOptions) -> tuple[Any, Puzzles]:
 
 @cache
 def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
-    n = int(options.kind.removeprefix("sudoku"))
-    # Minimal 9 x 9 puzzles take too long to generate.
-    if n == 9 and options.holes is None and not options.least_guesses:
+    n = int(options.puzzle.removeprefix("sudoku"))
+    if options.shipped:
         pairs = sudoku.load_shipped(options.train_size, options.test_size)
     else:
-        rng = random.Random(options.seed)
+        rng = random.Random(options.data_seed)
         pairs = sudoku.split_by_class(
             n, options.holes, options.train_size, options.test_size, rng, options.least_guesses
         )
@@ -102,8 +119,8 @@ def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     splits = []
     for count, split in ((options.train_size, "train"), (options.test_size, "test")):
         # A generator for each split: the size of one does not change the other.
-        rng = random.Random(f"{options.seed}/{split}")
-        pairs = [make_maze(options.size, options.longer_than, rng) for _ in range(count)]
+        rng = random.Random(f"{options.data_seed}/{split}")
+        pairs = [make_maze(options.maze_size, options.maze_longer_than, rng) for _ in range(count)]
         cells = np.stack([pair[0] for pair in pairs])
         labels = np.stack([pair[1] for pair in pairs])
         splits.append(Puzzles.single(cells, labels, np.zeros(count, dtype=np.int64), MAZE_SYMBOLS, id_count=1))
@@ -260,11 +277,11 @@ class IdGrid(Dataset):
 
 
 def _id_grid_splits(options: PuzzleOptions) -> tuple[IdGrid, Puzzles]:
-    rules = IdRules(options.rules, options.moves, options.seed)
+    rules = IdRules(options.rules, options.rule_moves, options.data_seed)
     training = IdGrid(rules, options.train_size)
 
     # Training draws from Python's generator, the test split from numpy's.
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(options.data_seed)
     drawn_rules = rng.integers(options.rules, size=options.test_size)
     grids = rng.integers(COLOURS, size=(options.test_size, IdRules.cells), dtype=np.uint8)
     labels = np.stack([rules.apply(rule, grid) for rule, grid in zip(drawn_rules, grids, strict=True)])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
-from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, Puzzles, collate, least_steps, read_puzzles
+from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate, least_steps
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, IdGrid, PuzzleOptions, make_splits
-from lockstep.recipes.task_options import takes_fields_of
-from lockstep.task import Loss, Metric, MicroBatch, OnlyWith, Task, without_effect
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
     "variant": ("hrm", "trm"),
@@ -37,13 +36,13 @@ AT_LEAST = {
     "train_size": 1, "test_size": 1, "rules": 1, "maze_size": 3, "halt_max_steps": 1, "eval_steps": 1, "layers": 1,
     "h_cycles": 1, "l_cycles": 1, "puzzle_positions": 1,
 }  # fmt: skip
-# What an option is if it is None.
+# What an option of the model is if it is None.
 VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
     "hrm": {
-        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1, "ema": 0.0,
+        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
     },
     "trm": {
-        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16, "ema": 0.999,
+        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
     },
 }  # fmt: skip
 
@@ -61,33 +60,8 @@ OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of the task: `task.NAME=VALUE` on the command line. None means: as the variant has it."""
-
-    # ---- puzzles ----
-
-    # The family to generate: sudoku4, sudoku6, sudoku9, maze or idgrid.
-    puzzle: str = "sudoku4"
-    # A folder with puzzles in the published layout, instead of generated ones.
-    data_path: str = ""
-    # The number of puzzles for training and for evaluation, and the seed that they are generated from.
-    train_size: int = 2400
-    test_size: int = 600
-    data_seed: int = 0
-    # Empty cells of a Sudoku. None: remove clues until no more can go.
-    holes: int | None = None
-    # Keep only Sudokus for which a solver needs at least so many guesses, on average.
-    least_guesses: float = 0.0
-    # Cells of a side of a maze, and a number of cells that its way must exceed.
-    maze_size: int = 20
-    maze_longer_than: int = 0
-    # The number of rules of idgrid, and whether rules also turn and mirror the grid.
-    rules: int = 16
-    rule_moves: bool = False
-    # Vary training puzzles by their symmetries.
-    augment: bool = True
-
-    # ---- the model ----
+class ModelOptions:
+    """The model. None means: as the variant has it."""
 
     # hrm, or trm: one module for both levels.
     variant: str = "hrm"
@@ -107,7 +81,16 @@ class Options:
     # Positions for the vector of the puzzle's id.
     puzzle_positions: int | None = None
 
-    # ---- thinking ----
+    def filled_in(self) -> ModelOptions:
+        """Return the options with the variant's own values instead of None."""
+        # A wrong variant is reported together with all other problems, so it must not fail here.
+        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltingOptions:
+    """How long the model thinks about a puzzle."""
 
     # The most segments for one puzzle.
     halt_max_steps: int = 16
@@ -116,7 +99,10 @@ class Options:
     # Segments in an evaluation. None: halt_max_steps.
     eval_steps: int | None = None
 
-    # ---- learning ----
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """The loss and the optimizers."""
 
     # stablemax or softmax.
     loss: str = "stablemax"
@@ -127,41 +113,8 @@ class Options:
     puzzle_emb_weight_decay: float = 1.0
     # The control that must fail: the table stays zero.
     puzzle_emb_frozen: bool = False
-    # The rate of a moving average of the weights, which is used in evaluations. 0: none.
+    # The rate of a moving average of the weights, which is used in evaluations. 0: none; None: 0.999 for trm.
     ema: float | None = None
-
-    def filled_in(self) -> Options:
-        """Return the options without None where the variant, or another option, has a default."""
-        # A wrong variant is reported together with all other problems, so it must not fail here.
-        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
-        defaults = defaults | {"eval_steps": self.halt_max_steps}
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
-
-    def puzzle_options(self) -> PuzzleOptions:
-        return PuzzleOptions(
-            kind=self.puzzle,
-            train_size=self.train_size,
-            test_size=self.test_size,
-            seed=self.data_seed,
-            holes=self.holes,
-            least_guesses=self.least_guesses,
-            size=self.maze_size,
-            longer_than=self.maze_longer_than,
-            rules=self.rules,
-            moves=self.rule_moves,
-            augment=self.augment,
-        )
-
-    def model_config(self, symbols: int, cells: int, puzzle_ids: int) -> ModelConfig:
-        """Return the configuration of the model. Only for options that are filled in."""
-        shared = {
-            name: getattr(self, name)
-            for name in (
-                "variant", "width", "heads", "layers", "h_cycles", "l_cycles", "grad_cycle", "positions", "mixer",
-                "puzzle_positions",
-            )
-        }  # fmt: skip
-        return ModelConfig(symbols=symbols, cells=cells, puzzle_ids=puzzle_ids, **shared)
 
 
 class HRM(Task):
@@ -186,29 +139,42 @@ class HRM(Task):
     scoring = Scoring
     """The class that scores training segments. A subclass of the task may replace it."""
 
-    @takes_fields_of(Options)
-    def __init__(self, options: Options):
+    @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
+    def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
+        given = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
+        warn_unused(HRM, self.option_rules, given)
+        self.puzzles = puzzles
+        self.model_options = model.filled_in()
+        self.halting = halting
+        self.learning = learning
+
         # All problems are reported together.
-        problems = without_effect(self, HRM, vars(options))
-        self.options = options.filled_in()
-        problems += _problems(self.options)
+        problems = [*_problems(given | vars(self.model_options)), *_seed_problems(puzzles)]
         if problems:
             raise ConfigError(problems)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
-        self.changing_buffers = () if options.puzzle_emb_frozen else ("puzzle_emb.table",)
-        self.average = MovingAverage(self.options.ema) if self.options.ema else None
+        self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)
+        ema = learning.ema
+        if ema is None:
+            ema = 0.999 if model.variant == "trm" else 0.0
+        self.average = MovingAverage(ema) if ema else None
         self.carry = Carry()
 
     # ---- what to train ----
 
     def model(self) -> HierarchicalReasoningModel:
-        training, _ = self._splits()
-        config = self.options.model_config(training.symbols, training.cells, training.ids)
-        return HierarchicalReasoningModel(config, self.scoring(self.options.loss, self.options.halt_max_steps))
+        training, _ = make_splits(self.puzzles)
+        config = ModelConfig(
+            symbols=training.symbols,
+            cells=training.cells,
+            puzzle_ids=training.ids,
+            **vars(self.model_options),
+        )
+        return HierarchicalReasoningModel(config, self.scoring(self.learning.loss, self.halting.halt_max_steps))
 
     def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
-        options = self.options
+        options = self.learning
         self._table_optimizer = CastedSparseEmbeddingSignSGD_Distributed(
             model.puzzle_emb.buffers(),
             lr=0.0 if options.puzzle_emb_frozen else options.puzzle_emb_lr,
@@ -218,9 +184,9 @@ class HRM(Task):
         return [AdamATan2(model.parameters(), options.lr, weight_decay=options.weight_decay), self._table_optimizer]
 
     def data(self) -> Dataset:
-        training, _ = self._splits()
-        most_steps = self.options.halt_max_steps
-        explore = self.options.halt_exploration
+        training, _ = make_splits(self.puzzles)
+        most_steps = self.halting.halt_max_steps
+        explore = self.halting.halt_exploration
         # Id grids draw their own samples, and so the number of segments as well.
         if isinstance(training, IdGrid):
             training.draw_least = partial(least_steps, most_steps, explore)
@@ -228,16 +194,10 @@ class HRM(Task):
         return PuzzleGroups(training, most_steps, explore)
 
     def eval_data(self) -> Dataset:
-        return PuzzleExamples(self._splits()[1])
+        return PuzzleExamples(make_splits(self.puzzles)[1])
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return collate(samples)
-
-    def _splits(self) -> tuple[Any, Puzzles]:
-        folder = self.options.data_path
-        if not folder:
-            return make_splits(self.options.puzzle_options())
-        return read_puzzles(Path(folder) / "train"), read_puzzles(Path(folder) / "test")
 
     # ---- a step: one segment ----
 
@@ -256,7 +216,7 @@ class HRM(Task):
         puzzle = model.puzzle_emb(slots["ids"])
         thought = model(
             slots["z_h"], slots["z_l"], slots["inputs"], puzzle,
-            look_ahead=self.options.variant == "hrm",
+            look_ahead=self.model_options.variant == "hrm",
             begin=slots.pop("begin"),
             question=Question(slots["labels"], steps, slots["least"]),
         )  # fmt: skip
@@ -295,11 +255,12 @@ class HRM(Task):
 
     def _think(self, model: Any, batch: Slots) -> Loss:
         labels = batch["labels"]
+        segments = self.halting.eval_steps or self.halting.halt_max_steps
         metrics: dict[str, Metric] = {}
         z_h, z_l = model.start(len(batch["inputs"]))
         puzzle = model.puzzle_emb(batch["ids"])
         thought = model(z_h, z_l, batch["inputs"], puzzle)
-        for segment in range(1, self.options.eval_steps or 1):
+        for segment in range(1, segments):
             # Reported after 1, 2, 4, ... segments.
             if segment & (segment - 1) == 0:
                 metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
@@ -311,7 +272,7 @@ class HRM(Task):
         metrics["exact"] = exact.sum()
         metrics["cell"] = (correct.sum(), labelled.sum())
         metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
-        total = cell_loss(self.options.loss, thought.logits, labels).sum()
+        total = cell_loss(self.learning.loss, thought.logits, labels).sum()
         return Loss(total.float(), len(exact), metrics)
 
 
@@ -322,33 +283,35 @@ def _metrics(counts: Tensor) -> dict[str, Metric]:
     return {**shares, "cell": (count["cells"], count["all_cells"])}
 
 
-def _problems(options: Options) -> Iterator[UserError]:
-    """Yield every wrong option, so that they are reported together."""
+def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yield a problem for every option with a wrong value."""
     for name, known in CHOICES.items():
-        value = getattr(options, name)
+        value = options[name]
         if value not in known:
             nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
             yield UserError(
                 f"task.{name}={value} is not known", f"known are {', '.join(known)}", f"type task.{name}={nearest}"
             )
 
-    heads = max(1, options.heads)
-    if options.mixer == "attention" and (options.heads < 1 or options.width % (2 * heads)):
+    width = options["width"]
+    heads = max(1, options["heads"])
+    if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
         yield UserError(
-            f"task.width={options.width} cannot be divided among task.heads={options.heads}",
+            f"task.width={width} cannot be divided among task.heads={options['heads']}",
             "each head needs the same even number of channels",
-            f"type task.width={-(-options.width // (2 * heads)) * 2 * heads}",
+            f"type task.width={-(-width // (2 * heads)) * 2 * heads}",
         )
 
     for name, least in AT_LEAST.items():
-        value = getattr(options, name)
-        if value < least:
+        value = options[name]
+        if value is not None and value < least:
             yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
 
-    shipped = options.puzzle == "sudoku9" and options.holes is None and not options.least_guesses
-    if shipped and options.data_seed:
+
+def _seed_problems(puzzles: PuzzleOptions) -> Iterator[UserError]:
+    if puzzles.shipped and puzzles.data_seed:
         yield UserError(
-            f"task.data_seed={options.data_seed} with task.puzzle=sudoku9 has no effect",
+            f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
             "puzzles that come with the recipe, the same for every seed",
             "leave task.data_seed out, or type task.holes=50: those are made from the seed",
         )

@@ -21,8 +21,8 @@ from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld
-from lockstep.recipes.task_options import takes_fields_of
-from lockstep.task import Loss, OnlyWith, Task, without_effect
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.task import Loss, Task
 
 WORLDS = ("facts", "topics")
 DEFAULT_READERS: list[list[Any]] = [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
@@ -38,10 +38,8 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of the task: `task.NAME=VALUE` on the command line."""
-
-    # ---- the questions ----
+class WorldOptions:
+    """The contexts and the questions about them."""
 
     # Contexts are facts or topics.
     world: str = "facts"
@@ -55,40 +53,23 @@ class Options:
     eval_size: int = 512
     world_seed: int = 0
 
-    # ---- the wire ----
+    def make(self) -> FactWorld | TopicWorld:
+        if self.world == "topics":
+            return TopicWorld(self.world_seed)
+        return FactWorld(self.facts, self.questions, self.world_seed)
 
-    # Vectors for all readers, and further vectors for each reader alone.
-    vectors: int = 2
-    private: int = 0
-    width: int = 64
-    # Layers and heads of the encoder.
-    layers: int = 1
-    heads: int = 4
-    # Positions that a layer of the encoder mixes before it attends.
-    near: int = 0
-    # Each vector sees a part of the text best.
-    spread: bool = False
-    # Layers over the wire.
-    refiner: int = 0
 
-    # ---- what it adds to the readers ----
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What is added to the readers' cross entropies."""
 
-    # Keys and values for every layer of a reader.
-    deep_prefix: bool = False
-    # The layers of the readers that attend to the wire.
-    latent_adapter: list[int] | None = None
-    # The rank of a change to the readers' attention.
-    lora: int = 0
-    # Rebuild the reader's embeddings of the text from the wire, as a further loss.
-    gist: bool = False
-    # Scale and shift the adapter's output by the wire.
-    film: bool = False
-    # Give the adapter's output the mean and deviation of the reader's embeddings.
-    colour: bool = False
     # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
 
-    # ---- the readers ----
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """The frozen readers, and how they are trained."""
 
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
@@ -106,25 +87,7 @@ class Options:
     # The folder of trained readers.
     frozen: str = "runs/latent_wire/frozen"
 
-    def wire_shape(self) -> WireShape:
-        return WireShape(
-            width=self.width,
-            vectors=self.vectors,
-            layers=self.layers,
-            heads=self.heads,
-            refiner=self.refiner,
-            deep_prefix=self.deep_prefix,
-            gist=self.gist,
-            film=self.film,
-            colour=self.colour,
-            private=self.private,
-            looks=tuple(self.latent_adapter or ()),
-            rank=self.lora,
-            near=self.near,
-            spread=self.spread,
-        )
-
-    def reader_training(self) -> TrainingOptions:
+    def training(self) -> TrainingOptions:
         return TrainingOptions(
             accuracy=self.reader_accuracy,
             most_steps=self.reader_steps,
@@ -161,26 +124,30 @@ class LatentWire(Task):
         OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
     )
 
-    @takes_fields_of(Options)
-    def __init__(self, options: Options):
-        # All problems are reported together.
-        problems = without_effect(self, LatentWire, vars(options))
-        self.options = options
-        if options.world == "topics":
-            self.world = TopicWorld(options.world_seed)
-        else:
-            self.world = FactWorld(options.facts, options.questions, options.world_seed)
-        self.shape = options.wire_shape()
-        self.reader_training = options.reader_training()
-        self.reader_questions = options.reader_questions or self.world.questions
+    @takes_options(WorldOptions, WireShape, LossOptions, ReaderOptions)
+    def __init__(self, questions: WorldOptions, wire: WireShape, loss: LossOptions, readers: ReaderOptions):
+        given = vars(questions) | vars(wire) | vars(loss) | vars(readers)
+        warn_unused(LatentWire, self.option_rules, given)
+        # A preset may hold options of facts for a world of topics.
+        if questions.world == "topics":
+            readers = replace(readers, reader_questions=None, reader_curriculum=False)
 
-        readers = DEFAULT_READERS if options.readers is None else options.readers
-        problems += [*self._world_problems(), *_shape_problems(self.shape)]
-        problems += _reader_problems(readers, options.reader_homes, self.shape.looks)
+        self.questions = questions
+        self.world = questions.make()
+        self.shape = wire
+        self.teacher = loss.teacher
+        self.reader_folder = Path(readers.frozen)
+        self.reader_training = readers.training()
+        self.reader_questions = readers.reader_questions or self.world.questions
+
+        # All problems are reported together.
+        shapes = DEFAULT_READERS if readers.readers is None else readers.readers
+        problems = [*self._world_problems(), *_shape_problems(wire)]
+        problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
         if problems:
             raise ConfigError(problems)
-        self.readers = [ReaderShape(*shape) for shape in readers]
-        self.devices: list[str | None] = [*options.reader_homes] if options.reader_homes else [None] * len(readers)
+        self.readers = [ReaderShape(*shape) for shape in shapes]
+        self.devices: list[str | None] = [*readers.reader_homes] if readers.reader_homes else [None] * len(shapes)
 
     # ---- what to train ----
 
@@ -188,7 +155,7 @@ class LatentWire(Task):
         # The readers may be trained with more questions about a context than the wire.
         world = replace(self.world, questions=self.reader_questions)
         readers = [
-            frozen_reader(Path(self.options.frozen), shape, world, self.reader_training, device)
+            frozen_reader(self.reader_folder, shape, world, self.reader_training, device)
             for shape, device in zip(self.readers, self.devices, strict=True)
         ]
         sample = self.data()[0]
@@ -196,10 +163,10 @@ class LatentWire(Task):
         return WireModel(self.shape, readers, lengths)
 
     def data(self) -> WireData:
-        return WireData(self.world, "train", self.options.size, self._tokenizers(), self.options.mode)
+        return WireData(self.world, "train", self.questions.size, self._tokenizers(), self.questions.mode)
 
     def eval_data(self) -> WireData:
-        return WireData(self.world, "test", self.options.eval_size, self._tokenizers(), self.options.mode)
+        return WireData(self.world, "test", self.questions.eval_size, self._tokenizers(), self.questions.mode)
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return collate(samples)
@@ -241,8 +208,8 @@ class LatentWire(Task):
             # A mean over wires, of which there may be fewer than questions.
             if one.gist is not None:
                 total = total + GIST * rows * one.gist.mean().to(device)
-            if self.options.teacher and torch.is_grad_enabled():
-                total = total + self.options.teacher * self._from_teacher(model, batch, number, one).to(device)
+            if self.teacher and torch.is_grad_enabled():
+                total = total + self.teacher * self._from_teacher(model, batch, number, one).to(device)
         return total, rows, read
 
     def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
@@ -257,7 +224,7 @@ class LatentWire(Task):
     # ---- wrong options ----
 
     def _world_problems(self) -> Iterator[UserError]:
-        for name, value, known in (("world", self.options.world, WORLDS), ("mode", self.options.mode, MODES)):
+        for name, value, known in (("world", self.questions.world, WORLDS), ("mode", self.questions.mode, MODES)):
             if value not in known:
                 nearest = difflib.get_close_matches(value, known, 1, 0.0)[0]
                 yield UserError(
@@ -287,16 +254,15 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
             "each head needs the same even number of channels",
             "type a task.width that is a multiple of twice task.heads",
         )
-    for name, count in (("private", shape.private), ("lora", shape.rank), ("near", shape.near)):
+    for name, count in (("private", shape.private), ("lora", shape.lora), ("near", shape.near)):
         if count < 0:
             yield UserError(f"task.{name}={count} is negative", "", f"type task.{name}=0 for none")
-    if len(set(shape.looks)) < len(shape.looks):
-        yield UserError(f"task.latent_adapter={list(shape.looks)} names a layer twice", "", "name each layer once")
+    looks = shape.latent_adapter or []
+    if len(set(looks)) < len(looks):
+        yield UserError(f"task.latent_adapter={looks} names a layer twice", "", "name each layer once")
 
 
-def _reader_problems(
-    readers: list[list[Any]], devices: list[str] | None, looks: tuple[int, ...]
-) -> Iterator[UserError]:
+def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks: list[int]) -> Iterator[UserError]:
     if not 1 <= len(readers) <= len(LETTERS):
         yield UserError(f"task.readers has {len(readers)} readers, and one or two are supported", "", "give one or two")
     for shape in readers:
@@ -311,7 +277,7 @@ def _reader_problems(
     layers = min((shape[2] for shape in readers if _is_reader(shape)), default=None)
     if layers is not None and not all(0 <= layer < layers for layer in looks):
         yield UserError(
-            f"task.latent_adapter={list(looks)} names a layer that a reader does not have",
+            f"task.latent_adapter={looks} names a layer that a reader does not have",
             f"a reader with the layers 0 to {layers - 1}",
             f"type task.latent_adapter='[{layers - 1}]'",
         )

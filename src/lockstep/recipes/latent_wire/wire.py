@@ -20,24 +20,35 @@ from lockstep.recipes.layers import merge_heads, split_heads
 SLOPE = 8.0  # of the first head: how much its attention falls with the distance from a query's centre
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WireShape:
-    """The sizes and the optional parts of a wire."""
+    """The wire, and what it adds to the readers. The fields are options of the task."""
 
-    width: int = 64  # Z
-    vectors: int = 2  # M, for all readers
-    layers: int = 1  # of the encoder
+    # M vectors of width Z for all readers, and further vectors for each reader alone.
+    vectors: int = 2
+    private: int = 0
+    width: int = 64
+    # Layers and heads of the encoder.
+    layers: int = 1
     heads: int = 4
-    refiner: int = 0  # layers over the wire
-    deep_prefix: bool = False  # keys and values for every layer of the readers
-    gist: bool = False  # the readers' embeddings of the text are rebuilt
-    film: bool = False  # the adapter's output is scaled and shifted by the wire
-    colour: bool = False  # and has the mean and deviation of the readers' embeddings
-    private: int = 0  # further vectors for each reader alone
-    looks: tuple[int, ...] = ()  # layers of the readers with cross-attention to the wire
-    rank: int = 0  # of a change to the readers' attention
-    near: int = 0  # positions that each layer of the encoder mixes, as in a reader
-    spread: bool = False  # each vector has a part of the text that it sees best
+    # Positions that a layer of the encoder mixes before it attends, as in a reader.
+    near: int = 0
+    # Each vector has a part of the text that it sees best.
+    spread: bool = False
+    # Layers over the wire.
+    refiner: int = 0
+    # Keys and values for every layer of a reader.
+    deep_prefix: bool = False
+    # The layers of the readers that attend to the wire.
+    latent_adapter: list[int] | None = None
+    # The rank of a change to the readers' attention.
+    lora: int = 0
+    # Rebuild the reader's embeddings of the text from the wire, as a further loss.
+    gist: bool = False
+    # Scale and shift the adapter's output by the wire.
+    film: bool = False
+    # Give the adapter's output the mean and deviation of the reader's embeddings.
+    colour: bool = False
 
     @property
     def read(self) -> int:
@@ -198,7 +209,9 @@ class WireModel(nn.Module):
             pairs = zip(readers, text_lengths, strict=True)
             self.gists = nn.ModuleList(Gist(Z, reader, length, shape.heads) for reader, length in pairs)
         # The name is part of the parameter names in checkpoints.
-        self.aids = nn.ModuleList(Additions(Z, one, shape.deep_prefix, shape.looks, shape.rank) for one in readers)
+        self.aids = nn.ModuleList(
+            Additions(Z, one, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for one in readers
+        )
         self.readers = nn.ModuleList(readers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

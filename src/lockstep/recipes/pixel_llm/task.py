@@ -13,12 +13,13 @@ from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.eager import run_eagerly
+from lockstep.recipes.options import OnlyWith, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
 from lockstep.recipes.pixel_llm.words import PAD, Words
-from lockstep.task import Loss, Metric, OnlyWith, Task, without_effect
+from lockstep.task import Loss, Metric, Task
 
 if TYPE_CHECKING:  # a command too: `python -m` warns of a module that its package has imported already
     from lockstep.recipes.pixel_llm.folder import ImageFolder
@@ -39,7 +40,6 @@ class PixelLLM(Task):
     presets = PRESETS
     option_rules = (
         OnlyWith(OF_SCENES, "folder", (None,), found="a folder with pictures and captions of its own"),
-        OnlyWith(("vocabulary",), "folder", (None,), refused=False),  # a preset's is for the words of scenes
         OnlyWith(("patch",), "stem", ("patch",), found="convolutions, whose tokens are 8 pixels wide"),
     )
 
@@ -69,14 +69,14 @@ class PixelLLM(Task):
         and captions of your own instead of scenes."""
         from lockstep.recipes.pixel_llm.folder import read_folder
 
-        idle = without_effect(self, PixelLLM, locals())
+        warn_unused(PixelLLM, self.option_rules, locals())
         self.scenes, self.image, self.stem, self.patch = scenes, image, stem, patch
         self.width, self.heads = width, heads
         self.vision_layers, self.text_layers = vision_layers, text_layers
         self.vocabulary, self.spatial_pool, self.place_std = vocabulary, spatial_pool, place_std
         self.train_size, self.eval_size, self.data_seed = train_size, eval_size, data_seed
         self.unrelated_captions = unrelated_captions
-        self._check(idle)
+        self._check()
         self.entries = read_folder(folder) if folder is not None else None
         self.kind = KINDS[scenes]
         self.words = Words.of([entry.caption for entry in self.entries]) if self.entries else self.kind.words
@@ -182,10 +182,10 @@ class PixelLLM(Task):
             )
         return ImageFolder(chosen, self.words, self.image)
 
-    def _check(self, idle: list[UserError]) -> None:
+    def _check(self) -> None:
         """Every wrong option at once."""
         counts = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
-        problems = idle + [
+        problems = [
             UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"type task.{name}=1 or more")
             for name in counts
             if getattr(self, name) < 1
