@@ -204,7 +204,7 @@ def test_a_fused_step_is_the_same_step() -> None:
     one, other = (AdamATan2(p, lr=0.1, weight_decay=0.5, fused=flag) for p, flag in ((plain, False), (fused, True)))
     assert_same_steps(one, other, spoiled=float("nan"), atol=1e-6)
     assert [int(other.state[p]["step"]) for p in fused] == [3, 3, 3]
-    other.param_groups[0]["fused"] = False  # a run may go on elsewhere
+    other.param_groups[0]["fused"] = False  # a run may resume on another device
     other.step()
     assert [other.state[p]["step"] for p in fused] == [4, 4, 4]
 
@@ -273,7 +273,7 @@ def test_wrong_options_are_named_together() -> None:
         HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
     assert {p.problem for p in error.value.problems} == {
         "task.width=30 cannot be divided among task.heads=4",
-        "task.variant=tmr is not known",
+        "task.variant=tmr is not one of hrm, trm",
         "task.test_size=0 is less than 1",
         "task.layers=0 is less than 1",
     }

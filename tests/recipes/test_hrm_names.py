@@ -189,7 +189,7 @@ def test_rows_of_any_number_can_be_looked_up_and_updated():
 
 
 def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys):
-    """With the code of the model and whole checkpoints beside it, and with the answers, if they are asked for."""
+    """The run folder has the code of the model and checkpoints; answers are written if save_outputs is set."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DISABLE_COMPILE", "1")
     seen = []

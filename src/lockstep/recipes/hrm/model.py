@@ -219,7 +219,7 @@ class HierarchicalReasoningModel(nn.Module):
         logits = self.head(z_h)[:, self.config.puzzle_positions :]
         q = self.q_head(z_h[:, 0])
 
-        # Gradients end with the segment: the states go on to the next step without them.
+        # Gradients end with the segment: the next one starts from detached states.
         z_h = z_h.detach()
         z_l = z_l.detach()
         next_q = None

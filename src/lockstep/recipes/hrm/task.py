@@ -46,7 +46,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Options that have no effect beside others.
+# Options that have no effect with some values of others.
 OF_GENERATED = (
     "puzzle", "train_size", "test_size", "data_seed", "holes", "least_guesses", "maze_size", "maze_longer_than",
     "rules", "rule_moves", "augment",
@@ -289,9 +289,7 @@ def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
         value = options[name]
         if value not in known:
             nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-            yield UserError(
-                f"task.{name}={value} is not known", f"known are {', '.join(known)}", f"type task.{name}={nearest}"
-            )
+            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
 
     width = options["width"]
     heads = max(1, options["heads"])

@@ -228,7 +228,7 @@ class LatentWire(Task):
             if value not in known:
                 nearest = difflib.get_close_matches(value, known, 1, 0.0)[0]
                 yield UserError(
-                    f"task.{name}={value} is not known", f"known are {', '.join(known)}", f"type task.{name}={nearest}"
+                    f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}"
                 )
         if isinstance(self.world, TopicWorld):
             return
@@ -242,7 +242,7 @@ class LatentWire(Task):
             if not 1 <= count <= most:
                 yield UserError(
                     f"task.{name}={count} is not between 1 and {most}",
-                    f"{most} different questions about {facts} facts",
+                    f"a context with task.facts={facts} has {most} different questions",
                     f"type task.{name}={most} or less",
                 )
 
