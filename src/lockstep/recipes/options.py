@@ -87,7 +87,9 @@ class OnlyWith:
         return value not in self.never
 
 
-def warn_unused(owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.") -> None:
+def warn_unused(
+    owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.", stacklevel: int = 4
+) -> None:
     """Warn, once for each rule, about the options in `given` that were changed and have no effect.
 
     `owner` is the class whose constructor has the defaults; `given` may hold more than its options (`locals()`).
@@ -104,5 +106,5 @@ def warn_unused(owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any]
         ]
         if changed:
             switch = f"{prefix}{rule.of}={given[rule.of]}"
-            # The third frame is the code that makes the object: warn_unused, the constructor, its caller.
-            warnings.warn(f"{', '.join(changed)}: no effect with {switch} ({rule.found})", stacklevel=3)
+            # The fourth frame is the code that makes a task: warn_unused, the constructor, its decorator, its caller.
+            warnings.warn(f"{', '.join(changed)}: no effect with {switch} ({rule.found})", stacklevel=stacklevel)

@@ -51,7 +51,7 @@ RULES = (
 
 def build(request: Build) -> None:
     """Write the folders `train` and `test`."""
-    warn_unused(Build, RULES, vars(request), prefix="")
+    warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
         raise UserError("only one of train_csv and test_csv is given", "", "give both")
 
