@@ -214,7 +214,14 @@ def test_the_scaler_in_a_plain_loop():
 def test_ranks_started_by_hand_train_together(tmp_path):
     (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nrun_dir: run\nevaluate: {at_end: false}\n")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_port())}
-    words = [sys.executable, str(ROOT / "train.py"), "--config", "config.yaml", "--distributed", "log.every=1"]
+    words = [
+        sys.executable,
+        str(ROOT / "systems" / "pixel_llm" / "train.py"),
+        "--config",
+        "config.yaml",
+        "--distributed",
+        "log.every=1",
+    ]
     ranks = [
         subprocess.Popen(
             words, cwd=tmp_path, env=env | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lockstep.recipes.hrm import HRM
-from lockstep.recipes.hrm.score import Question, Scoring
+from lockstep.recipes.hrm.losses import Question, Scoring
 
 
 class Impatient(Scoring):

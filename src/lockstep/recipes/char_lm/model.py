@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.rotary import Rotation, rotate, rotation_table
-from lockstep.recipes.unprepared import unprepared
+from lockstep.recipes.eager import run_eagerly
+from lockstep.recipes.layers import Rotation, rotate, rotation_table
 
 EPS = 1e-6  # stated, because the default follows the dtype and is far too large in bf16
 
@@ -105,7 +105,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         ids = prompt_ids
-        with unprepared(self):
+        with run_eagerly(self):
             for _ in range(count):
                 logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
                 if top_k is not None and top_k < logits.shape[1]:

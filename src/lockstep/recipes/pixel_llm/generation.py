@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
-from lockstep.recipes.unprepared import unprepared
 
 Choose = Callable[[Tensor], Tensor]  # logits (B, V) to the next word (B,)
 
@@ -28,7 +28,7 @@ def generate(
 ) -> Tensor:
     """Captions (B, max_len) without <bos>, <pad> after <eos>. Temperature 0 takes the likeliest word each time."""
     assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to draw"
-    with unprepared(model):
+    with run_eagerly(model):
         if beam > 1:
             return _beam(model, images, max_len, beam)
 

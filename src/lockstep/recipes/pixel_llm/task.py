@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
 from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.options import OnlyWith, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOTS, TRAIN, Sample, ShapeScenes
 from lockstep.recipes.pixel_llm.words import PAD, Words
-from lockstep.recipes.unprepared import unprepared
 from lockstep.task import Loss, Metric, Task
 
 if TYPE_CHECKING:  # a command too: `python -m` warns of a module that its package has imported already
@@ -124,7 +124,7 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        with unprepared(model):  # few batches, of another size than those of the training
+        with run_eagerly(model):  # few batches, of another size than those of the training
             total, weight = self._cost(model, sample)
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
