@@ -22,20 +22,20 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo import ClstmPpo, gpu_setup, noise
-from lockstep.recipes.clstm_ppo.cost import price_per_hour, table
+from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng, gpu_setup
 from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.gpu_optimizations import (
     launch_distributed_training,
+    price_per_hour,
     print_gpu_info,
     print_training_speedup_estimates,
     processes,
+    speedup_table,
 )
 from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
-from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
-from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
-from lockstep.recipes.clstm_ppo.task import surprise
+from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, merge_all, stats_of
+from lockstep.recipes.clstm_ppo.task import foresight_loss
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import SourceContext, Task
@@ -161,9 +161,12 @@ def test_the_ratio_is_one_before_the_first_step(variant):
     for micro in source.take():
         batch = micro.data
         days = {name: batch[name].transpose(0, 1) for name in ("windows", "starts", "actions", "logp")}
-        for state, found in (((batch["hidden"], batch["cell"]), off), (agent.blank(2, torch.device("cpu")), forgetful)):
+        for state, found in (
+            ((batch["hidden"], batch["cell"]), off),
+            (agent.initial_state(2, torch.device("cpu")), forgetful),
+        ):
             logits, _, _ = agent(days["windows"], state, days["starts"])
-            found.append(((log_chances(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
+            found.append(((log_probs(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
     assert max(off) < 1e-5
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
@@ -185,7 +188,7 @@ def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
     assert batch["rewards"].shape == batch["advantages"].shape == batch["logp"].shape == batch["actions"].shape
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     batch["advantages"][..., 1] = 1.0
-    task.value_weight = task.entropy = 0.0
+    task.loss_options = replace(task.loss_options, value_weight=0.0, entropy=0.0)
     task.loss(agent, batch).total.backward()
     heard = agent.policy.weight.grad.unflatten(0, (3, -1)).abs().sum((1, 2))
     assert heard[1] > 0
@@ -198,7 +201,7 @@ def test_with_one_asset_credit_for_each_is_credit_for_all():
     for each in (False, True):
         torch.manual_seed(0)
         task = tiny()
-        task.shape = replace(task.shape, each=each)
+        task.shape = replace(task.shape, value_per_asset=each)
         agent = task.model()
         found.append([float(task.loss(agent, micro.data).total.detach()) for micro in attached(task, agent).take()])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
@@ -216,20 +219,20 @@ def test_advantages_stop_at_the_end_of_an_episode():
 
 def test_exploration_follows_the_environment_and_the_update_only():
     keys = torch.arange(6)
-    drawn = noise.uniform(0, noise.EXPLORE, 3, keys)
-    assert torch.equal(drawn[2:4], noise.uniform(0, noise.EXPLORE, 3, keys[2:4]))
-    assert not torch.equal(drawn, noise.uniform(0, noise.EXPLORE, 4, keys))
-    many = noise.normal(0, noise.RETURN, torch.arange(100_000))
+    drawn = counter_rng.uniform(0, counter_rng.EXPLORE, 3, keys)
+    assert torch.equal(drawn[2:4], counter_rng.uniform(0, counter_rng.EXPLORE, 3, keys[2:4]))
+    assert not torch.equal(drawn, counter_rng.uniform(0, counter_rng.EXPLORE, 4, keys))
+    many = counter_rng.normal(0, counter_rng.RETURN, torch.arange(100_000))
     assert abs(many.mean()) < 0.02
     assert abs(many.std() - 1) < 0.02
 
 
 def test_moments_in_parts_are_those_of_the_whole():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * 3 + 100
-    merged = merge_all([moments_of(part).tolist() for part in values.split([1, 300, 699])])
+    merged = merge_all([stats_of(part).tolist() for part in values.split([1, 300, 699])])
     assert math.isclose(merged.mean, values.mean().item(), rel_tol=1e-12)
-    assert math.isclose(merged.deviation, values.std(correction=0).item(), rel_tol=1e-12)
-    assert Moments().deviation == 1.0
+    assert math.isclose(merged.std, values.std(correction=0).item(), rel_tol=1e-12)
+    assert RunningStats().std == 1.0
 
 
 # ---- a game of memory -----------------------------------------------------------------------------------
@@ -265,7 +268,9 @@ def test_the_cue_is_shown_once_and_pays_at_the_end():
 def test_days_at_once_are_the_days_one_by_one(episode, days):
     """With gradients, and with as many new episodes on the way as there can be."""
     torch.manual_seed(0)
-    agent = Agent(AgentShape(3, 2, 1, 3, episode, hidden=4, width=6, memory=7)).double()
+    agent = Agent(
+        AgentShape(features=3, window=2, assets=1, choices=3, episode=episode, hidden=4, width=6, memory=7)
+    ).double()
     begun = torch.arange(9) % episode
     starts = torch.stack([(begun + day) % episode == 0 for day in range(days)])
     seen = torch.randn(days, 9, 6, dtype=torch.float64, requires_grad=True)
@@ -293,7 +298,7 @@ def test_foresight_teaches_the_first_stage_before_ppo_begins(pool):
     assert not torch.equal(weights[0]["foresee.weight"], weights[8]["foresee.weight"])
     moved = torch.tensor([[1.0, -2.0]])
     good, bad = torch.tensor([[[9.0, 1.0], [-9.0, 2.0]]]), torch.tensor([[[-9.0, 1.0], [9.0, 2.0]]])
-    assert surprise(good, moved) < 0.01 < 10 < surprise(bad, moved)
+    assert foresight_loss(good, moved) < 0.01 < 10 < foresight_loss(bad, moved)
 
 
 # ---- options, and the script ----------------------------------------------------------------------------
@@ -303,15 +308,15 @@ def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         ClstmPpo(epochs=0, hidden=30, cascade=3)
     assert {problem.asked for problem in error.value.problems} == {
-        "task.epochs=0",
-        "task.hidden=30 with task.cascade=3",
+        "task.epochs=0 is less than 1",
+        "task.hidden=30 with task.cascade=3 must be a multiple of 4",
     }
 
 
 def test_another_number_of_environments_is_not_the_same_run():
     task, other = tiny(), tiny(minibatches=4)
     state = attached(task, task.model()).state_dict()
-    with pytest.raises(UserError, match=r"task.minibatches=4 .* and not .* task.minibatches=2"):
+    with pytest.raises(UserError, match=r"environments of .*minibatches=2 .* this run has .*minibatches=4"):
         attached(other, other.model()).load_state_dict(state)
 
 
@@ -354,12 +359,12 @@ def test_a_short_run_of_the_script_also_comes_to_ppo_and_to_full_costs():
     preset = ClstmPpo.presets["gpu"]
     trainer = DistributedCLSTMPPOTrainer(1, 5000, 128, preset="gpu")
     trainer.initialize()
-    settings = trainer.task.source.settings
+    options = trainer.task.source.options
     assert trainer.values["steps"] == 39 * 16
     assert preset["task"]["cost_warmup"] > 39
     for name in ("foresight", "cost_warmup"):
         wanted = preset["task"][name] * 39 * 16 / preset["steps"]
-        assert wanted <= getattr(settings, name) < wanted + 1
+        assert wanted <= getattr(options, name) < wanted + 1
 
 
 def test_processes_are_never_made_up(monkeypatch):
@@ -373,7 +378,7 @@ def test_processes_are_never_made_up(monkeypatch):
 
 
 def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_an_estimate():
-    words = [line.split() for line in table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
+    words = [line.split() for line in speedup_table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
     assert [(row[0], row[1], row[2], row[3], row[5]) for row in words] == [
         ("1", "1.0x", "100%", "10.2", "$0.17"),
         ("2", "1.9x", "95%", "5.4", "$0.18"),
@@ -381,7 +386,7 @@ def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_
         ("8", "6.8x", "85%", "1.5", "$0.20"),
     ]
     assert {row[-1] for row in words} == {"estimate"}
-    rows = {line.split()[0]: line for line in table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
+    rows = {line.split()[0]: line for line in speedup_table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
     assert "75%" in rows["2"]
     assert [rows[gpus].split()[-1] for gpus in "1248"] == ["measured", "measured", "estimate", "estimate"]
     assert price_per_hour("Some GPU") is None
@@ -400,11 +405,11 @@ def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
 
 def test_a_model_that_does_not_fit_is_said_with_what_to_type(monkeypatch):
     monkeypatch.setattr(gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
-    assert gpu_setup.need("gpu", 16).state == "ok"
-    found = gpu_setup.need("gpu", 4096)
+    assert gpu_setup.model_memory("gpu", 16).state == "ok"
+    found = gpu_setup.model_memory("gpu", 4096)
     assert found.state == "fail"
     fits = int(found.advice.split()[2].rstrip(","))
-    assert gpu_setup.need("gpu", fits).state == "ok"
+    assert gpu_setup.model_memory("gpu", fits).state == "ok"
 
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):

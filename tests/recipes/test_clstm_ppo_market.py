@@ -11,12 +11,10 @@ from gymnasium.utils.env_checker import check_env
 from small_trader import attached, tiny
 
 from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo.baselines import baseline_scores
 from lockstep.recipes.clstm_ppo.gym_env import RegimeMarket
-from lockstep.recipes.clstm_ppo.indicators import indicators
-from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, VectorMarket
-from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
-from lockstep.recipes.clstm_ppo.turbulence import halted
-from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, Rules, VectorMarket, indicators
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries, read_prices
 
 # ---- the market -----------------------------------------------------------------------------------------
 
@@ -63,8 +61,8 @@ def test_episodes_end_without_anybody_asking():
 def test_after_a_turbulent_day_nobody_trades():
     series, rules = RegimeSeries(0, assets=4, correlation=0.3), Rules(window=3, days=60, halt=0.9)
     market = VectorMarket(series, rules, torch.arange(200))
-    returns, calm = market.returns, series.calm(0.9)
-    halts = halted(returns, calm)
+    returns = market.returns
+    halts = series.turbulence(0.9).halted(returns)
     assert abs(halts[:, 1:].double().mean() - 0.1) < 0.02  # of other days than those the limit was found on
     wild = torch.linalg.vector_norm(returns, dim=-1)
     assert wild[:, :-1][halts[:, 1:]].mean() > 1.3 * wild[:, :-1][~halts[:, 1:]].mean()
@@ -86,7 +84,7 @@ def test_assets_move_together_by_their_correlation():
 
 
 def test_policies_rank_as_they_should():
-    found = yardsticks(RegimeSeries(0), Rules(), 32)
+    found = baseline_scores(RegimeSeries(0), Rules(), 32)
     assert found["oracle"] > found["bayes"] + 0.2 > 0.6
     assert found["bayes"] > max(found["hold"], found["random"]) + 0.3
 
@@ -183,5 +181,5 @@ def test_prices_that_are_too_few_or_not_there_are_said_with_what_would_do(tmp_pa
     with pytest.raises(UserError, match=r"task.window=6, task.days=30.*\n.*\n.*type task.days=14 or less"):
         tiny(prices=str(tmp_path / "prices.csv"))
     tiny(prices=str(tmp_path / "prices.csv"), days=14)
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="does not exist"):
         tiny(prices=str(tmp_path / "none.csv"))

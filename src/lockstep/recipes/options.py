@@ -1,0 +1,61 @@
+"""Options of tasks: constructors with many of them, and the checks that several recipes share.
+
+A task with many options keeps them as documented fields of frozen dataclasses, one for each topic. The command line
+stays flat: `task.width=512` is the keyword argument `width` of the constructor, whichever dataclass holds the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from lockstep.errors import UserError
+
+Constructor = Callable[..., None]
+
+
+def takes_options(*groups: type[Any]) -> Callable[[Constructor], Constructor]:
+    """Decorate `__init__(self, one: One, two: Two)`: callers pass the fields of One and Two as keyword arguments."""
+    group_of = {field.name: group for group in groups for field in dataclasses.fields(group)}
+
+    def decorate(init: Constructor) -> Constructor:
+        @functools.wraps(init)
+        def constructor(self: Any, **options: Any) -> None:
+            values: dict[type[Any], dict[str, Any]] = {group: {} for group in groups}
+            for name, value in options.items():
+                if name not in group_of:
+                    raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+                values[group_of[name]][name] = value
+            init(self, *(group(**chosen) for group, chosen in values.items()))
+
+        # `lockstep.targets` checks names and types of `task.*` against this signature.
+        constructor.__signature__ = _flat_signature(groups)  # pyrefly: ignore[missing-attribute]
+        return constructor
+
+    return decorate
+
+
+def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
+    """Return the signature of a method whose keyword arguments are the fields of all groups."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for group in groups:
+        kinds = get_type_hints(group)
+        for field in dataclasses.fields(group):
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
+                )
+            )
+    return inspect.Signature(parameters)
+
+
+def below_one(counts: Mapping[str, int]) -> list[UserError]:
+    """Return a problem for every option that must be at least 1 and is not."""
+    return [
+        UserError(f"task.{name}={value} is less than 1", "", f"type task.{name}=1 or more")
+        for name, value in counts.items()
+        if value < 1
+    ]
