@@ -66,7 +66,10 @@ def test_no_position_sees_its_future():
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         CharLM(width=30, heads=4, dropout=2.0)
-    assert {"task.width=30 with task.heads=4", "task.dropout=2.0"} <= {p.asked for p in error.value.problems}
+    assert {problem.asked for problem in error.value.problems} == {
+        "task.width=30 with task.heads=4 must be a multiple of 8",
+        "task.dropout=2.0 is not in [0, 1)",
+    }
 
 
 def test_the_sample_is_always_the_same():

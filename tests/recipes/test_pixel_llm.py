@@ -26,7 +26,7 @@ from lockstep.recipes.pixel_llm.generation import generate, next_word
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.png import SIGNATURE, read_png, write_png
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
-from lockstep.recipes.pixel_llm.task import OF_SCENES
+from lockstep.recipes.pixel_llm.task import SCENE_OPTIONS
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD, Words
 from ranks.support import train
 
@@ -304,8 +304,12 @@ def test_a_beam_of_three_is_no_worse_than_greedy(writer):
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         PixelLLM(image=30, width=90, stem="cnn", scenes="three")
-    asked = {problem.asked for problem in error.value.problems}
-    assert {"task.stem=cnn", "task.scenes=three", "task.image=30", "task.width=90 with task.heads=4"} <= asked
+    assert {problem.asked for problem in error.value.problems} == {
+        "task.scenes=three does not exist",
+        "task.stem=cnn does not exist",
+        "task.image=30 is not a multiple of 8, the pixels of a token",
+        "task.width=90 with task.heads=4 must be a multiple of 4",
+    }
 
 
 # ---- files --------------------------------------------------------------------------------------------------
@@ -349,7 +353,7 @@ def test_a_damaged_picture_is_refused(tmp_path):
     data = bytearray(path.read_bytes())
     for broken in (data[:40], data[:45] + b"x" + data[46:], b"GIF89a" + bytes(data)):
         path.write_bytes(bytes(broken))
-        with pytest.raises(UserError, match="no PNG that can be read"):
+        with pytest.raises(UserError, match="not a PNG that can be read"):
             read_png(path)
 
 
@@ -373,7 +377,7 @@ def test_the_command_that_exports_scenes_warns_of_nothing(tmp_path):
 
 def test_it_trains_on_a_folder_of_pictures(tmp_path):
     export(ShapeScenes(KINDS["few"], 24, TRAIN, 60), tmp_path / "pictures", "txt")
-    sizes = {name: value for name, value in TINY.items() if name not in OF_SCENES}
+    sizes = {name: value for name, value in TINY.items() if name not in SCENE_OPTIONS}
     task = PixelLLM(**sizes, folder=tmp_path / "pictures")
     sides = [{entry.image for entry in side.entries} for side in (task.data(), task.eval_data())]
     assert not sides[0] & sides[1]
@@ -388,5 +392,5 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
     with pytest.raises(UserError, match="no picture"):
         PixelLLM(folder=tmp_path)
     (tmp_path / "x.txt").write_text("a red square")
-    with pytest.raises(UserError, match=r"1 of 1 pictures missing, first .*x\.png"):
+    with pytest.raises(UserError, match=r"lacks 1 of 1 pictures, first .*x\.png"):
         PixelLLM(folder=tmp_path)
