@@ -62,7 +62,7 @@ def test_what_torchrun_sets_is_understood():
     assert (config.rank, config.local_rank, config.num_nodes, config.master_port) == (3, 1, 2, 1234)
     assert config.validate()
     assert DistributedConfig.from_env({}) == DistributedConfig()
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         DistributedConfig.from_env({"LOCAL_RANK": "0"})
     with pytest.raises(UserError, match="RANK"):
         DistributedConfig.from_env({"RANK": "first", "WORLD_SIZE": "2"})
@@ -167,11 +167,11 @@ def test_a_batch_that_some_rank_would_not_get_is_refused():
     manager = DDPManager()
     manager.world = World(0, 4, 0, 4)
     data = TensorDataset(torch.arange(9))
-    with pytest.raises(UserError, match="a last batch of 1 samples"):
+    with pytest.raises(UserError, match="the last batch has 1 samples"):
         manager.get_dataloader(data, batch_size=2, drop_last=False)
     with pytest.raises(UserError, match="fill no batch"):
         manager.get_dataloader(data, batch_size=3)
-    with pytest.raises(UserError, match="no such operation"):
+    with pytest.raises(UserError, match="does not exist"):
         manager.all_reduce(torch.ones(1), "median")
 
 
@@ -233,6 +233,6 @@ def test_ranks_started_by_hand_train_together(tmp_path):
 def test_distributed_without_ranks_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         check_processes(distributed=True, elastic_gpu=False)
     check_processes(distributed=False, elastic_gpu=True)

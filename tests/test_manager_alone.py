@@ -43,5 +43,5 @@ def test_ranks_that_do_not_come_are_an_error(monkeypatch):
 
 
 def test_the_epoch_of_a_foreign_loader_is_not_set_in_silence():
-    with pytest.raises(UserError, match="not ours"):
+    with pytest.raises(UserError, match="get_dataloader did not make"):
         DDPManager().set_epoch(DataLoader(TensorDataset(torch.arange(4))), 1)
