@@ -1,4 +1,4 @@
-"""The captioning recipe: its parts, and its smallest run on one process, on two, and on two of which one is killed."""
+"""The captioning recipe: its parts, and its smallest run on one process, on two, and with one of two killed."""
 
 import itertools
 import json
@@ -49,16 +49,16 @@ def runs(pool, tmp_path_factory):
     """`one`, and `two` with a rank killed, of the acceptance run; `undisturbed`: two ranks with the same settings."""
     folder = tmp_path_factory.mktemp("runs")
     script = ROOT / "benchmarks" / "pixel_acceptance.py"
-    said = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
+    output = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
     values = {"preset": "tiny", "micro_batch": 8, "threads": 1, "run_dir": str(folder / "runs" / "undisturbed")}
     pool.run(train, PixelLLM, values, world=2)
-    return folder / "runs", said
+    return folder / "runs", output
 
 
 def test_one_process_and_two_give_the_same_losses(runs):
-    folder, said = runs
-    assert said.splitlines()[-1] == "pass"
-    assert "restarts of the two processes: 1" in said  # and the checkpoint in the middle was gone on from
+    folder, output = runs
+    assert output.splitlines()[-1] == "pass"
+    assert "restarts of the two processes: 1" in output  # resumed from the checkpoint in the middle
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
@@ -125,7 +125,7 @@ def test_a_scene_is_a_function_of_seed_split_and_number():
     ids=str,
 )
 def test_pictures_and_captions_never_change(kind, size, digests):
-    """Results in the log are of these very pictures. One by one or in batches, they are the same."""
+    """The results in the log were measured on these pictures, which are the same one by one and in batches."""
     for split, expected in zip((TRAIN, IID, COMP), digests.split(), strict=True):
         data = ShapeScenes(KINDS[kind], size, split, 10**7, seed=2)
         order = [*range(24), 9_999_999]
@@ -137,7 +137,7 @@ def test_pictures_and_captions_never_change(kind, size, digests):
         data.__getitems__([0, 10**7])
 
 
-def test_things_that_are_called_differently_look_different():
+def test_things_with_different_names_look_different():
     """An outlined ring was once an outlined circle, pixel by pixel. Bright, without noise, in the same place."""
     kind, quiet = KINDS["many"], SimpleNamespace(uniform=lambda *_: 0.0, standard_normal=np.zeros)
     for radius in (4.8, 6.0, 8.4, 10.4):
@@ -152,8 +152,8 @@ def test_things_that_are_called_differently_look_different():
 
 
 @pytest.mark.parametrize("shape", KINDS["many"].shapes)
-def test_a_thing_is_drawn_whole(shape):
-    """The pixels around it that are looked at are enough, at the border of the picture too."""
+def test_a_thing_is_drawn_completely(shape):
+    """The part of the picture that is searched covers every shape, at the border too."""
     for x, y, radius in ((15.7, 16.2, 9.9), (1.3, 30.9, 5.0), (40.0, 16.0, 5.0)):
         thing = Thing("white", shape, "solid", x, y, radius, 1.0)
         image = np.zeros((3, 32, 32), np.float32)
@@ -180,9 +180,9 @@ def test_a_scene_has_one_right_caption(name):
         scene = data.scene(index)
         colours = [KINDS[name].colours.index(thing.colour) for thing in scene.things]
         assert colours == sorted(set(colours))  # which thing is named first can be seen
-        said = [part.word for part in scene.parts if part.slot == "relation"]
+        relations = [part.word for part in scene.parts if part.slot == "relation"]
         spots = [(thing.x, thing.y) for thing in scene.things]
-        assert said == [relation(a, b) for a, b in itertools.pairwise(spots)]
+        assert relations == [relation(a, b) for a, b in itertools.pairwise(spots)]
         lengths.add(len(scene.caption))
         assert is_held_out(scene) is False
     assert max(lengths) <= KINDS[name].words.longest
@@ -235,7 +235,7 @@ def test_the_presets_have_their_sizes(preset, millions):
 
 @pytest.fixture(scope="module")
 def writer():
-    """A model that has learnt nothing, and pictures."""
+    """Return an untrained model, pictures, and the words of their captions."""
     torch.manual_seed(0)
     task = PixelLLM(**TINY | {"spatial_pool": True})
     images = torch.stack([task.data()[i].image for i in range(3)])
@@ -250,14 +250,14 @@ def test_the_cache_changes_nothing(writer):
     ids = torch.randint(3, len(words), (3, words.length), generator=torch.Generator().manual_seed(1))
     cache = Cache()
     with torch.no_grad():
-        whole = model(images, ids)
+        at_once = model(images, ids)
         one_by_one = torch.cat([model(images, ids[:, t : t + 1], cache) for t in range(words.length)], dim=1)
-    torch.testing.assert_close(one_by_one, whole, rtol=1e-4, atol=1e-4)  # the head multiplies by 20
-    assert not torch.allclose(whole[:, 0], whole[:, 1], atol=1e-3)
+    torch.testing.assert_close(one_by_one, at_once, rtol=1e-4, atol=1e-4)  # the head multiplies by 20
+    assert not torch.allclose(at_once[:, 0], at_once[:, 1], atol=1e-3)
 
 
 def likelihood(model, images, captions):
-    """Of captions (B, T), computed at once, without a cache."""
+    """Return the log-likelihood of captions (B, T), computed at once, without a cache."""
     ids = torch.cat([torch.full((len(captions), 1), BOS), captions[:, :-1]], dim=1)
     with torch.no_grad():
         logits = model(images, ids)

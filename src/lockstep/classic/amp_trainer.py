@@ -56,6 +56,7 @@ class AMPTrainer:
         """Without `loss_fn` the model itself must return its loss: a scalar, `.loss`, or a mapping with "loss"."""
         self.config = config or AMPConfig()
         self.loss_fn = loss_fn
+        # In this order: the optimizer must see the parameters where the driver has put them.
         check_storage(model)
         self.runtime = self.setup()
         self.model = self.wrap_model(model)
@@ -159,6 +160,7 @@ class AMPTrainer:
         more = {"lr.peak": None} if own_rate else {}
         settings = self.config.run_config(**self.settings(), **more)
         self.optimizers = Optimizers(self.optimizer, self._module)
+        # A constant rate needs no end of the training.
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
@@ -186,6 +188,7 @@ class AMPTrainer:
         self._share.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
+        # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
         index = self.runtime.world.rank * count + self.stepper.backwards_done
         self.stepper.prepare(MicroBatch(batch, index, samples, padding=padding))
         with self.stepper.precision.autocast():

@@ -40,6 +40,7 @@ class DDPManager:
 
         `nccl` means gloo where ranks have no GPU of their own.
         """
+        # Alone only where nothing announces other ranks.
         require_world_size()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
@@ -73,6 +74,7 @@ class DDPManager:
     ) -> nn.Module:
         """Move a model to the device, and wrap it in DDP if it has something to train; a frozen one is only moved."""
         model.to(self.device)
+        # DDP refuses a model without trainable parameters.
         if self.world.alone or not any(p.requires_grad for p in model.parameters()):
             return model
         # The name of DDP's argument depends on the version of torch.
@@ -160,11 +162,13 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Passes count themselves: no call of set_epoch is forgotten.
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):
             start = number * self.batch
             stop = min(start + self.batch, self.length)
+            # Samples of one global batch, of which every rank gets a stretch.
             mine = deal(stop - start, self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + mine.start, start + mine.stop).tolist()
 

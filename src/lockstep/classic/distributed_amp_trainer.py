@@ -65,9 +65,12 @@ class DistributedAMPTrainer(AMPTrainer):
         world = _find_world(self.distributed)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
+            # By the configuration's GPUs, if it names some.
             index = own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index)
             device = torch.device("cuda", index)
         backend = self._membership.join(world, device, self.distributed.backend)
+
+        # What was found, where the arguments were left out.
         self.rank = world.rank
         self.world_size = world.size
         return make_runtime(world, device, backend)
@@ -90,6 +93,7 @@ class DistributedAMPTrainer(AMPTrainer):
     @staticmethod
     def is_distributed() -> bool:
         """Return whether this process is one rank of several."""
+        # The process group knows better than the environment.
         if dist.is_initialized():
             return dist.get_world_size() > 1
         return World.launched() and World.from_env().size > 1

@@ -34,7 +34,7 @@ STANDARD = {
 
 @dataclass
 class DistributedConfig:
-    """The place of one process in a job, and options of DDP."""
+    """The rank of one process in a job, and options of DDP."""
 
     world_size: int = 1
     rank: int = 0
@@ -92,12 +92,14 @@ class DistributedConfig:
     def from_file(cls, path: str | Path) -> DistributedConfig:
         """Read a .yaml, .yml or .json file with some of the fields."""
         values = read_file(path)
+        # A misspelt field must not be ignored.
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
                 raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
         return cls(**values)
 
+    # The documents name one method for each format; the ending of the file decides.
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
@@ -126,6 +128,7 @@ class DistributedConfig:
         return True
 
     def _wrong_types(self) -> Iterator[UserError]:
+        # The types of the defaults; annotations are texts here.
         defaults = DistributedConfig()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -148,6 +151,8 @@ class DistributedConfig:
                 "",
                 f"count nodes from 0 to {self.num_nodes - 1}",
             )
+
+        # Nodes hold consecutive ranks.
         first = self.node_rank * self.num_gpus_per_node
         if not first <= self.rank < first + self.num_gpus_per_node:
             yield UserError(
@@ -171,6 +176,8 @@ class DistributedConfig:
             yield UserError(
                 f"launch_method={self.launch_method} does not exist", "", f"choose from {', '.join(LAUNCHERS)}"
             )
+
+        # More GPUs than processes are fine.
         ids = self.device_ids
         if ids is not None and (len(set(ids)) < len(ids) or len(ids) < self.num_gpus_per_node or min(ids) < 0):
             yield UserError(

@@ -67,6 +67,7 @@ class DynamicScaler(precision.DynamicScaler):
 
     def update(self, overflowed: bool | None = None) -> None:
         """Adjust the scale, once a step and after `step`. All ranks know of the overflow, so they move together."""
+        # A loop that looks for overflows itself says what it found.
         outcome = self._overflowed if overflowed is None else overflowed
         assert outcome is not None, "update() before step()"
         super().update(outcome)

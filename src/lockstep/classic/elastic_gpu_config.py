@@ -120,6 +120,7 @@ class ElasticGPUConfig:
         if 2 * ranks > len(self.gpus):
             fewer = self._most(len(self.gpus) // 2)
             raise self._too_large(self._all_models(), f"start {_processes(fewer)}, with two GPUs each")
+        # The fuller one of the two GPUs decides.
         largest = max(self._own_models(), self.reader_gb[-1])
         if largest + self._sample() > self.target_util * self._memory():
             raise self._too_large(largest, "use GPUs with more memory, or smaller models")
@@ -140,6 +141,8 @@ class ElasticGPUConfig:
             strategy = "split" if last_reader else "single"
         else:
             strategy = "hybrid" if last_reader else "ddp"
+
+        # A forward takes a divisor of the process's samples, so that all forwards are equal.
         mine = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
         most = mine if room is None else max(1, min(mine, room))
         batch = next(size for size in range(most, 0, -1) if mine % size == 0)

@@ -64,6 +64,7 @@ def current_world() -> World:
 
 def require_world_size(env: Mapping[str, str] = os.environ) -> None:
     """Refuse an environment that makes this process a rank without saying of how many."""
+    # Continuing alone would let every rank train by itself, and all of them write.
     given = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
     if given and "WORLD_SIZE" not in env:
         raise UserError(

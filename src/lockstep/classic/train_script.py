@@ -31,6 +31,7 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) 
     try:
         check_processes(options.distributed, options.elastic_gpu)
         _check_elastic_flags(parser, options)
+        # Another launch brings its own LOCAL_RANK.
         typed = [word for word in arguments if word.partition("=")[0] not in LOCAL_RANK]
         return _train(target, options, settings, typed)
     except UserError as error:
@@ -106,6 +107,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
     """Refuse a flag and a typed setting that contradict each other. A flag may override a file."""
+    # Equal values do not contradict each other.
     given = settings_of(options)
     for flag, keys in RIVALS.items():
         if not getattr(options, flag):

@@ -106,6 +106,7 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return `prompt_ids` (B, T) with `count` sampled ids after them, (B, T + count)."""
+        # Dropout would disturb the text, and must be back afterwards.
         was_training = self.training
         self.eval()
         ids = prompt_ids

@@ -39,7 +39,12 @@ class CharLM(Task):
             "lr": {"peak": 5e-3, "warmup": 4},
             "evaluate": {"every": 20, "batch": 16},
             "task": {
-                "width": 32, "layers": 2, "heads": 2, "context": 32, "max_bytes": 200_000, "eval_bytes": 8192,
+                "width": 32,
+                "layers": 2,
+                "heads": 2,
+                "context": 32,
+                "max_bytes": 200_000,
+                "eval_bytes": 8192,
             },
         },
         # The demo: most of an epoch, in little more than a minute on two free CPU cores.
@@ -60,11 +65,16 @@ class CharLM(Task):
             "evaluate": {"every": 200, "batch": 128},
             "precision": "bf16",
             "task": {
-                "width": 512, "layers": 8, "heads": 8, "context": 512, "dropout": 0.2, "max_bytes": 9_000_000,
+                "width": 512,
+                "layers": 8,
+                "heads": 8,
+                "context": 512,
+                "dropout": 0.2,
+                "max_bytes": 9_000_000,
                 "eval_bytes": 393_216,
             },
         },
-    }  # fmt: skip
+    }
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ class Played:
     def report(self) -> dict[str, Tensor]:
         """Return the measures of the trading literature for every episode (n,), with earnings as log-returns."""
         wealth = self.earned.cumsum(dim=1).exp()
+        # The capital at the start counts as a best moment: a fall from it is a pullback too.
         best = wealth.cummax(dim=1).values.clamp(min=1.0)
         gained = wealth[:, -1] - 1
         return {
@@ -73,6 +74,7 @@ class Greedy:
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
+        # The memory is made with the first day, when the number of environments is known.
         self.state = self.state or self.agent.initial_state(len(market.envs), market.envs.device)
         starts = market.day == 0
         logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, starts[None])
@@ -85,6 +87,7 @@ def hold(market: VectorMarket) -> Tensor:
 
 
 def at_random(market: VectorMarket) -> Tensor:
+    # Not the seed of the run: the baseline is the same for every run.
     assets = torch.arange(market.series.assets, device=market.envs.device)
     drawn = counter_rng.uniform(counter_rng.RANDOM_POLICY, market.envs[:, None], market.day[:, None], assets)
     return (drawn * market.rules.choices).long()
@@ -99,6 +102,7 @@ class Oracle:
         self.regimes = market.series.regimes(market.envs, market.episode, length)
 
     def __call__(self, market: VectorMarket) -> Tensor:
+        # The days of the window come before the first day of trading.
         day = (market.rules.window + market.day)[:, None, None].expand(-1, 1, market.series.assets)
         return ((self.regimes.gather(1, day)[:, 0] + 1) * market.rules.lots).long()
 
@@ -134,6 +138,7 @@ class Bayes:
     def _observe(self, returns: Tensor) -> None:
         """Update with the returns (n, K) of a day, then let the regime flip as it may overnight."""
         series = self.series
+        # The log-likelihood ratio of two normal distributions with means +drift and -drift.
         today = torch.sigmoid(self.log_odds + 2 * series.drift / series.volatility**2 * returns)
         tomorrow = today * (1 - series.flip) + (1 - today) * series.flip
         self.log_odds = torch.logit(tomorrow)
@@ -147,6 +152,8 @@ def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, fl
         return float(play(make(market), market, rules.days).scores.mean())
 
     scores = {"hold": score(lambda _: hold), "random": score(lambda _: at_random)}
+
+    # Of prices from a file neither the law nor the regime is known.
     if isinstance(series, RegimeSeries):
         scores["bayes"] = max(score(lambda market, t=t: Bayes(market, t)) for t in THRESHOLDS)
         scores["oracle"] = score(Oracle)

@@ -133,6 +133,7 @@ class VectorCueRecall:
         return torch.stack([shown, last_day], dim=1).float()[:, None]
 
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
+        # Only the last answer is paid; all others are ignored.
         ended = self.day == self.game.days - 1
         earned = ((actions[:, 0] == self.cue()) & ended).double()
         self.episode = self.episode + ended

@@ -48,6 +48,8 @@ def processes(num_gpus: int) -> int:
         raise UserError(
             f"--num_gpus {num_gpus} is not a number of GPUs", "", "type --num_gpus -1 for all GPUs, or 1 to 8"
         )
+
+    # All GPUs of all machines: only the launcher knows how many there are.
     if launched():
         return int(os.environ["WORLD_SIZE"])
 
@@ -104,6 +106,7 @@ def print_gpu_info() -> None:
     if not gpus:
         print("no GPU here")
     for gpu in gpus:
+        # Every GPU has fp16; it is named where nothing better is there.
         formats = ", ".join(name for name in ("bf16", "tf32") if gpu[name]) or "fp16"
         print(
             f"GPU {gpu['index']}: {gpu['name']}, capability {gpu['capability']}, {gpu['free_gb']:.1f} of "
@@ -141,6 +144,7 @@ def measured_speedup(num_gpus: int, rates: Mapping[int, float]) -> Speedup:
 
 def price_per_hour(name: str) -> float | None:
     """Return the price of the GPU `name` from gpu_prices.json, or None if it is not there."""
+    # Names are longer than kinds: "NVIDIA H100 80GB HBM3" is an H100.
     for kind, price in json.loads(PRICES.read_text())["per_hour"].items():
         if kind in name:
             return price
@@ -160,6 +164,7 @@ def speedup_table(hours: float, price: float | None, rates: Mapping[int, float] 
     rates = rates or {}
     lines = ["GPUs  speed-up  efficiency        time      cost"]
     for gpus in sorted({*SIZES, *rates}):
+        # A measured speed-up needs the rate of one GPU to compare with.
         measured = gpus in rates and 1 in rates
         speedup = measured_speedup(gpus, rates) if measured else estimate_training_speedup(gpus)
         took = hours / speedup.actual

@@ -38,6 +38,7 @@ class Finding:
 def cuda() -> Finding:
     if torch.cuda.is_available():
         return Finding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
+    # A torch that was built for GPUs, on a machine where none is visible.
     if torch.version.cuda or torch.version.hip:
         text = f"no GPU is visible, though torch {torch.__version__} could use one"
         return Finding("CUDA", "note", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
@@ -59,6 +60,8 @@ def gpu_memory() -> Finding:
     if not gpus:
         return Finding("GPU memory", "note", "no GPU")
     text = ", ".join(f"GPU {gpu['index']} {gpu['free_gb']:.1f} of {gpu['memory_gb']:.1f} GB free" for gpu in gpus)
+
+    # Below 80 % of the memory something else must be running there.
     for gpu in gpus:
         if gpu["free_gb"] < 0.8 * gpu["memory_gb"]:
             return Finding("GPU memory", "note", text, f"another process uses GPU {gpu['index']}: see nvidia-smi")
@@ -85,6 +88,7 @@ def model_memory(preset: str, batch_size: int) -> Finding:
 def bytes_needed(task: ClstmPpo, batch_size: int) -> float:
     """Estimate the bytes of weights, gradients and Adam's state, of a rollout, and of what a backward pass keeps."""
     shape, options = task.shape, task.source.options
+    # Four float32 numbers for each parameter.
     state = 16 * sum(p.numel() for p in task.model().parameters())
     window = 4 * shape.window * shape.features
 
@@ -112,6 +116,8 @@ def time_estimate(preset: str, batch_size: int, num_episodes: int, price: float 
     """Measure a few updates, and estimate the time of `num_episodes` from them."""
     task = _preset_task(preset)
     steps = MEASURED_UPDATES * task.source.options.steps
+
+    # On one process; other numbers of GPUs are estimated from it.
     rate = _short_run(preset, steps, global_batch=batch_size, micro_batch=batch_size)
     hours = num_episodes * task.shape.episode / rate / 3600
     text = f"{rate:,.0f} environment steps/s measured here: {num_episodes} episodes take {duration(hours)}"
@@ -141,6 +147,7 @@ def _short_run(preset: str, steps: int, nproc: int | None = None, **more: Any) -
     """Train for a moment in a temporary folder. Returns environment steps per second after the first update."""
     task = _preset_task(preset)
     options = task.source.options
+    # Goals belong to a whole run, and options have gone into the task.
     values = {key: value for key, value in ClstmPpo.presets[preset].items() if key not in ("task", "goals")}
     values |= {
         "preset": None,

@@ -30,6 +30,7 @@ class RegimeMarket(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         number = int(self.np_random.integers(HELD_OUT)) if seed is None else seed
+        # A market of one environment: the tensors of the recipe, with n = 1.
         self.market = VectorMarket(self.series, self.rules, torch.tensor([number]))
         return self.market.windows()[0].numpy(), {"env": number}
 

@@ -129,6 +129,7 @@ class VectorMarket:
     def windows(self) -> Tensor:
         """Return what a trader sees before the day begins: the last W days and its position (n, W, features)."""
         rows = (self._begin + self.day)[:, None] + self._span
+        # One gather for all environments, each at its own day.
         seen = self._shown.gather(1, rows[..., None].expand(-1, -1, self._shown.shape[-1]))
         held = self.position.float()[:, None].expand(-1, self.rules.window, -1)
         return torch.cat([seen, held], dim=-1)
@@ -175,6 +176,8 @@ class VectorMarket:
         whether trading is halted (n, W + D).
         """
         returns = self.series.draw(self.envs[chosen], self.episode[chosen] + later, self._length)
+
+        # Shown in units of a usual return, so that the inputs of the network are about 1.
         parts = [returns / self.series.scale]
         if self.rules.indicators:
             parts += indicators(returns)
@@ -194,6 +197,7 @@ def indicators(returns: Tensor) -> list[Tensor]:
 
     They are made from closing prices alone: highs and lows are the closes.
     """
+    # Prices relative to the first day: the indicators do not depend on the level.
     log_price = returns.cumsum(dim=1)
     return [_macd(log_price), _rsi(returns), _cci(log_price), _adx(returns)]
 
@@ -201,6 +205,7 @@ def indicators(returns: Tensor) -> list[Tensor]:
 def smoothed(values: Tensor, days: int) -> Tensor:
     """Return the moving average along dim 1 in which a value fades to 1/e in about `days` / 2."""
     keep = 1 - 2 / (days + 1)
+    # A loop over days: torch has no exponential moving average.
     averages = [values[:, 0]]
     for day in range(1, values.shape[1]):
         averages.append(keep * averages[-1] + (1 - keep) * values[:, day])

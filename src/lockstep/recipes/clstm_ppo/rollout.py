@@ -54,11 +54,13 @@ class Block:
         for day in range(days):
             windows = market.windows()
             starts = market.day == 0
+            # One day at a time: what the agent does decides what it sees next.
             logits, value, self.state, *_ = agent(windows[None], self.state, starts[None])
             actions = sampled(logits[0], drawn[:, day])
             reward, _ = market.step(actions, costs)
             logp = log_probs(logits[0], actions)
             if agent.shape.value_per_asset:
+                # Each asset is credited with what it earned itself.
                 reward = market.gains
             else:
                 logp = logp.sum(-1)
@@ -108,6 +110,7 @@ def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, tra
     later = torch.zeros_like(values[:, 0])
     for day in reversed(range(rewards.shape[1])):
         continues = _like(~ends[:, day], later)
+        # The temporal-difference error; beyond the end of an episode nothing is expected.
         error = rewards[:, day] + discount * values[:, day + 1] * continues - values[:, day]
         later = error + discount * trace * later * continues
         found.append(later)
@@ -135,6 +138,8 @@ class RunningStats:
         if other.count == 0:
             return self
         count = self.count + other.count
+
+        # Differences of means, and never sums of squares, which would lose their digits.
         away = other.mean - self.mean
         mean = self.mean + away * other.count / count
         squares = self.squares + other.squares + away**2 * self.count * other.count / count

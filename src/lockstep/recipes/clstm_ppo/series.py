@@ -73,6 +73,7 @@ class Turbulence:
     def fitted(cls, returns: Tensor, share: float) -> Turbulence:
         """Fit to `returns` (days, K), of which `share` are below the limit."""
         mean = returns.mean(dim=0)
+        # torch.cov of a single asset is a number, not a matrix.
         covariance = torch.atleast_2d(torch.cov(returns.T))
         usual = cls(mean, torch.linalg.pinv(covariance))
         return replace(usual, limit=float(usual.index(returns).quantile(share)))
@@ -213,6 +214,7 @@ class PriceSeries:
 
     def too_short(self, window: int, days: int) -> list[UserError]:
         """Return a problem if one of the two parts cannot hold a whole episode."""
+        # The window of the first day comes before it, from the same part.
         room = min(self.split, self.test_days) - window
         if days <= room:
             return []
@@ -240,6 +242,7 @@ def read_prices(path: Path) -> Tensor:
                 "give it one row for each day and symbol",
             )
 
+    # An asset without a price could not be traded on that day.
     complete = [prices for _, prices in sorted(table.items()) if len(prices) == len(symbols)]
     if len(complete) < 2:
         raise UserError(
@@ -284,6 +287,7 @@ def _price(path: Path, text: str, line: int) -> float:
     try:
         price = float(text)
     except (TypeError, ValueError):
+        # Refused below, with the same words as a number that is no price.
         price = math.nan
     if not 0 < price < math.inf:
         raise UserError(f"{path} has the close {text!r} in line {line}", "", "give every row a price above 0")

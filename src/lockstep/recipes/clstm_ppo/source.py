@@ -119,6 +119,8 @@ class Rollouts:
         first = index * context.micro_batch
         end = min(first + context.micro_batch, context.global_batch)
         envs = torch.arange(first * parts, end * parts, device=context.device)
+
+        # Staggered, or all environments would be in the same part of their episodes in every rollout.
         market = self.game.open(context.seed, envs, stagger=True)
         state = self.agent.initial_state(len(envs), context.device)
         assets = (self.agent.shape.assets,) if self.agent.shape.value_per_asset else ()
@@ -189,6 +191,7 @@ class Rollouts:
         rows = before + chosen.to(self.context.device, non_blocking=True)
         data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
 
+        # Normalised over the minibatch of all ranks, in which this is only one part.
         mean, std = self.advantage_stats[self.cursor]
         data["advantages"] = (data["advantages"] - mean) / (std + 1e-8)
         block = self.context.mine[local]
@@ -208,6 +211,7 @@ class Rollouts:
         envs = torch.arange(self.sizes[local]).view(-1, self.options.minibatches)
         keys = self.first + sum(self.sizes[:local]) + envs
         epochs = torch.arange(self.options.epochs)[:, None, None]
+        # Sorting random bits is a permutation that depends on no rank and no generator.
         bits = counter_rng.random_bits(self.context.seed, counter_rng.ORDER, self.update, epochs, keys)
         order = bits.argsort(dim=-1)
         return envs.expand_as(order).gather(-1, order)
@@ -217,6 +221,7 @@ class Rollouts:
     def _collect(self) -> None:
         """Trade for a rollout, and compute what the loss learns from it."""
         options, seed = self.options, self.context.seed
+        # A cost from the start can teach an agent never to trade at all.
         costs = min(1.0, self.update / options.cost_warmup) if options.cost_warmup else 1.0
         traded = [block.trade(self.agent, options.rollout, seed, self.update, costs) for block in self.blocks]
         sums = [block.running_sums(days, options.discount) for block, days in zip(self.blocks, traded, strict=True)]

@@ -62,8 +62,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "evaluate": {"every": 12, "batch": 8},
         "checks": {"every": 4},
         "task": {
-            "hidden": 8, "width": 16, "memory": 16, "window": 6, "days": 30, "rollout": 12, "minibatches": 2,
-            "epochs": 2, "test_episodes": 16,
+            "hidden": 8,
+            "width": 16,
+            "memory": 16,
+            "window": 6,
+            "days": 30,
+            "rollout": 12,
+            "minibatches": 2,
+            "epochs": 2,
+            "test_episodes": 16,
         },
     },
     # Its goal is out of reach of the control, which sees the same windows and has no memory.
@@ -86,12 +93,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         # Whole updates: the days of a rollout need not be saved.
         "checkpoint": {"every": 320},
         "task": {
-            "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 64,
-            "entropy": 0.005, "credit": "each", "foresight": 24, "cost_warmup": 72,
+            "assets": 8,
+            "hidden": 128,
+            "width": 128,
+            "linears": 3,
+            "memory": 512,
+            "window": 30,
+            "rollout": 64,
+            "entropy": 0.005,
+            "credit": "each",
+            "foresight": 24,
+            "cost_warmup": 72,
         },
         "goals": ["of_bayes >= 0.85"],
     },
-}  # fmt: skip
+}
 
 MARKET_OPTIONS = (
     "prices", "assets", "correlation", "lots", "window", "days", "cost", "cost_warmup", "indicators", "halt",
@@ -194,6 +210,7 @@ class ClstmPpo(Task):
         return Agent(self.shape)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # The eps is the usual one of PPO: its gradients are small.
         return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
 
     def data(self) -> Rollouts:
@@ -249,6 +266,8 @@ class ClstmPpo(Task):
         if isinstance(self.game, Trading):
             metrics["trades"] = played.trades.sum()
             metrics |= {name: part.sum() for name, part in played.report().items()}
+
+        # Only a generated market has a best policy to compare with.
         if best := self._baselines.get("bayes"):
             metrics["of_bayes"] = score / best
         return Loss(-score, len(batch[0]), metrics)

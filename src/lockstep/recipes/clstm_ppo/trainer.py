@@ -55,6 +55,8 @@ class DistributedCLSTMPPOTrainer:
                 "",
                 f"type --batch_size {larger}",
             )
+
+        # Before anything is started, so that a wrong number is refused at once.
         self.processes = processes(num_gpus)
         self.num_episodes = num_episodes
         self.batch_size = batch_size
@@ -65,6 +67,7 @@ class DistributedCLSTMPPOTrainer:
 
     def initialize(self) -> None:
         """Make the task, with its environments, and an untrained agent."""
+        # Options of the first updates depend on the number of steps, which depends on the options of the preset.
         preset = ClstmPpo.presets[self.preset]
         steps = self._steps(ClstmPpo(**preset["task"]))
         self.task = ClstmPpo(**preset["task"] | in_proportion(preset, steps))
@@ -80,6 +83,7 @@ class DistributedCLSTMPPOTrainer:
 
     def train(self) -> dict[str, Any]:
         """Train on all processes, to the end. Returns the metrics of the run."""
+        # The document calls initialize() first; a script that forgets it trains as well.
         if not hasattr(self, "agent"):
             self.initialize()
         nproc = processes_to_start(self.processes)
@@ -103,6 +107,7 @@ class DistributedCLSTMPPOTrainer:
     def _gather_metrics(self) -> dict[str, Any]:
         """Return the metrics over all processes: sums and weights were added, and divided once."""
         assert self.result is not None
+        # The run has written what all ranks reduced; nothing is gathered here again.
         lines = (self.result.run_dir / "metrics.jsonl").read_text().splitlines()
         return self.result.summary | {"last_interval": json.loads(lines[-1])}
 
@@ -156,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
         return 2
 
+    # Under torchrun every rank comes here: one of them prints.
     if os.environ.get("RANK", "0") == "0":
         print(f"score per test episode: {metrics['eval_metrics']['score']:.4f}")
     return 0

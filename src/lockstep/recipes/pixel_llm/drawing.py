@@ -68,6 +68,7 @@ def _put(thing: Thing, image: Plane) -> None:
     reach = REACH * thing.radius + 1
     columns = _span(thing.x, reach, size)
     rows = _span(thing.y, reach, size)
+    # Relative to the centre of the thing, in float32 like the mask's formulas.
     across, down = _grid(size)
     mask = _textured(thing, across[:, columns] - np.float32(thing.x), down[rows] - np.float32(thing.y))
     rgb = _rgb(thing.colour) * np.float32(thing.brightness)
@@ -94,6 +95,7 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
     """Return which of the points (x, y), relative to its centre, a thing covers."""
     mask = _inside(thing.shape, x, y, thing.radius)
     if thing.texture == "striped":
+        # Stripes of less than a pixel would be grey.
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
     if thing.texture == "outlined":

@@ -57,6 +57,7 @@ class ImageFolder(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         entry = self.entries[index]
         image = torch.from_numpy(read_png(entry.image))
+        # An exported scene keeps its very bytes.
         if image.shape[1:] != (self.size, self.size):
             image = _resized(image, self.size)
         ids = self.words.encode(entry.caption.split())
@@ -73,6 +74,7 @@ def _resized(image: Tensor, size: int) -> Tensor:
 
 def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
+    # The list wins where there are both.
     listed = folder / LIST
     entries = _from_list(listed) if listed.exists() else _from_pairs(folder)
     fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
@@ -97,6 +99,7 @@ def _from_list(path: Path) -> list[Entry]:
 
 
 def _from_pairs(folder: Path) -> list[Entry]:
+    # By name: the order of a folder differs from machine to machine.
     texts = sorted(folder.glob("*.txt"))
     return [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
 
@@ -110,6 +113,8 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         caption = " ".join(data.scene(index).caption)
         write_png(folder / name, data[index].image.numpy())
         rows.append({"image": name, "caption": caption})
+
+        # One text for each picture, or one list for all of them.
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
     if form == "json":

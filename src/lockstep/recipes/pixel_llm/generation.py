@@ -59,6 +59,7 @@ def _one_by_one(model: nn.Module, images: Tensor, max_len: int, choose: Choose) 
     written = []
     for _ in range(max_len):
         word = choose(next_word(model(images, word, cache)))[:, None]
+        # Every caption is written to the end: a batch ends as a whole.
         word = word.masked_fill(ended, PAD)
         ended = ended | (word == EOS)
         written.append(word)

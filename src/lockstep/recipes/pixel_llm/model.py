@@ -119,6 +119,7 @@ class Attention(nn.Module):
     def keys_and_values(self, source: Tensor) -> KeysAndValues:
         """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
         B, N, W = source.shape
+        # (2, B, H, N, D): keys first, then values.
         both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
@@ -145,6 +146,7 @@ class EncoderLayer(nn.Module):
         self.mlp = mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Normed once: queries, keys and values come from the same tensor.
         normed = self.attention_norm(x)
         x = x + self.attention(normed, *self.attention.keys_and_values(normed))
         return x + self.mlp(self.mlp_norm(x))
@@ -238,6 +240,8 @@ class Captioner(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, sizes.vocabulary)
+
+        # The order of these two decides which random numbers each of them draws.
         self.reset_parameters()
         self.encoder.reset_parameters()
 
@@ -251,8 +255,11 @@ class Captioner(nn.Module):
         With a cache, `ids` is the one next word (B, 1), and `images` is read the first time only.
         """
         start = 0 if cache is None else cache.length
+        # The caller makes an empty cache, without knowing how many layers there are.
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
+
+        # The picture is encoded for the first word; from then on every layer has its keys and values.
         memory = self.encoder(images) if start == 0 else None
 
         x = self.embed(ids) + self.positions[start : start + ids.shape[1]]  # (B, T, W)

@@ -86,10 +86,13 @@ KINDS = {
     "one": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
     "pair": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"any": (3.0, 5.0)}, says_size=False, fewest=2, most=2),
     "many": Kind(
-        COLOUR_NAMES, SHAPES, {"small": (2.4, 3.0), "large": (4.2, 5.2)},
-        textures=("solid", "striped", "outlined"), most=4,
+        COLOUR_NAMES,
+        SHAPES,
+        {"small": (2.4, 3.0), "large": (4.2, 5.2)},
+        textures=("solid", "striped", "outlined"),
+        most=4,
     ),
-}  # fmt: skip
+}
 
 
 class Part(NamedTuple):

@@ -79,6 +79,7 @@ class PixelLLM(Task):
         self.model_options = model
         self._check(unused)
 
+        # A folder brings words of its own; scenes have those of their kind.
         self.entries = read_folder(data.folder) if data.folder is not None else None
         self.kind = KINDS[data.scenes]
         self.words = Words.of([entry.caption for entry in self.entries]) if self.entries else self.kind.words
@@ -97,6 +98,7 @@ class PixelLLM(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW. Only matrices decay: no norm, no bias, no vector that stands for a word or a position."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        # By identity, since comparing parameters would compare their numbers.
         decaying = {id(p) for p in decay}
         rest = [p for p in model.parameters() if id(p) not in decaying]
         groups = [
@@ -128,6 +130,7 @@ class PixelLLM(Task):
         # There are few batches, of another size than those of the training.
         with unprepared(model):
             total, weight = self._cross_entropy(model, sample)
+        # What the model writes by itself, and not what it would write after the right words.
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 
@@ -149,6 +152,7 @@ class PixelLLM(Task):
         counts = range(self.kind.fewest, self.kind.most + 1) if self.kind.most > 1 else ()
         for split, rows in ((IID, ~sample.held_out), (COMP, sample.held_out)):
             found[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
+            # A slot is judged at the positions where the right caption has it.
             for slot in self.kind.slots:
                 places = (sample.slots == SLOT_NUMBERS[slot]) & rows[:, None]
                 found[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
@@ -159,6 +163,7 @@ class PixelLLM(Task):
 
     def show(self, model: nn.Module) -> str:
         """Return captions that the model writes for pictures it was not trained on."""
+        # Held-out combinations, or the pictures for evaluation.
         data = self._pictures(held_out=True) if self.entries is not None else self._scenes(COMP, 4)
         samples = [data[index] for index in range(min(4, len(data)))]
         images = torch.stack([sample.image for sample in samples]).to(next(model.parameters()).device)
@@ -191,12 +196,14 @@ class PixelLLM(Task):
         names = ("image", "patch", "width", "heads", "vision_layers", "text_layers")
         counts = {name: getattr(model, name) for name in names}
         counts |= {"train_size": data.train_size, "eval_size": data.eval_size}
+        # Every later check may meet a number that is reported here already.
         problems = unused + below_one(counts)
         for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
             if value not in known:
                 fix = f"type task.{name}={' or '.join(known)}"
                 problems.append(UserError(f"task.{name}={value} does not exist", "", fix))
 
+        # The picture must divide into tokens.
         step = model.pixels_per_token
         if step >= 1 and (model.image < step or model.image % step):
             problem = f"task.image={model.image} is not a multiple of {step}, the pixels of a token"

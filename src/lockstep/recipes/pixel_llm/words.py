@@ -17,6 +17,7 @@ class Words:
     """The words of a kind of caption, and the length of its longest caption."""
 
     def __init__(self, words: Iterable[str], longest: int):
+        # Every word once, in the order in which it was given.
         self.words = (*SPECIAL, *dict.fromkeys(words))
         self._id_of = {word: number for number, word in enumerate(self.words)}
 
@@ -57,6 +58,8 @@ class Words:
                     "",
                     "take the words from all captions: Words.of(captions)",
                 )
+
+        # One length for all captions, so that batches have one shape.
         padding = [PAD] * (self.longest - len(caption))
         return [BOS, *(self._id_of[word] for word in caption), EOS, *padding]
 
