@@ -29,6 +29,8 @@ class Block:
     number of ranks.
     """
 
+    # The number of its first environment; the others follow.
+    first: int
     market: Environments
 
     # The agent's memory of each environment.

@@ -88,8 +88,8 @@ class Rollouts:
         # Mean and standard deviation of the advantages of every minibatch of the update.
         self.advantage_stats: list[list[float]] = []
 
-        # The update for which `_deals` holds.
-        self._dealt_for: int | None = None
+        # For each block of this rank, which of its environments are in every minibatch of the update; see `deal`.
+        self._deals: list[Tensor] = []
 
     def attach(self, context: SourceContext) -> str:
         """Make this rank's environments. Returns a line about the data."""
@@ -102,7 +102,6 @@ class Rollouts:
         assert isinstance(context.model, Agent)
         self.context = context
         self.agent = context.model
-        self._dealt_for = None
 
         # Blocks of all ranks, and for each the sum and the weight of the KL divergence in this epoch.
         self.block_count = -(-context.global_batch // context.micro_batch)
@@ -124,7 +123,8 @@ class Rollouts:
         market = self.game.open(context.seed, envs, stagger=True)
         state = self.agent.initial_state(len(envs), context.device)
         assets = (self.agent.shape.assets,) if self.agent.shape.value_per_asset else ()
-        return Block(market, state, torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device))
+        discounted = torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device)
+        return Block(first * parts, market, state, discounted)
 
     @property
     def environments(self) -> int:
@@ -186,35 +186,21 @@ class Rollouts:
     def _micro_batch(self, local: int) -> MicroBatch:
         """Return the part of block number `local` of this rank in the current minibatch."""
         assert self.days is not None
-        before = sum(self.sizes[:local])
-        chosen = self._dealt(local, self.cursor)
-        rows = before + chosen.to(self.context.device, non_blocking=True)
+        block, chosen = self.blocks[local], self._deals[local][self.cursor]
+        rows = block.first - self.first + chosen.to(self.context.device, non_blocking=True)
         data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
 
-        # Normalised over the minibatch of all ranks, in which this is only one part.
+        # Normalised over the minibatch of all ranks, of which this is one part.
         mean, std = self.advantage_stats[self.cursor]
         data["advantages"] = (data["advantages"] - mean) / (std + 1e-8)
-        block = self.context.mine[local]
-        data |= {"block": block, "teaching": self.teaching}
-        return MicroBatch(data, block, len(chosen), self.update, self.first + before + chosen)
+        index = self.context.mine[local]
+        data |= {"block": index, "teaching": self.teaching}
+        return MicroBatch(data, index, len(chosen), self.update, block.first + chosen)
 
-    def _dealt(self, local: int, minibatch: int) -> Tensor:
-        """Return which environments of a block are in a minibatch, counted from the first of the block."""
-        if self._dealt_for != self.update:
-            self._deals = [self._deal(block) for block in range(len(self.blocks))]
-            self._dealt_for = self.update
-        epoch, part = divmod(minibatch, self.options.minibatches)
-        return self._deals[local][epoch, :, part]
-
-    def _deal(self, local: int) -> Tensor:
-        """Deal a block's environments to the minibatches of this update: (epochs, positions, minibatches)."""
-        envs = torch.arange(self.sizes[local]).view(-1, self.options.minibatches)
-        keys = self.first + sum(self.sizes[:local]) + envs
-        epochs = torch.arange(self.options.epochs)[:, None, None]
-        # Sorting random bits is a permutation that depends on no rank and no generator.
-        bits = counter_rng.random_bits(self.context.seed, counter_rng.ORDER, self.update, epochs, keys)
-        order = bits.argsort(dim=-1)
-        return envs.expand_as(order).gather(-1, order)
+    def _deal(self) -> list[Tensor]:
+        """Deal the environments of each block to the minibatches of this update."""
+        blocks = zip(self.blocks, self.sizes, strict=True)
+        return [deal(block.first, size, self.options, self.context.seed, self.update) for block, size in blocks]
 
     # ---- trading ----
 
@@ -240,13 +226,14 @@ class Rollouts:
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 
         self.days = {name: days[name] for name in self.kept}
+        self._deals = self._deal()
         self.advantage_stats = self._advantage_stats(gained)
 
     def _advantage_stats(self, gained: Tensor) -> list[list[float]]:
         """Return mean and deviation of the advantages of every minibatch, over all ranks, with one all-reduce."""
         per_block = []
-        for local, block in enumerate(gained.split(self.sizes)):
-            rows = [self._dealt(local, minibatch).to(block.device) for minibatch in range(self.options.steps)]
+        for block, dealt in zip(gained.split(self.sizes), self._deals, strict=True):
+            rows = dealt.to(block.device, non_blocking=True)
             per_block.append(torch.stack([stats_of(block[chosen]) for chosen in rows]))
         per_minibatch = self._gather_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
         merged = [merge_all(blocks) for blocks in per_minibatch.tolist()]
@@ -313,6 +300,7 @@ class Rollouts:
             block.discounted = parts["discounted"][rows].clone()
         self.days = state["days"] and {name: part[self.first : first] for name, part in state["days"].items()}
         self.advantage_stats = state["norms"]
+        self._deals = self._deal()
 
         # Another micro_batch makes other blocks. Only the sum over blocks is compared with target_kl.
         self.kl.zero_()
@@ -333,3 +321,18 @@ class Rollouts:
 
     def _gather_environments(self, mine: Tensor) -> Tensor:
         return self._gather(mine, self.first, self.environments)
+
+
+def deal(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:
+    """Deal the environments `first` ... `first + count - 1` to the minibatches of an update.
+
+    Returns (epochs * minibatches, positions): for every minibatch one environment of each position, counted from
+    `first`.
+    """
+    envs = torch.arange(count).view(-1, options.minibatches)
+    epochs = torch.arange(options.epochs)[:, None, None]
+
+    # Sorting random bits is a permutation that depends on no rank and no generator.
+    bits = counter_rng.random_bits(seed, counter_rng.ORDER, update, epochs, first + envs)
+    order = bits.argsort(dim=-1)  # (epochs, positions, minibatches)
+    return envs.expand_as(order).gather(-1, order).transpose(1, 2).flatten(0, 1)
