@@ -1,4 +1,4 @@
-"""The hrm task, with puzzles that leave their slots after one, two or three segments from the first step on."""
+"""The hrm task with puzzles that halt after one, two or three segments, from the first step on."""
 
 from torch import Tensor
 
