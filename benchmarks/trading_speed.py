@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recipes.clstm_ppo import ClstmPpo
-from lockstep.recipes.clstm_ppo.rollout import log_chances
+from lockstep.recipes.clstm_ppo.rollout import log_probs
 from lockstep.task import SourceContext
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,15 +60,14 @@ def main() -> None:
     torch.manual_seed(0)
     values = ClstmPpo.presets[asked.preset]
     task, places = ClstmPpo(**values["task"]), values["global_batch"]
-    agent, source, settings = task.model().to(DEVICE), task.source, task.source.settings
+    agent, source, options = task.model().to(DEVICE), task.source, task.source.options
     nn.init.normal_(agent.policy.weight, std=0.05)  # with opinions, or every ratio would be 1
     source.attach(SourceContext(agent, DEVICE, 0, places, places, range(1), 1, False, lambda values: values))
     block, environments = source.blocks[0], source.environments
 
-    took = seconds(lambda: block.trade(agent, settings.days, 0, 0, 1.0), times=1)
-    print(
-        f"rollout of {environments} x {settings.days}: {took:.3f} s, {environments * settings.days / took:,.0f} days/s"
-    )
+    took = seconds(lambda: block.trade(agent, options.rollout, 0, 0, 1.0), times=1)
+    days = environments * options.rollout
+    print(f"rollout of {environments} x {options.rollout}: {took:.3f} s, {days / took:,.0f} days/s")
     if DEVICE.type == "cuda":
         few, more = (kernels(lambda days=days: block.trade(agent, days, 0, 0, 1.0)) for days in (2, 6))
         print(f"kernels a day: {(more - few) / 4:.0f}")
@@ -83,8 +82,8 @@ def main() -> None:
     with cast, torch.no_grad():
         logits, *_ = agent(days["windows"], state, days["starts"])
         seen = agent.look(windows).unflatten(0, days["starts"].shape)
-    chances = log_chances(logits, days["actions"])
-    off = (((chances if agent.shape.each else chances.sum(-1)) - days["logp"]).exp() - 1).abs()
+    chances = log_probs(logits, days["actions"])
+    off = (((chances if agent.shape.value_per_asset else chances.sum(-1)) - days["logp"]).exp() - 1).abs()
     print(f"|ratio - 1|: at most {off.max():.1e}, mean {off.mean():.1e}")
 
     def whole() -> None:
@@ -107,8 +106,8 @@ def main() -> None:
     pieces = {"minibatch": whole, "windows": read, "days": recall}
     for name, piece in pieces.items():
         print(f"{name}, forward and backward: {seconds(piece) * 1e3:.1f} ms")
-    update = collected + settings.epochs * settings.minibatches * seconds(whole)
-    print(f"update: about {update:.2f} s, {environments * settings.days / update:,.0f} days/s, without the optimizer")
+    update = collected + options.steps * seconds(whole)
+    print(f"update: about {update:.2f} s, {environments * options.rollout / update:,.0f} days/s, without the optimizer")
     if DEVICE.type == "cuda":
         print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.recipes.hrm.adam_atan2 import AdamATan2
+from lockstep.recipes.hrm.optimizers import AdamATan2
 
 SCALE = 8.0
 

@@ -40,7 +40,7 @@ def digest(model: nn.Module) -> str:
 
 
 def plain_loop(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """What a trainer should come to, in plain PyTorch."""
+    """Return the weights that a trainer should reach, computed in plain PyTorch."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     for x, y in batches:
@@ -106,8 +106,8 @@ def test_an_overflow_is_skipped_and_lowers_the_scale():
     ],
     ids=["a tensor", "a mapping", "loss_fn"],
 )
-def test_a_trainer_without_a_loss_says_so(model, batch, loss_fn):
-    with pytest.raises(UserError, match="a loss for the batch"):
+def test_a_missing_loss_is_an_error(model, batch, loss_fn):
+    with pytest.raises(UserError, match="must return a loss for the batch"):
         AMPTrainer(model, FP32, loss_fn=loss_fn).training_step(batch)
 
 
@@ -190,7 +190,7 @@ def test_uneven_ranks_give_what_one_process_gives(pool: Pool, tmp_path: Path) ->
         assert one["steps"] == 3 + 3  # the rank with one batch waited for the other's three
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["mean"] == found[1]["mean"] > 0
-    # One file of one rank, committed and whole; and another number of ranks goes on from it.
+    # One rank has written one intact file, and another number of ranks resumes from it.
     parts = list(Path(found[0]["saved"]).glob("part-*"))
     assert len(parts) == 1
     assert ckpt.verify(tmp_path)[1] == 0
@@ -217,7 +217,7 @@ def same_samples(world: World, store: Any) -> str:
     return str(error.value)
 
 
-def test_a_loader_that_knows_nothing_of_ranks_is_refused(pool: Pool) -> None:
+def test_a_loader_that_is_not_sharded_is_refused(pool: Pool) -> None:
     for said in pool.run(same_samples, world=2):
         assert "ranks 0 and 1 read the same first batch" in said
         assert "DDPManager.get_dataloader" in said
@@ -254,14 +254,14 @@ def overflow_on_rank_1(world: World, store: Any) -> tuple[list[bool], float, str
     return applied, trainer.scaler.value, digest(trainer.model)
 
 
-def test_an_overflow_on_one_rank_is_everybodys(pool: Pool) -> None:
+def test_an_overflow_on_one_rank_is_skipped_by_all(pool: Pool) -> None:
     one, two = pool.run(overflow_on_rank_1, world=2)
     assert one == two
     assert one[:2] == ([True, False, True], 512.0)
 
 
 class Halting(nn.Module):
-    """One parameter takes part in no loss; a buffer follows the data of the rank."""
+    """One layer has no part in the loss; a buffer follows the data of the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,9 +311,9 @@ def test_a_configuration_reaches_the_wrapped_model(pool: Pool) -> None:
 
 def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         DistributedAMPTrainer(net(), FP32)
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         DDPManager().initialize()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="rank 0 of 2"):
@@ -334,18 +334,18 @@ def test_every_process_of_a_machine_has_its_own_gpu(monkeypatch):
 
 
 def test_a_failed_start_is_never_a_start_alone(monkeypatch):
-    """And the place to meet is the user's."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "12355"}
-    for name, value in place.items():
+    """MASTER_ADDR and MASTER_PORT are used as the user has set them."""
+    announced = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "12355"}
+    for name, value in announced.items():
         monkeypatch.setenv(name, value)
-    asked = []
+    joined = []
 
-    def nobody_comes(world: World, *_: Any, **__: Any) -> str:
-        asked.append((world.master_addr, world.master_port))
-        raise RuntimeError("nobody came")
+    def no_rank_joins(world: World, *_: Any, **__: Any) -> str:
+        joined.append((world.master_addr, world.master_port))
+        raise RuntimeError("no rank joined")
 
-    monkeypatch.setattr("lockstep.classic.ddp_manager.join", nobody_comes)
-    with pytest.raises(RuntimeError, match="nobody came"):
+    monkeypatch.setattr("lockstep.classic.process_group.join", no_rank_joins)
+    with pytest.raises(RuntimeError, match="no rank joined"):
         DDPManager().initialize()
-    assert asked == [("node7", 12355)]
-    assert {name: os.environ[name] for name in place} == place
+    assert joined == [("node7", 12355)]
+    assert {name: os.environ[name] for name in announced} == announced

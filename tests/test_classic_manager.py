@@ -62,7 +62,7 @@ def test_what_torchrun_sets_is_understood():
     assert (config.rank, config.local_rank, config.num_nodes, config.master_port) == (3, 1, 2, 1234)
     assert config.validate()
     assert DistributedConfig.from_env({}) == DistributedConfig()
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         DistributedConfig.from_env({"LOCAL_RANK": "0"})
     with pytest.raises(UserError, match="RANK"):
         DistributedConfig.from_env({"RANK": "first", "WORLD_SIZE": "2"})
@@ -116,7 +116,7 @@ def test_the_launch_command_follows_the_method(method):
 
 
 def managed(world: World, store: Any) -> dict[str, Any]:
-    """Two trainable modules beside a frozen one, in a loop of plain PyTorch."""
+    """Two trainable modules and a frozen one, in a loop of plain PyTorch."""
     among(world, store)
     manager = DDPManager()
     several = manager.initialize(timeout_mins=2)
@@ -141,14 +141,14 @@ def managed(world: World, store: Any) -> dict[str, Any]:
     manager.cleanup()
     return {
         "several": several, "kinds": kinds, "seen": seen, "again": again, "reduced": reduced, "main": manager.is_main,
-        "weights": torch.cat([weights(encoder), weights(head)]), "places": (manager.rank, manager.world_size),
+        "weights": torch.cat([weights(encoder), weights(head)]), "ranks": (manager.rank, manager.world_size),
     }  # fmt: skip
 
 
 def test_a_managed_loop_is_the_same_on_two_ranks(pool: Pool) -> None:
     [alone], two = pool.run(managed, world=1), pool.run(managed, world=2)
     assert not alone["several"]
-    assert [one["places"] for one in two] == [(0, 2), (1, 2)]
+    assert [one["ranks"] for one in two] == [(0, 2), (1, 2)]
     assert [one["main"] for one in two] == [True, False]
     assert two[0]["kinds"] == [nn.Linear, DistributedDataParallel]  # frozen: moved, not wrapped
     for one in two:
@@ -167,15 +167,15 @@ def test_a_batch_that_some_rank_would_not_get_is_refused():
     manager = DDPManager()
     manager.world = World(0, 4, 0, 4)
     data = TensorDataset(torch.arange(9))
-    with pytest.raises(UserError, match="a last batch of 1 samples"):
+    with pytest.raises(UserError, match="the last batch has 1 samples"):
         manager.get_dataloader(data, batch_size=2, drop_last=False)
     with pytest.raises(UserError, match="fill no batch"):
         manager.get_dataloader(data, batch_size=3)
-    with pytest.raises(UserError, match="no such operation"):
+    with pytest.raises(UserError, match="does not exist"):
         manager.all_reduce(torch.ones(1), "median")
 
 
-def test_gpu_memory_is_told(capsys):
+def test_gpu_memory_is_logged(capsys):
     assert log_gpu_memory() == capsys.readouterr().out.strip() != ""
 
 
@@ -214,7 +214,14 @@ def test_the_scaler_in_a_plain_loop():
 def test_ranks_started_by_hand_train_together(tmp_path):
     (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nrun_dir: run\nevaluate: {at_end: false}\n")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_port())}
-    words = [sys.executable, str(ROOT / "train.py"), "--config", "config.yaml", "--distributed", "log.every=1"]
+    words = [
+        sys.executable,
+        str(ROOT / "systems" / "pixel_llm" / "train.py"),
+        "--config",
+        "config.yaml",
+        "--distributed",
+        "log.every=1",
+    ]
     ranks = [
         subprocess.Popen(
             words, cwd=tmp_path, env=env | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -222,17 +229,17 @@ def test_ranks_started_by_hand_train_together(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert "pixel_llm  2 ranks" in said[0][0]
-    assert "3/3" in said[0][0]
-    assert said[1][0] == ""  # only the main process talks
+    output = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    assert "pixel_llm  2 ranks" in output[0][0]
+    assert "3/3" in output[0][0]
+    assert output[1][0] == ""  # only the main process prints
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_distributed_without_ranks_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         check_processes(distributed=True, elastic_gpu=False)
     check_processes(distributed=False, elastic_gpu=True)

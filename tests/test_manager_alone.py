@@ -1,4 +1,4 @@
-"""DDPManager where there are no other ranks: it makes none up, and never goes on alone when there should be some."""
+"""DDPManager where there are no other ranks: it makes none up, and never trains alone when some are announced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_one_process_stays_one():
 
 
 def test_ranks_that_do_not_come_are_an_error(monkeypatch):
-    """Rank 1 of 2, and nobody at the address where rank 0 should be."""
+    """This is rank 1 of 2, and rank 0 does not listen at its address."""
     announced = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (announced | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
@@ -42,6 +42,6 @@ def test_ranks_that_do_not_come_are_an_error(monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_the_epoch_of_a_foreign_loader_is_not_set_in_silence():
-    with pytest.raises(UserError, match="not ours"):
+def test_set_epoch_refuses_a_foreign_loader():
+    with pytest.raises(UserError, match="get_dataloader did not make"):
         DDPManager().set_epoch(DataLoader(TensorDataset(torch.arange(4))), 1)

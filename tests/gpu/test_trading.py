@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lockstep.recipes.clstm_ppo.market import RegimeSeries, Rules, VectorMarket
+from lockstep.recipes.clstm_ppo.market import Rules, VectorMarket
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
 from lockstep.recipes.clstm_ppo.rollout import sampled
+from lockstep.recipes.clstm_ppo.series import RegimeSeries
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
 
@@ -21,7 +22,9 @@ def whole_float32(monkeypatch):
 
 def agent(episode=50):
     torch.manual_seed(0)
-    return Agent(AgentShape(16, 30, 8, 3, episode, hidden=32, width=64, memory=128)).cuda()
+    return Agent(
+        AgentShape(features=16, window=30, assets=8, choices=3, episode=episode, hidden=32, width=64, memory=128)
+    ).cuda()
 
 
 def test_days_at_once_are_the_days_one_by_one():
@@ -46,7 +49,7 @@ def test_windows_are_read_as_cudnn_reads_them():
 def test_a_day_of_trading_never_waits_for_the_device():
     it, envs = agent(), torch.arange(64, device="cuda")
     market = VectorMarket(RegimeSeries(0, assets=8), Rules(window=30, days=20), envs, stagger=True)
-    drawn, state = torch.rand(64, 8, dtype=torch.float64, device="cuda"), it.blank(64, envs.device)
+    drawn, state = torch.rand(64, 8, dtype=torch.float64, device="cuda"), it.initial_state(64, envs.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):

@@ -1,9 +1,9 @@
-"""The hrm task, with puzzles that leave their slots after one, two or three segments from the first step on."""
+"""The hrm task with puzzles that halt after one, two or three segments, from the first step on."""
 
 from torch import Tensor
 
 from lockstep.recipes.hrm import HRM
-from lockstep.recipes.hrm.score import Question, Scoring
+from lockstep.recipes.hrm.losses import Question, Scoring
 
 
 class Impatient(Scoring):

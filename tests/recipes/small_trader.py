@@ -16,14 +16,14 @@ SETTINGS = {"clip.norm": 0.5, **{key: value for key, value in TINY.items() if ke
 
 
 def tiny(**options: Any) -> ClstmPpo:
-    """The preset with other options, as the command makes it."""
+    """Return the preset with other options, made as the command makes it."""
     layers = [("test", {"preset": "tiny", **{f"task.{name}": value for name, value in options.items()}})]
     resolved = resolve_for(ClstmPpo.defaults, ClstmPpo.presets, layers)
     return make_task(ClstmPpo, resolved.config.task)
 
 
 def attached(task: ClstmPpo, agent: Any, seed: int = 0) -> Any:
-    """The rollouts of a single process, without an engine."""
+    """Return the rollouts of a single process, without an engine."""
     device = torch.device("cpu")
     task.source.attach(SourceContext(agent, device, seed, 8, 2, range(4), 1, False, lambda values: values))
     return task.source

@@ -22,20 +22,20 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo import ClstmPpo, gpu_setup, noise
-from lockstep.recipes.clstm_ppo.cost import price_per_hour, table
+from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng, gpu_setup
 from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.gpu_optimizations import (
     launch_distributed_training,
+    price_per_hour,
     print_gpu_info,
     print_training_speedup_estimates,
     processes,
+    speedup_table,
 )
 from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
-from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
-from lockstep.recipes.clstm_ppo.rollout import advantages, log_chances
-from lockstep.recipes.clstm_ppo.task import surprise
+from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, merge_all, stats_of
+from lockstep.recipes.clstm_ppo.task import foresight_loss
 from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import SourceContext, Task
@@ -69,15 +69,15 @@ def two(pool) -> list[Trace]:
 
 
 def ids(traces: list[Trace]) -> list[list[int]]:
-    """Of every step, the environments that all ranks together learnt from."""
+    """Return for every step the environments that all ranks together learnt from."""
     return [[env for trace in traces for env in trace.steps[step].ids] for step in range(len(traces[0].steps))]
 
 
 def test_environments_on_two_ranks_are_those_of_one(one, two):
     assert ids(two) == ids([one])
     assert all(len(set(step)) == 8 for step in ids(two))
-    for mine, whole in zip(two[0].steps, one.steps, strict=True):
-        torch.testing.assert_close(flat(mine.weights), flat(whole.weights), rtol=0, atol=1e-6)
+    for mine, reference in zip(two[0].steps, one.steps, strict=True):
+        torch.testing.assert_close(flat(mine.weights), flat(reference.weights), rtol=0, atol=1e-6)
 
 
 def test_parameters_are_the_same_bits_on_both_ranks_after_every_update(two):
@@ -91,10 +91,10 @@ def test_an_epoch_visits_every_environment_once(one):
     assert ids([one])[:2] != ids([one])[2:4]  # another deal
 
 
-def test_it_goes_on_with_another_number_of_ranks_in_the_middle_of_a_rollout(pool, one):
-    """4 steps to a rollout, and none of the changes is at its end: days, hidden states and environments move house."""
-    place = {"run_dir": f"run-{uuid.uuid4().hex}", "resume": "auto"}
-    parts = [trained(pool, world, steps=steps, **place) for world, steps in ((2, 10), (3, 17), (1, 24))]
+def test_it_resumes_with_another_number_of_ranks_in_the_middle_of_a_rollout(pool, one):
+    """A rollout has 4 steps, and no change is at its end: days, hidden states and environments move between ranks."""
+    run = {"run_dir": f"run-{uuid.uuid4().hex}", "resume": "auto"}
+    parts = [trained(pool, world, steps=steps, **run) for world, steps in ((2, 10), (3, 17), (1, 24))]
     assert [step for part in parts for step in ids(part)] == ids([one])
     torch.testing.assert_close(flat(parts[-1][0].steps[-1].weights), flat(one.steps[-1].weights), rtol=0, atol=1e-5)
 
@@ -111,17 +111,17 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, two):
     faults = json.dumps([{"how": "kill", "rank": 1, "step": 14, "marks": str(tmp_path / "once")}])
     (tmp_path / "once").mkdir()
     words = ("-m", "lockstep.cli", "train", "clstm_ppo", "preset=tiny", "lr.schedule=constant", "checkpoint.every=3")
-    said = command(*words, "run_dir=run", "--nproc", "2", folder=tmp_path, LOCKSTEP_FAULTS=faults)
-    assert "resumed at step 12" in " ".join(said.split()) or "resumed at step 9" in " ".join(said.split())
+    output = command(*words, "run_dir=run", "--nproc", "2", folder=tmp_path, LOCKSTEP_FAULTS=faults)
+    assert "resumed at step 12" in " ".join(output.split()) or "resumed at step 9" in " ".join(output.split())
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert torch.equal(flat(weights), flat(two[0].steps[-1].weights))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"score", "of_bayes"} <= summary["eval_metrics"].keys()
-    assert "oracle" in said
+    assert "oracle" in output
 
 
 class Queue(Task):
-    """A model in two stages, and a source that would call it by itself."""
+    """A model in two pipeline stages, and a source that calls the model itself."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -130,14 +130,14 @@ class Queue(Task):
         return tiny().source
 
 
-def test_where_no_rank_holds_the_model_nobody_can_trade(pool):
+def test_a_pipeline_is_refused_since_no_rank_holds_the_model(pool):
     values = {"strategy": "pp", "global_batch": 8, "micro_batch": 2, "steps": 1}
     assert_user_errors(
         pool.errors(fit, Queue(), values, world=2), "Rollouts, which calls the model itself, in a pipeline"
     )
 
 
-def test_ranks_that_wait_for_each_other_must_trade_alike():
+def test_ranks_whose_forwards_are_collective_need_equal_numbers_of_micro_batches():
     task = tiny()
     around = SourceContext(task.model(), torch.device("cpu"), 0, 8, 2, range(1), 3, True, lambda values: values)
     with pytest.raises(UserError, match="type global_batch=6 or a multiple"):
@@ -149,7 +149,7 @@ def test_ranks_that_wait_for_each_other_must_trade_alike():
 
 @pytest.mark.parametrize("variant", ["clstm", "lstm_only", "mlp"])
 def test_the_ratio_is_one_before_the_first_step(variant):
-    """In the second rollout too, when there is something to remember; and not if it is forgotten."""
+    """It is one in the second rollout too, which starts with a memory; and it is not if that memory is cleared."""
     task = tiny(variant=variant, cascade=2 if variant == "clstm" else 1)
     agent = task.model()
     torch.nn.init.normal_(agent.policy.weight)  # with opinions
@@ -161,9 +161,12 @@ def test_the_ratio_is_one_before_the_first_step(variant):
     for micro in source.take():
         batch = micro.data
         days = {name: batch[name].transpose(0, 1) for name in ("windows", "starts", "actions", "logp")}
-        for state, found in (((batch["hidden"], batch["cell"]), off), (agent.blank(2, torch.device("cpu")), forgetful)):
+        for state, found in (
+            ((batch["hidden"], batch["cell"]), off),
+            (agent.initial_state(2, torch.device("cpu")), forgetful),
+        ):
             logits, _, _ = agent(days["windows"], state, days["starts"])
-            found.append(((log_chances(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
+            found.append(((log_probs(logits, days["actions"]).sum(-1) - days["logp"]).exp() - 1).abs().max().item())
     assert max(off) < 1e-5
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
@@ -176,7 +179,7 @@ def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
     assert abs(gained.std(correction=0) - 1) < 1e-5
 
 
-def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
+def test_with_credit_for_each_asset_a_choice_learns_from_its_own_asset_only():
     task = tiny(assets=3, credit="each")
     agent = task.model()
     source = attached(task, agent)
@@ -185,20 +188,20 @@ def test_with_credit_for_each_asset_a_choice_hears_of_its_own_asset_only():
     assert batch["rewards"].shape == batch["advantages"].shape == batch["logp"].shape == batch["actions"].shape
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     batch["advantages"][..., 1] = 1.0
-    task.value_weight = task.entropy = 0.0
+    task.loss_options = replace(task.loss_options, value_weight=0.0, entropy=0.0)
     task.loss(agent, batch).total.backward()
-    heard = agent.policy.weight.grad.unflatten(0, (3, -1)).abs().sum((1, 2))
-    assert heard[1] > 0
-    assert heard[0] == heard[2] == 0
+    gradient = agent.policy.weight.grad.unflatten(0, (3, -1)).abs().sum((1, 2))
+    assert gradient[1] > 0
+    assert gradient[0] == gradient[2] == 0
 
 
 def test_with_one_asset_credit_for_each_is_credit_for_all():
-    """Which is why nobody may ask for it."""
+    """Therefore task.credit=each is refused for a single asset."""
     found = []
     for each in (False, True):
         torch.manual_seed(0)
         task = tiny()
-        task.shape = replace(task.shape, each=each)
+        task.shape = replace(task.shape, value_per_asset=each)
         agent = task.model()
         found.append([float(task.loss(agent, micro.data).total.detach()) for micro in attached(task, agent).take()])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
@@ -216,33 +219,33 @@ def test_advantages_stop_at_the_end_of_an_episode():
 
 def test_exploration_follows_the_environment_and_the_update_only():
     keys = torch.arange(6)
-    drawn = noise.uniform(0, noise.EXPLORE, 3, keys)
-    assert torch.equal(drawn[2:4], noise.uniform(0, noise.EXPLORE, 3, keys[2:4]))
-    assert not torch.equal(drawn, noise.uniform(0, noise.EXPLORE, 4, keys))
-    many = noise.normal(0, noise.RETURN, torch.arange(100_000))
+    drawn = counter_rng.uniform(0, counter_rng.EXPLORE, 3, keys)
+    assert torch.equal(drawn[2:4], counter_rng.uniform(0, counter_rng.EXPLORE, 3, keys[2:4]))
+    assert not torch.equal(drawn, counter_rng.uniform(0, counter_rng.EXPLORE, 4, keys))
+    many = counter_rng.normal(0, counter_rng.RETURN, torch.arange(100_000))
     assert abs(many.mean()) < 0.02
     assert abs(many.std() - 1) < 0.02
 
 
-def test_moments_in_parts_are_those_of_the_whole():
+def test_statistics_of_parts_are_those_of_the_whole():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * 3 + 100
-    merged = merge_all([moments_of(part).tolist() for part in values.split([1, 300, 699])])
+    merged = merge_all([stats_of(part).tolist() for part in values.split([1, 300, 699])])
     assert math.isclose(merged.mean, values.mean().item(), rel_tol=1e-12)
-    assert math.isclose(merged.deviation, values.std(correction=0).item(), rel_tol=1e-12)
-    assert Moments().deviation == 1.0
+    assert math.isclose(merged.std, values.std(correction=0).item(), rel_tol=1e-12)
+    assert RunningStats().std == 1.0
 
 
 # ---- a game of memory -----------------------------------------------------------------------------------
 
 
-def test_who_remembers_names_the_cue_and_who_does_not_guesses(tmp_path):
+def test_memory_names_the_cue_and_the_control_guesses(tmp_path):
     quiet = {"log": {"progress": "off"}}
     for preset in ("cue", "cue-control"):
         done = lockstep.fit(ClstmPpo, preset=preset, run_dir=str(tmp_path / preset), **quiet)
         assert [goal["pass"] for goal in done.summary["goals"]] == [True], done.summary
 
 
-def test_the_cue_is_shown_once_and_pays_at_the_end():
+def test_the_cue_is_shown_once_and_rewarded_at_the_end():
     game = CueRecall(days=4)
     worlds = game.open(0, torch.arange(64))
     shown, cue = [], worlds.cue()
@@ -263,9 +266,11 @@ def test_the_cue_is_shown_once_and_pays_at_the_end():
 
 @pytest.mark.parametrize(("episode", "days"), [(5, 12), (252, 7), (3, 4)])
 def test_days_at_once_are_the_days_one_by_one(episode, days):
-    """With gradients, and with as many new episodes on the way as there can be."""
+    """Outputs and gradients agree, with as many new episodes on the way as there can be."""
     torch.manual_seed(0)
-    agent = Agent(AgentShape(3, 2, 1, 3, episode, hidden=4, width=6, memory=7)).double()
+    agent = Agent(
+        AgentShape(features=3, window=2, assets=1, choices=3, episode=episode, hidden=4, width=6, memory=7)
+    ).double()
     begun = torch.arange(9) % episode
     starts = torch.stack([(begun + day) % episode == 0 for day in range(days)])
     seen = torch.randn(days, 9, 6, dtype=torch.float64, requires_grad=True)
@@ -284,16 +289,16 @@ def test_windows_day_by_day_are_the_windows_at_once():
 
 
 def test_foresight_teaches_the_first_stage_before_ppo_begins(pool):
-    """In the first two updates the policy stays as it is; then PPO takes over."""
-    lessons = trained(pool, 2, {"foresight": 2, "target_kl": 1e-9}, steps=12)[0]
-    weights = [lessons.initial, *(step.weights for step in lessons.steps)]
+    """In the first two updates the policy does not change; then PPO takes over."""
+    trace = trained(pool, 2, {"foresight": 2, "target_kl": 1e-9}, steps=12)[0]
+    weights = [trace.initial, *(step.weights for step in trace.steps)]
     policy = [step["policy.weight"] for step in weights]
     assert all(torch.equal(policy[0], later) for later in policy[:9])
     assert not torch.equal(policy[0], policy[9])
     assert not torch.equal(weights[0]["foresee.weight"], weights[8]["foresee.weight"])
     moved = torch.tensor([[1.0, -2.0]])
     good, bad = torch.tensor([[[9.0, 1.0], [-9.0, 2.0]]]), torch.tensor([[[-9.0, 1.0], [9.0, 2.0]]])
-    assert surprise(good, moved) < 0.01 < 10 < surprise(bad, moved)
+    assert foresight_loss(good, moved) < 0.01 < 10 < foresight_loss(bad, moved)
 
 
 # ---- options, and the script ----------------------------------------------------------------------------
@@ -303,15 +308,15 @@ def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         ClstmPpo(epochs=0, hidden=30, cascade=3)
     assert {problem.problem for problem in error.value.problems} == {
-        "task.epochs=0",
-        "task.hidden=30 with task.cascade=3",
+        "task.epochs=0 is less than 1",
+        "task.hidden=30 with task.cascade=3 must be a multiple of 4",
     }
 
 
 def test_another_number_of_environments_is_not_the_same_run():
     task, other = tiny(), tiny(minibatches=4)
     state = attached(task, task.model()).state_dict()
-    with pytest.raises(UserError, match=r"task.minibatches=4 .* and not .* task.minibatches=2"):
+    with pytest.raises(UserError, match=r"environments of .*minibatches=2 .* this run has .*minibatches=4"):
         attached(other, other.model()).load_state_dict(state)
 
 
@@ -336,13 +341,13 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     assert torch.equal(flat(saved), flat(load_file(tmp_path / "alone" / "model.safetensors")))
 
     assert train_script(words) == 2  # before any process is started
-    said = capsys.readouterr().err
-    assert said.count("already holds a run") == said.count("add --resume auto") == 1
+    output = capsys.readouterr().err
+    assert output.count("already holds a run") == output.count("add --resume auto") == 1
     alone = ["--num_gpus", "1", "--num_episodes", "13", *words[4:8], "--run_dir", "alone"]
     assert train_script([*alone, "--resume", "auto"]) == 0
     assert "resumed        at step 12" in capsys.readouterr().out
     monkeypatch.setattr(DistributedCLSTMPPOTrainer, "train", lambda self: found)
-    for rank in "01":  # of torchrun's: one tells the score
+    for rank in "01":  # under torchrun one rank prints the score
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert train_script(alone) == 0
@@ -354,12 +359,12 @@ def test_a_short_run_of_the_script_also_comes_to_ppo_and_to_full_costs():
     preset = ClstmPpo.presets["gpu"]
     trainer = DistributedCLSTMPPOTrainer(1, 5000, 128, preset="gpu")
     trainer.initialize()
-    settings = trainer.task.source.settings
+    options = trainer.task.source.options
     assert trainer.values["steps"] == 39 * 16
     assert preset["task"]["cost_warmup"] > 39
     for name in ("foresight", "cost_warmup"):
         wanted = preset["task"][name] * 39 * 16 / preset["steps"]
-        assert wanted <= getattr(settings, name) < wanted + 1
+        assert wanted <= getattr(options, name) < wanted + 1
 
 
 def test_processes_are_never_made_up(monkeypatch):
@@ -369,11 +374,11 @@ def test_processes_are_never_made_up(monkeypatch):
         DistributedCLSTMPPOTrainer(1, 10, 9)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert processes(-1) == 4  # torchrun's: the number of episodes is shared by all of them
+    assert processes(-1) == 4  # torchrun's: all of them share the number of episodes
 
 
-def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_an_estimate():
-    words = [line.split() for line in table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
+def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
+    words = [line.split() for line in speedup_table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
     assert [(row[0], row[1], row[2], row[3], row[5]) for row in words] == [
         ("1", "1.0x", "100%", "10.2", "$0.17"),
         ("2", "1.9x", "95%", "5.4", "$0.18"),
@@ -381,7 +386,7 @@ def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_
         ("8", "6.8x", "85%", "1.5", "$0.20"),
     ]
     assert {row[-1] for row in words} == {"estimate"}
-    rows = {line.split()[0]: line for line in table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
+    rows = {line.split()[0]: line for line in speedup_table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
     assert "75%" in rows["2"]
     assert [rows[gpus].split()[-1] for gpus in "1248"] == ["measured", "measured", "estimate", "estimate"]
     assert price_per_hour("Some GPU") is None
@@ -390,21 +395,21 @@ def test_time_and_cost_are_those_of_the_document_and_a_measurement_is_told_from_
 def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert check_setup(["--preset", "tiny", "--num_episodes", "10"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("CUDA", "NCCL", "GPU memory", "model memory", "distributed training", "training time"):
-        assert f"] {name}: " in said
-    assert "two processes trained 4 steps together" in said
-    assert re.search(r"[\d,]+ environment steps/s measured here: 10 episodes take", said)
+        assert f"] {name}: " in output
+    assert "two processes trained 4 steps together" in output
+    assert re.search(r"[\d,]+ environment steps/s measured here: 10 episodes take", output)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_model_that_does_not_fit_is_said_with_what_to_type(monkeypatch):
+def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monkeypatch):
     monkeypatch.setattr(gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
-    assert gpu_setup.need("gpu", 16).state == "ok"
-    found = gpu_setup.need("gpu", 4096)
+    assert gpu_setup.model_memory("gpu", 16).state == "ok"
+    found = gpu_setup.model_memory("gpu", 4096)
     assert found.state == "fail"
     fits = int(found.advice.split()[2].rstrip(","))
-    assert gpu_setup.need("gpu", fits).state == "ok"
+    assert gpu_setup.model_memory("gpu", fits).state == "ok"
 
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Where the trading recipe trades: in a market of its own making, and on prices from a file."""
+"""The markets of the trading recipe: the generated one, and prices from a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from gymnasium.utils.env_checker import check_env
 from small_trader import attached, tiny
 
 from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo.baselines import baseline_scores
 from lockstep.recipes.clstm_ppo.gym_env import RegimeMarket
-from lockstep.recipes.clstm_ppo.indicators import indicators
-from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, VectorMarket
-from lockstep.recipes.clstm_ppo.prices import PriceSeries, read_prices
-from lockstep.recipes.clstm_ppo.turbulence import halted
-from lockstep.recipes.clstm_ppo.yardsticks import yardsticks
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, Rules, VectorMarket, indicators
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries, read_prices
 
 # ---- the market -----------------------------------------------------------------------------------------
 
@@ -43,8 +41,8 @@ def test_after_the_last_day_a_new_episode_begins():
     assert not (market.returns == before).any()
 
 
-def test_episodes_end_without_anybody_asking():
-    """Longer than two episodes, with staggered ends, day for day the returns of each environment's own series."""
+def test_episodes_end_without_synchronisation():
+    """Over more than two staggered episodes, every day has the returns of each environment's own series."""
     series, rules = RegimeSeries(0, assets=2), Rules(window=3, days=5, cost=0.0)
     market = VectorMarket(series, rules, torch.arange(8), stagger=True)
     for number in range(14):
@@ -60,12 +58,12 @@ def test_episodes_end_without_anybody_asking():
     assert market.episode.min() >= 2
 
 
-def test_after_a_turbulent_day_nobody_trades():
+def test_trading_halts_after_a_turbulent_day():
     series, rules = RegimeSeries(0, assets=4, correlation=0.3), Rules(window=3, days=60, halt=0.9)
     market = VectorMarket(series, rules, torch.arange(200))
-    returns, calm = market.returns, series.calm(0.9)
-    halts = halted(returns, calm)
-    assert abs(halts[:, 1:].double().mean() - 0.1) < 0.02  # of other days than those the limit was found on
+    returns = market.returns
+    halts = series.turbulence(0.9).halted(returns)
+    assert abs(halts[:, 1:].double().mean() - 0.1) < 0.02  # on other days than those the limit was fitted to
     wild = torch.linalg.vector_norm(returns, dim=-1)
     assert wild[:, :-1][halts[:, 1:]].mean() > 1.3 * wild[:, :-1][~halts[:, 1:]].mean()
     for day in range(6):
@@ -86,7 +84,7 @@ def test_assets_move_together_by_their_correlation():
 
 
 def test_policies_rank_as_they_should():
-    found = yardsticks(RegimeSeries(0), Rules(), 32)
+    found = baseline_scores(RegimeSeries(0), Rules(), 32)
     assert found["oracle"] > found["bayes"] + 0.2 > 0.6
     assert found["bayes"] > max(found["hold"], found["random"]) + 0.3
 
@@ -94,7 +92,7 @@ def test_policies_rank_as_they_should():
 def test_it_is_a_gymnasium_environment_that_pays_what_the_market_pays():
     rules = Rules(window=4, days=6)
     env = RegimeMarket(RegimeSeries(0, assets=2), rules)
-    with pytest.warns(UserWarning, match="infinity"):  # returns have no bounds; nothing else is remarked upon
+    with pytest.warns(UserWarning, match="infinity"):  # returns have no bounds; there is no other warning
         check_env(env, skip_render_check=True)
     seen, _ = env.reset(seed=5)
     market = VectorMarket(RegimeSeries(0, assets=2), rules, torch.tensor([5]))
@@ -108,7 +106,7 @@ def test_it_is_a_gymnasium_environment_that_pays_what_the_market_pays():
     assert ended
 
 
-def test_indicators_tell_a_rise_from_a_fall():
+def test_indicators_distinguish_a_rise_from_a_fall():
     rise = torch.full((1, 60, 1), 0.01) + 0.001 * torch.randn(1, 60, 1, generator=torch.Generator().manual_seed(0))
     for up, down in zip(indicators(rise)[:3], indicators(-rise)[:3], strict=True):
         assert up[0, -1, 0] > 0.1 > -0.1 > down[0, -1, 0]
@@ -121,7 +119,7 @@ def test_indicators_tell_a_rise_from_a_fall():
 
 
 def write_prices(path: Path, days: int) -> torch.Tensor:
-    """Two symbols in the usual form, from the generated market; the second lacks a day. The closes."""
+    """Write two symbols of the generated market, of which the second lacks a day. Returns the closes."""
     series = RegimeSeries(3, assets=2).draw(torch.tensor([0]), torch.tensor([0]), days)[0]
     closes = 50 * series.cumsum(dim=0).exp()
     with path.open("w", newline="") as file:
@@ -152,7 +150,7 @@ def test_prices_from_a_file(tmp_path):
         assert first >= split if env >= HELD_OUT else first + 36 <= split
 
 
-def test_the_scale_of_prices_knows_nothing_of_the_days_for_tests(tmp_path):
+def test_the_scale_of_prices_does_not_depend_on_the_days_for_tests(tmp_path):
     path = tmp_path / "prices.csv"
     closes = write_prices(path, 100)
     before = PriceSeries(str(path)).scale
@@ -172,16 +170,16 @@ def test_the_scale_of_prices_knows_nothing_of_the_days_for_tests(tmp_path):
         ("date,symbol,close\n2020-01-01,A,3\n2020-01-01,B,5\n2020-01-01,A,4\n", "close 4.0 in line 4, after 3.0"),
     ],
 )
-def test_a_file_that_is_no_price_list_is_refused(tmp_path, text, word):
+def test_a_file_without_valid_prices_is_refused(tmp_path, text, word):
     (tmp_path / "prices.csv").write_text(text)
     with pytest.raises(UserError, match=word):
         read_prices(tmp_path / "prices.csv")
 
 
-def test_prices_that_are_too_few_or_not_there_are_said_with_what_would_do(tmp_path):
+def test_prices_that_are_too_few_or_missing_are_reported_with_a_fix(tmp_path):
     write_prices(tmp_path / "prices.csv", 100)
     with pytest.raises(UserError, match=r"task.window=6, task.days=30.*\n.*\n.*type task.days=14 or less"):
         tiny(prices=str(tmp_path / "prices.csv"))
     tiny(prices=str(tmp_path / "prices.csv"), days=14)
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="does not exist"):
         tiny(prices=str(tmp_path / "none.csv"))

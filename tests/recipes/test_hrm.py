@@ -1,4 +1,4 @@
-"""The hrm recipe: its smallest runs on 1, 2 and 3 ranks, its optimizers and its settings."""
+"""The hrm recipe: small runs on 1, 2 and 3 ranks, its optimizers and its settings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.recipes.hrm import HRM
-from lockstep.recipes.hrm.adam_atan2 import AdamATan2
-from lockstep.recipes.hrm.average import MovingAverage
-from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
-from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed, SparseEmbedding
+from lockstep.recipes.hrm.commands import load_synced_config, overrides
+from lockstep.recipes.hrm.model import SparseEmbedding
+from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task
@@ -64,14 +63,14 @@ def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, An
 
 
 @pytest.fixture(scope="module")
-def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
+def full_runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
     """Nine steps without a break, by 1, 2 and 3 ranks."""
     folder = tmp_path_factory.mktemp("hrm")
     return {size: pool.run(train, str(folder / f"world-{size}"), 9, world=size)[0] for size in (1, 2, 3)}
 
 
 def assert_alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Floating point up to the order of additions; who thinks about what, and for how long, exactly."""
+    """Floating point up to the order of additions; the puzzle of each slot, and its number of segments, exactly."""
     assert a.keys() == b.keys()
     for name, value in a.items():
         if value.is_floating_point():
@@ -80,28 +79,28 @@ def assert_alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
             assert torch.equal(value, b[name]), name
 
 
-def test_the_number_of_ranks_changes_nothing(whole: dict[int, Ended]) -> None:
+def test_the_number_of_ranks_changes_nothing(full_runs: dict[int, Ended]) -> None:
     for size in (2, 3):
-        assert_alike(whole[1].state, whole[size].state)
-    steps = whole[1].state["part.task.carry.steps"]
+        assert_alike(full_runs[1].state, full_runs[size].state)
+    steps = full_runs[1].state["part.task.carry.steps"]
     assert len(steps) == 24
     assert len(steps.unique()) > 1  # some puzzles are older than others, or the carry would not show
 
 
-def test_the_table_has_the_same_bits_in_every_world(whole: dict[int, Ended]) -> None:
-    table = whole[1].state["model.puzzle_emb.table"]
+def test_the_table_has_the_same_bits_in_every_world(full_runs: dict[int, Ended]) -> None:
+    table = full_runs[1].state["model.puzzle_emb.table"]
     assert table.abs().sum() > 0
     for size in (2, 3):
-        assert torch.equal(table, whole[size].state["model.puzzle_emb.table"])
+        assert torch.equal(table, full_runs[size].state["model.puzzle_emb.table"])
 
 
-def test_the_carry_survives_two_three_one(pool: Pool, whole: dict[int, Ended], tmp_path: Path) -> None:
+def test_the_carry_survives_two_three_one(pool: Pool, full_runs: dict[int, Ended], tmp_path: Path) -> None:
     parts = [pool.run(train, str(tmp_path), steps, world=size)[0] for size, steps in ((2, 3), (3, 6), (1, 9))]
     assert [part.resumed for part in parts] == [None, 3, 6]
-    assert_alike(parts[-1].state, whole[1].state)
+    assert_alike(parts[-1].state, full_runs[1].state)
 
 
-def test_a_killed_run_ends_with_the_same_bits(whole: dict[int, Ended], tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bits(full_runs: dict[int, Ended], tmp_path: Path) -> None:
     (tmp_path / "once").mkdir()
     fault = [{"how": "kill", "rank": 1, "step": 5, "marks": str(tmp_path / "once")}]
     words = [f"{key}={json.dumps(value)}" for key, value in TINY["task"].items()]
@@ -115,7 +114,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole: dict[int, Ended], tmp_path:
     assert done.returncode == 0, done.stderr
     assert "SIGKILL" in done.stderr + done.stdout
     found = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000009")
-    for name, value in whole[2].state.items():
+    for name, value in full_runs[2].state.items():
         assert torch.equal(found[name], value), name
 
 
@@ -205,7 +204,7 @@ def test_a_fused_step_is_the_same_step() -> None:
     one, other = (AdamATan2(p, lr=0.1, weight_decay=0.5, fused=flag) for p, flag in ((plain, False), (fused, True)))
     assert_same_steps(one, other, spoiled=float("nan"), atol=1e-6)
     assert [int(other.state[p]["step"]) for p in fused] == [3, 3, 3]
-    other.param_groups[0]["fused"] = False  # a run may go on elsewhere
+    other.param_groups[0]["fused"] = False  # a run may resume on another device
     other.step()
     assert [other.state[p]["step"] for p in fused] == [4, 4, 4]
 
@@ -272,6 +271,10 @@ def test_all_ranks_get_the_configuration_of_rank_0(pool: Pool) -> None:
 def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as error:
         HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
-    asked = {"task.width=30 with task.heads=4", "task.variant=tmr", "task.test_size=0", "task.layers=0"}
-    assert asked == {p.problem for p in error.value.problems}
+    assert {p.problem for p in error.value.problems} == {
+        "task.width=30 cannot be divided among task.heads=4",
+        "task.variant=tmr is not one of hrm, trm",
+        "task.test_size=0 is less than 1",
+        "task.layers=0 is less than 1",
+    }
     assert "type task.variant=trm" in {p.fix for p in error.value.problems}

@@ -15,14 +15,20 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.recipes.hrm import HRM, pretrain
+from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.build import Build, build
-from lockstep.recipes.hrm.evaluate import evaluate_checkpoint
-from lockstep.recipes.hrm.evaluate import main as evaluate_main
-from lockstep.recipes.hrm.iterable import PuzzleDataset, PuzzleDatasetConfig
-from lockstep.recipes.hrm.pretrain import load_synced_config, overrides
-from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed, SparseEmbedding
-from lockstep.recipes.hrm.train_state import (
+from lockstep.recipes.hrm.commands import (
+    evaluate_checkpoint,
+    evaluate_main,
+    load_synced_config,
+    overrides,
+    pretrain_main,
+)
+from lockstep.recipes.hrm.model import SparseEmbedding
+from lockstep.recipes.hrm.optimizers import CastedSparseEmbeddingSignSGD_Distributed
+from lockstep.recipes.hrm.own_loop import (
+    PuzzleDataset,
+    PuzzleDatasetConfig,
     compute_metrics,
     evaluate,
     init_train_state,
@@ -88,13 +94,13 @@ def test_the_loop_of_the_document_gives_the_bits_of_fit(pool, folder):
         if size == 1:
             alone = losses
         else:
-            assert ranks[1][0] == [None] * 7  # only rank 0 is told
+            assert ranks[1][0] == [None] * 7  # only rank 0 gets metrics
             assert ranks[1][1] is None
             assert [line["loss"] for line in losses] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
 
 
-def test_a_loop_that_goes_on_counts_on(folder):
-    """The average follows by the number of the step: counted from 0 again, it would forget what it has."""
+def test_a_resumed_loop_continues_its_step_count(folder):
+    """The rate of the average follows from the step: counted from 0 again, it would forget what it has."""
 
     def looped(name, until):
         config = config_of(folder, name, **{"task.ema": 0.999, "resume": "auto"})
@@ -154,7 +160,7 @@ def test_loader_processes_share_the_batches_and_the_loops_own_draws_stay(folder)
     assert drawn == random.Random(1).random()
 
 
-def test_every_test_puzzle_is_dealt_once(folder):
+def test_every_test_puzzle_is_read_once(folder):
     """21 in batches of 12: the last one is short, and some rank has nothing of it."""
     [[first, last]] = passes(folder, "test", 0, 1)
     assert (len(first), len(last)) == (12, 9)
@@ -183,14 +189,14 @@ def test_rows_of_any_number_can_be_looked_up_and_updated():
 
 
 def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys):
-    """With the code of the model and whole checkpoints beside it, and with the answers, if they are asked for."""
+    """The run folder has the code of the model and checkpoints; answers are written if save_outputs is set."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DISABLE_COMPILE", "1")
     seen = []
     real = lockstep.fit
     monkeypatch.setattr(lockstep, "fit", lambda task, values, **more: seen.append(values) or real(task, values, **more))
     words = [*WORDS.split(), "data_path=data", "project_name=puzzles", "run_name=first"]
-    pretrain.main([*words, "use_distributed_checkpoint=true", "evaluate.at_end=false"])
+    pretrain_main([*words, "use_distributed_checkpoint=true", "evaluate.at_end=false"])
     assert seen[0]["compile"] is False
     run = Path("runs/puzzles/first")
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
@@ -216,9 +222,9 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     events.write_text(events.read_text().replace('"task": "hrm"', '"task": "pixel_llm"'))
     with pytest.raises(SystemExit):
         evaluate_main([f"checkpoint={run}"])
-    assert "found: a run of pixel_llm" in capsys.readouterr().err
+    assert "is a run of pixel_llm" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        pretrain.main(words)
+        pretrain_main(words)
     assert "add resume=auto to go on with it; or type another run_name" in capsys.readouterr().err
 
 
@@ -226,21 +232,21 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     ("word", "advice"),
     [("resume=auto", "add run_name=NAME"), ("lrr=1", "type lr=1"), ("eval_intervall=3", "type eval_interval=3")],
 )
-def test_what_to_type_is_said_in_the_words_of_the_script(folder, monkeypatch, capsys, word, advice):
+def test_errors_use_the_keys_of_the_script(folder, monkeypatch, capsys, word, advice):
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as left:
-        pretrain.main([*WORDS.split(), "data_path=data", word])
+        pretrain_main([*WORDS.split(), "data_path=data", word])
     assert left.value.code == 2
     assert f"do:    {advice}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "key"), [(pretrain.main, "lr_warmup_steps"), (evaluate_main, "save_outputs")])
+@pytest.mark.parametrize(("command", "key"), [(pretrain_main, "lr_warmup_steps"), (evaluate_main, "save_outputs")])
 def test_help_has_all_keys(command, key, capsys):
     command(["--help"])
     assert {key, "task.variant"} <= set(capsys.readouterr().out.split())
 
 
-def test_words_are_stronger_than_a_file_of_settings(folder):
+def test_arguments_override_a_file_of_settings(folder):
     path = folder / "pretrain.yaml"
     path.write_text("lr: 0.002\nepochs: 7\ntask: {width: 64, heads: 4}\nlog.every: 3\n")
     found = overrides(["lr=0.5", f"config={path}", "task.heads=2"])
@@ -258,7 +264,7 @@ def test_pretrain_learns_on_two_machines_under_torchrun(folder):
     words.append("eval_interval=12")  # the later word counts
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    command = [str(ROOT / "pretrain.py"), *words, "run_name=nodes"]
+    command = [str(ROOT / "systems" / "hrm" / "pretrain.py"), *words, "run_name=nodes"]
     nodes = [
         subprocess.Popen(
             [*torchrun, f"--node-rank={rank}", *command], cwd=folder, env=env,

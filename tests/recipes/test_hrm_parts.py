@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm import maze, sudoku
+from lockstep.recipes.hrm import puzzles, sudoku
 from lockstep.recipes.hrm.build import Build, build, read_csv
 from lockstep.recipes.hrm.build import main as build_main
-from lockstep.recipes.hrm.carry import Carry, filled
-from lockstep.recipes.hrm.data import PuzzleDataset, read_puzzles
+from lockstep.recipes.hrm.carry import Carry, refill
+from lockstep.recipes.hrm.commands import PretrainConfig
+from lockstep.recipes.hrm.data import PuzzleGroups, read_puzzles
 from lockstep.recipes.hrm.losses import cell_loss
-from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, _cut_normal
-from lockstep.recipes.hrm.pretrain import PretrainConfig
-from lockstep.recipes.hrm.puzzles import Asked, IdRules, family, split_by_class
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, _truncated_normal
+from lockstep.recipes.hrm.puzzles import IdRules, PuzzleOptions, make_splits
 
 # ---- the model ------------------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ def test_trm_learns_from_the_whole_last_cycle(mixer: str) -> None:
     assert not torch.allclose(grads[0], grads[1])
 
 
-def test_a_cut_normal_has_the_deviation_it_says() -> None:
+def test_a_truncated_normal_has_the_standard_deviation_it_states() -> None:
     torch.manual_seed(0)
-    drawn = _cut_normal(torch.empty(100_000), 0.3)
+    drawn = _truncated_normal(torch.empty(100_000), 0.3)
     assert drawn.std().item() == pytest.approx(0.3, rel=0.02)
 
 
@@ -141,14 +141,14 @@ def test_halted_slots_take_the_next_puzzle() -> None:
         "z_h": torch.ones(2, 1, 1), "z_l": torch.ones(2, 1, 1), "steps": torch.tensor([3, 3]),
         "halted": torch.tensor([True, False]),
     }  # fmt: skip
-    now = filled(old, batch, lambda: start)
+    now = refill(old, batch, lambda: start)
     assert now["inputs"].flatten().tolist() == [7, 6]
     assert now["steps"].tolist() == [0, 3]
     assert now["begin"].tolist() == [True, False]
     assert now["least"].tolist() == [1, 2]
 
 
-def test_a_slot_that_nobody_held_is_refused() -> None:
+def test_slots_that_were_not_held_before_are_refused() -> None:
     carry = Carry()
     assert carry.take(0, 4) is None
     carry.put(0, {"steps": torch.zeros(4)})
@@ -168,7 +168,7 @@ def test_a_puzzle_has_one_solution_and_symmetries_keep_it(n: int, holes: int) ->
     assert grid.count(0) == holes
     assert sudoku.Solver(n).solutions(grid) == [solution]
     random.seed(0)
-    places, digits = sudoku.shuffled(n)
+    places, digits = sudoku.random_symmetry(n)
     moved, answer = (tuple(digits[np.array(cells)[places]].tolist()) for cells in (grid, solution))
     assert sudoku.Solver(n).solutions(moved) == [answer]
     if n == 4:
@@ -176,14 +176,14 @@ def test_a_puzzle_has_one_solution_and_symmetries_keep_it(n: int, holes: int) ->
 
 
 def test_symmetries_draw_what_python_would() -> None:
-    """Old runs can be repeated: `shuffled` has its own way to an order, not its own numbers."""
+    """Old runs can be repeated: `random_symmetry` draws orders in its own way, with the same result."""
     for seed in range(50):
         random.seed(seed)
         order = [start + line for start in random.sample(range(0, 9, 3), 3) for line in random.sample(range(3), 3)]
         digits, state = random.sample(range(1, 10), 9), random.getstate()
         random.seed(seed)
-        assert sudoku._random_order(9, 3) == order
-        assert sudoku._in_random_order(list(range(1, 10))) == digits
+        assert sudoku._random_lines(9, 3) == order
+        assert sudoku._random_order(list(range(1, 10))) == digits
         assert random.getstate() == state
 
 
@@ -192,8 +192,8 @@ def test_a_puzzle_with_two_solutions_is_noticed() -> None:
     assert len(sudoku.Solver(4).solutions((0,) * 12 + grid[12:])) == 2
 
 
-def test_no_test_puzzle_is_a_training_puzzle_in_disguise() -> None:
-    (train, _), (test, _) = split_by_class(4, 9, 60, 30, random.Random(0))
+def test_no_test_puzzle_is_a_symmetric_training_puzzle() -> None:
+    (train, _), (test, _) = sudoku.split_by_class(4, 9, 60, 30, random.Random(0))
     classes = [{sudoku.canonical(tuple(grid.tolist()), 4) for grid in side} for side in (train, test)]
     assert len(train) == 60
     assert len(test) == 30
@@ -201,11 +201,11 @@ def test_no_test_puzzle_is_a_training_puzzle_in_disguise() -> None:
     with pytest.raises(
         UserError, match=r"task.least_guesses=9\n.*the hardest took 0 guesses\n.*leave task.least_guesses"
     ):
-        split_by_class(4, 6, 1, 1, random.Random(0), least_guesses=9.0)
+        sudoku.split_by_class(4, 6, 1, 1, random.Random(0), least_guesses=9.0)
 
 
 def test_the_shipped_sudokus() -> None:
-    train, test = family(Asked("sudoku9", 1000, 2000, seed=0))
+    train, test = make_splits(PuzzleOptions(puzzle="sudoku9", train_size=1000, test_size=2000))
     assert (len(train.inputs), len(test.inputs)) == (1000, 2000)
     for inputs, labels in ((train.inputs[0], train.labels[0]), (test.inputs[-1], test.labels[-1])):
         solutions = sudoku.Solver(9).solutions(tuple((inputs - 1).tolist()))
@@ -217,36 +217,36 @@ def test_the_shipped_sudokus() -> None:
 
 
 def test_hard_sudokus_take_guesses() -> None:
-    train, test = family(Asked("sudoku9", 1, 1, seed=0, least_guesses=1.0))
-    for puzzles in (train, test):
-        assert sudoku.difficulty(tuple((puzzles.inputs[0] - 1).tolist()), 9, random.Random(0)) > 0
+    train, test = make_splits(PuzzleOptions(puzzle="sudoku9", train_size=1, test_size=1, least_guesses=1.0))
+    for split in (train, test):
+        assert sudoku.difficulty(tuple((split.inputs[0] - 1).tolist()), 9, random.Random(0)) > 0
 
 
 def test_a_maze_has_one_shortest_way() -> None:
-    cells, labels = maze.maze(12, 8, random.Random(1))
-    way = np.argwhere(labels.reshape(12, 12) == maze.WAY)
-    start, goal = (tuple(np.argwhere(cells.reshape(12, 12) == mark)[0]) for mark in (maze.START, maze.GOAL))
-    found = maze.shortest_way(cells.reshape(12, 12), start, goal)
+    cells, labels = puzzles.make_maze(12, 8, random.Random(1))
+    way = np.argwhere(labels.reshape(12, 12) == puzzles.WAY)
+    start, goal = (tuple(np.argwhere(cells.reshape(12, 12) == mark)[0]) for mark in (puzzles.START, puzzles.GOAL))
+    found = puzzles.shortest_way(cells.reshape(12, 12), start, goal)
     assert found is not None
     assert len(found) > 8
     assert {tuple(cell) for cell in way.tolist()} == {(int(r), int(c)) for r, c in found[1:-1]}
-    open_field = np.full((3, 3), maze.FREE)
-    assert maze.shortest_way(open_field, (0, 0), (2, 2)) is None  # many ways
-    assert maze.shortest_way(np.array([[2, 1, 2]] * 3), (0, 0), (2, 2)) is None  # none
+    open_field = np.full((3, 3), puzzles.FREE)
+    assert puzzles.shortest_way(open_field, (0, 0), (2, 2)) is None  # many ways
+    assert puzzles.shortest_way(np.array([[2, 1, 2]] * 3), (0, 0), (2, 2)) is None  # none
 
 
 def test_what_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not looked for until the end of time."""
+    """The search ends after a number of tries."""
     monkeypatch.setattr(sudoku, "TRIES", 5)
-    monkeypatch.setattr(maze, "TRIES", 5)
+    monkeypatch.setattr(puzzles, "MAZE_TRIES", 5)
     with pytest.raises(UserError, match="13 empty cells"):  # 4 clues are the fewest
         sudoku.puzzle(4, 13, random.Random(0))
     with pytest.raises(UserError, match="more than 64 cells"):
-        maze.maze(8, 64, random.Random(0))
+        puzzles.make_maze(8, 64, random.Random(0))
 
 
-def test_id_grids_are_told_apart_by_the_id_alone() -> None:
-    training, test = family(Asked("idgrid", 50, 40, seed=3, rules=4))
+def test_only_the_id_says_which_rule_an_id_grid_has() -> None:
+    training, test = make_splits(PuzzleOptions(puzzle="idgrid", train_size=50, test_size=40, data_seed=3, rules=4))
     random.seed(0)
     first = training[0]
     rules = IdRules(4, False, 3)
@@ -264,7 +264,7 @@ def test_the_published_layout(tmp_path: Path) -> None:
     assert (training.symbols, training.cells, training.ids) == (6, 16, 1)
     assert training.group_indices.tolist() == [0, 3, 6, 9, 12, 15]
     assert len(test.inputs) == 3
-    data = PuzzleDataset(training, most_steps=4, explore=1.0)
+    data = PuzzleGroups(training, most_steps=4, explore=1.0)
     assert len(data) == 5
 
     def drawn(seed: int) -> list[int]:
@@ -296,6 +296,6 @@ def test_sudokus_from_a_csv_file(tmp_path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(("source", "question", "answer", "rating"))
         writer.writerow(("me", "".join(map(str, grid)).replace("0", "."), "".join(map(str, solution)), 0))
-    puzzles = read_csv(tmp_path / "some.csv", most=5, seed=0)
-    assert (puzzles.inputs[0] - 1).tolist() == list(grid)
-    assert (puzzles.labels[0] - 1).tolist() == list(solution)
+    read = read_csv(tmp_path / "some.csv", most=5, seed=0)
+    assert (read.inputs[0] - 1).tolist() == list(grid)
+    assert (read.labels[0] - 1).tolist() == list(solution)

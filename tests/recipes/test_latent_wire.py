@@ -1,4 +1,4 @@
-"""Two frozen readers and the wire between: its parts, and its smallest run on one process, and on two with a kill."""
+"""Two frozen readers and the wire between them: its parts, and a small run on one process, and on two with a kill."""
 
 import itertools
 import json
@@ -17,14 +17,17 @@ from safetensors.torch import load_file
 
 from lockstep.errors import UserError
 from lockstep.recipes.latent_wire import LatentWire
-from lockstep.recipes.latent_wire.data import WireData
-from lockstep.recipes.latent_wire.frozen import frozen_reader
+from lockstep.recipes.latent_wire.data import TOKENIZERS, WireData
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape, answer, decode
-from lockstep.recipes.latent_wire.school import School, Schooling, lesson_cost, lessons_of
-from lockstep.recipes.latent_wire.tokens import TOKENIZERS
-from lockstep.recipes.latent_wire.topics import BLANK, KEYWORDS, TOPICS, TopicWorld
+from lockstep.recipes.latent_wire.reader_training import (
+    ReaderTraining,
+    TrainingOptions,
+    frozen_reader,
+    sequence_loss,
+    training_batches,
+)
 from lockstep.recipes.latent_wire.wire import from_replay, from_text
-from lockstep.recipes.latent_wire.world import FactWorld
+from lockstep.recipes.latent_wire.worlds import BLANK, KEYWORDS, TOPICS, FactWorld, TopicWorld
 from lockstep.testing import fail_at
 from ranks.support import assert_user_errors, train
 
@@ -84,8 +87,8 @@ def test_frozen_readers_are_left_out_of_checkpoints(runs):
     assert "readers.0.embed.weight" in (checkpoint / "manifest.json").read_text()  # its digest
 
 
-def test_a_wire_does_not_go_on_with_other_readers(pool, runs):
-    """Nor could it with those of another version: what to do then is said."""
+def test_a_wire_does_not_resume_with_other_readers(pool, runs):
+    """Nor with those of another version; the error says what to do."""
     more = {
         "task.frozen": str(runs / "others"),
         "task.reader_accuracy": 0.0,
@@ -94,7 +97,7 @@ def test_a_wire_does_not_go_on_with_other_readers(pool, runs):
     }
     more["resume"] = str(max((runs / "one" / "checkpoints").glob("step-*")))
     (error,) = pool.errors(train, LatentWire, SETTINGS | more, world=1)
-    assert_user_errors([error], "the frozen parameter", "goes on only with the Lockstep that wrote it")
+    assert_user_errors([error], "the frozen parameter", "resumes only with the Lockstep that wrote it")
 
 
 def test_the_cost_falls(runs):
@@ -151,10 +154,10 @@ def test_no_two_splits_share_a_fact():
     assert len(set.union(*facts.values())) == sum(map(len, facts.values()))
 
 
-def test_a_school_never_looks_at_what_a_wire_is_tested_with(tmp_path, monkeypatch):
+def test_readers_are_never_trained_or_validated_on_test_contexts(tmp_path, monkeypatch):
     drawn, draw = set(), FactWorld.draw
     monkeypatch.setattr(FactWorld, "draw", lambda world, split, ids: drawn.add(split) or draw(world, split, ids))
-    frozen_reader(tmp_path, SHAPE, FactWorld(), Schooling(enough=0.0, batch=8))
+    frozen_reader(tmp_path, SHAPE, FactWorld(), TrainingOptions(accuracy=0.0, batch=8))
     assert drawn == {"train", "validation"}
 
 
@@ -192,7 +195,7 @@ def test_a_sentence_is_about_the_topic_that_most_of_its_words_belong_to():
 
 
 def test_a_reader_is_trained_once_and_a_changed_one_is_refused(tmp_path):
-    make = lambda: frozen_reader(tmp_path, SHAPE, FactWorld(), Schooling(enough=0.0))
+    make = lambda: frozen_reader(tmp_path, SHAPE, FactWorld(), TrainingOptions(accuracy=0.0))
     first = make()
     [weights] = tmp_path.glob("*.safetensors")
     written = weights.stat().st_mtime_ns
@@ -209,29 +212,31 @@ def test_a_reader_is_trained_once_and_a_changed_one_is_refused(tmp_path):
 
 def test_a_reader_that_does_not_learn_is_not_frozen(tmp_path):
     with pytest.raises(UserError, match=r"task\.reader_steps"):
-        frozen_reader(tmp_path, SHAPE, FactWorld(), Schooling(enough=1.0, most_steps=25))
+        frozen_reader(tmp_path, SHAPE, FactWorld(), TrainingOptions(accuracy=1.0, most_steps=25))
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_a_school_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
-    """Two worlds, of one fact and of two; a look at step 4 opens the second, one at step 8 ends it."""
+def test_an_interrupted_training_resumes_with_the_same_bits(tmp_path, monkeypatch):
+    """Two worlds, of one fact and of two: the validation at step 4 opens the second, the one at step 8 ends it."""
 
-    def school(kept):
+    def training(saved):
         torch.manual_seed(0)
-        pupil = Reader(TOKENIZERS["words"](FactWorld().words).size, SHAPE)
-        schooling = Schooling(enough=0.0, most_steps=20, batch=8, easier_first=True, look_every=4, save_every=6)
-        return School(pupil, FactWorld(facts=2), schooling, tmp_path / kept)
+        reader = Reader(TOKENIZERS["words"](FactWorld().words).size, SHAPE)
+        options = TrainingOptions(
+            accuracy=0.0, most_steps=20, batch=8, easier_first=True, validate_every=4, save_every=6
+        )
+        return ReaderTraining(reader, FactWorld(facts=2), options, tmp_path / saved)
 
-    whole, broken = school("whole"), school("broken")
-    assert whole.run()["steps"] == 8
+    undisturbed, broken = training("undisturbed"), training("broken")
+    assert undisturbed.run()["steps"] == 8
     step = broken._step
     monkeypatch.setattr(broken, "_step", lambda: step() if broken.progress.step < 7 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         broken.run()
-    again = school("broken")
+    again = training("broken")
     assert (again.progress.step, again.progress.stage) == (6, 1)
     assert again.run()["steps"] == 8
-    pairs = zip(whole.reader.parameters(), again.reader.parameters(), strict=True)
+    pairs = zip(undisturbed.reader.parameters(), again.reader.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not list(tmp_path.iterdir())
 
@@ -240,12 +245,12 @@ def test_facts_are_learned_one_two_four_at_a_time():
     assert [world.facts for world in FactWorld(facts=4, questions=8).easier()] == [1, 2]
     assert [world.questions for world in FactWorld(facts=4, questions=8).easier()] == [4, 8]
     assert FactWorld(facts=1).easier() == []
-    at_once, in_turn = (LatentWire(facts=4, reader_curriculum=wish).schooling for wish in (False, True))
+    at_once, in_turn = (LatentWire(facts=4, reader_curriculum=on).reader_training for on in (False, True))
     assert (at_once.easier_first, in_turn.easier_first) == (False, True)
 
 
-def test_a_lesson_costs_what_its_first_answer_costs_alone():
-    """Later questions of a lesson cannot reach back."""
+def test_the_loss_of_a_first_answer_is_the_same_alone_and_in_a_sequence():
+    """Later questions of a sequence have no effect on earlier ones."""
     torch.manual_seed(0)
     world = FactWorld(facts=2, questions=3)
     reader = Reader(TOKENIZERS["pieces"](world.words).size, SHAPE)
@@ -253,22 +258,22 @@ def test_a_lesson_costs_what_its_first_answer_costs_alone():
     first = {
         name: tensor[:, :1] if name.startswith(("question", "answer")) else tensor for name, tensor in rows.items()
     }
-    ids, places = next(lessons_of(world, TOKENIZERS["pieces"](world.words), 5, 0, "cpu"))
-    assert places.shape == (3 * 2,)
-    assert torch.equal(ids[:, places], rows["answer_0"].flatten(1))
+    ids, positions = next(training_batches(world, TOKENIZERS["pieces"](world.words), 5, 0, "cpu"))
+    assert positions.shape == (3 * 2,)
+    assert torch.equal(ids[:, positions], rows["answer_0"].flatten(1))
     alone = from_text(reader, first, 0).cost.mean()
-    assert torch.allclose(lesson_cost(reader, ids, places[:2]), alone, atol=1e-5)
+    assert torch.allclose(sequence_loss(reader, ids, positions[:2]), alone, atol=1e-5)
 
 
-def test_a_reader_stays_at_home_when_the_model_moves():
-    reader = Reader(9, SHAPE).settle("cpu")
+def test_a_reader_stays_on_its_device_when_the_model_moves():
+    reader = Reader(9, SHAPE).freeze("cpu")
     around = torch.nn.ModuleList([torch.nn.Linear(2, 2), reader]).to("meta")
     assert around[0].weight.is_meta
     assert reader.device.type == "cpu"
 
 
-def test_frozen_readers_do_not_change_their_ways_in_training():
-    reader = Reader(9, SHAPE).settle(None)
+def test_frozen_readers_stay_in_evaluation_mode():
+    reader = Reader(9, SHAPE).freeze(None)
     torch.nn.ModuleList([reader]).train()
     assert not reader.training
 

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from lockstep import fit
 from lockstep.errors import ConfigError
 from lockstep.recipes.latent_wire import LatentWire
-from lockstep.recipes.latent_wire.measures import compression, distinct, f1
-from lockstep.recipes.latent_wire.wire import far, from_text
+from lockstep.recipes.latent_wire.metrics import compression, distinct, f1
+from lockstep.recipes.latent_wire.wire import distance_bias, from_text
 
 TINY = LatentWire.presets["tiny"]["task"] | {"reader_accuracy": 0.0}
 EVERYTHING = {
@@ -77,7 +77,7 @@ def test_each_vector_sees_its_own_part_of_the_text_best(frozen):
     _, model, batch = made(frozen, vectors=4, private=2, spread=True)
     pool = model.encoder.pool
     assert torch.allclose(pool.centres, torch.tensor([1, 3, 5, 7, 2, 6, 2, 6]) / 8)  # shared, and each reader's own
-    (score,) = far(pool.centres, heads=4, length=16)
+    (score,) = distance_bias(pool.centres, heads=4, length=16)
     assert score.shape == (4, 8, 16)
     assert score[0].argmax(-1).tolist() == [1, 5, 9, 13, 3, 11, 3, 11]
     assert torch.equal(score[1], score[0] / 2)
@@ -92,7 +92,7 @@ def test_each_vector_sees_its_own_part_of_the_text_best(frozen):
 @pytest.mark.parametrize(("options", "shapes"), [
     ({"refiner": 2}, [(4, 40, 32), (4, 2, 32), (8, 6, 32), (8, 34, 48)]),
     ({"latent_adapter": [0, 1], "lora": 2}, [(4, 40, 32), (8, 6, 32), (8, 34, 48)]),
-], ids=["plain", "aids"])  # fmt: skip
+], ids=["plain", "additions"])  # fmt: skip
 def test_one_graph_for_each_stack_of_blocks_and_none_for_an_evaluation(frozen, options, shapes):
     readers = [["words", 32, 2, 2, 2], ["bytes", 48, 2, 2, 4]]
     task, model, batch = made(frozen, layers=2, near=3, readers=readers, **options)
@@ -188,16 +188,16 @@ def test_in_prompt_mode_the_question_goes_through_the_wire(frozen):
 # ---- what is measured ----
 
 
-def test_an_evaluation_tells_all_ways_of_asking(frozen):
+def test_an_evaluation_reports_all_ways_of_asking(frozen):
     task, model, _ = made(frozen)
     with torch.no_grad():
-        told = task.eval_loss(model.eval(), task.eval_data().__getitems__(range(32)))
+        found = task.eval_loss(model.eval(), task.eval_data().__getitems__(range(32)))
     ways = ("exact", "first", "f1", "text", "replay", "none", "cut", "other", "other_above_none", "of_text", "variety")
-    assert set(told.metrics) == {f"{letter}_{way}" for letter in "ab" for way in ways} | {"alike"}
-    assert told.metrics["a_replay"] == told.metrics["a_text"]
-    assert told.metrics["b_exact"] <= told.metrics["b_f1"]
-    assert told.metrics["a_of_text"] == (told.metrics["a_exact"], told.metrics["a_text"])
-    written, expected = told.metrics["a_variety"]
+    assert set(found.metrics) == {f"{letter}_{way}" for letter in "ab" for way in ways} | {"alike"}
+    assert found.metrics["a_replay"] == found.metrics["a_text"]
+    assert found.metrics["b_exact"] <= found.metrics["b_f1"]
+    assert found.metrics["a_of_text"] == (found.metrics["a_exact"], found.metrics["a_text"])
+    written, expected = found.metrics["a_variety"]
     assert 1 <= written < expected  # a wire that has learned nothing says the same of everything
 
 
@@ -213,15 +213,15 @@ def test_f1_counts_tokens_in_any_order_but_no_blanks():
 @pytest.mark.parametrize("mode", ["context", "prompt"])
 def test_compression_counts_text_without_its_filling(frozen, mode):
     task, _, _ = made(frozen, mode=mode, private=1)
-    told = compression(task.eval_data(), task.shape)
+    shown = compression(task.eval_data(), task.shape)
     words = task.world.words
     drawn = task.world.draw("test", torch.arange(64).numpy())
     texts = [" ".join(words[i] for i in context) + " " for context in drawn.context]
     asked = [" ".join(words[i] for i in q) + " " for q in drawn.question.reshape(-1, 3)] if mode == "prompt" else [""]
     size = sum(map(len, texts)) / len(texts) + sum(map(len, asked)) / len(asked)
-    assert f"carried: {size:.0f} bytes of text, {'8 and 14' if mode == 'prompt' else '5 and 9'} tokens" in told
-    assert f"4 vectors, {4 * 32 * 2} bytes in bf16, {4 * 32} in 8 bits" in told
-    assert f"tokens per vector: {'2.7 and 4.7' if mode == 'prompt' else '1.7 and 3.0'}" in told
+    assert f"carried: {size:.0f} bytes of text, {'8 and 14' if mode == 'prompt' else '5 and 9'} tokens" in shown
+    assert f"4 vectors, {4 * 32 * 2} bytes in bf16, {4 * 32} in 8 bits" in shown
+    assert f"tokens per vector: {'2.7 and 4.7' if mode == 'prompt' else '1.7 and 3.0'}" in shown
 
 
 def test_the_teacher_is_the_reader_that_sees_the_text(frozen):
@@ -238,11 +238,11 @@ def test_the_teacher_is_the_reader_that_sees_the_text(frozen):
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         LatentWire(questions=5, width=50, readers=[["runes", 64, 2, 4]], reader_homes=["cpu", "cpu"])
-    assert len(error.value.problems) == 4 + 1  # the questions of the schooling follow the others
+    assert len(error.value.problems) == 4 + 1  # the questions for the readers follow the others
     with pytest.raises(ConfigError) as error:
         LatentWire(world="letters", mode="whisper", lora=-1, latent_adapter=[2])
     assert len(error.value.problems) == 4  # both readers have two layers, which is one problem
     with pytest.raises(ConfigError, match=r"type task\.world=topics"):
         LatentWire(world="topic")
-    with pytest.raises(ConfigError, match="0 of them"):
+    with pytest.raises(ConfigError, match="has 0 readers"):
         LatentWire(readers=[])

@@ -125,7 +125,7 @@ def test_topics_have_no_questions_to_school_readers_with():
     with pytest.warns(UserWarning, match="no effect with task.world=topics"):
         found = LATENT_WIRE(world="topics", reader_questions=3, reader_curriculum=True)
     plain = LATENT_WIRE(world="topics")
-    assert (found.school_questions, found.schooling) == (plain.school_questions, plain.schooling)
+    assert (found.reader_questions, found.reader_training) == (plain.reader_questions, plain.reader_training)
 
 
 def test_credit_for_each_of_one_asset_is_refused():
@@ -152,7 +152,9 @@ def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
             super().__init__(width=width)
 
     seen = []
-    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved.config.task)))
+    monkeypatch.setattr(
+        api, "_fit_here", lambda task, resolved, name: seen.append((task.model_options.width, resolved.config.task))
+    )
     for task, options in ((Narrow(), {}), (HRM(width=64, heads=2), {"width": 64, "heads": 2})):
         with api._pickled(task, options) as path:
             api.work({"task": path, "layers": [("argument", {"task": options})], "path": []})

@@ -1,4 +1,4 @@
-"""The captioning recipe: its parts, and its smallest run on one process, on two, and on two of which one is killed."""
+"""The captioning recipe: its parts, and its smallest run on one process, on two, and with one of two killed."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from lockstep.recipes.pixel_llm.generation import generate, next_word
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.png import SIGNATURE, read_png, write_png
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, is_held_out, relation
-from lockstep.recipes.pixel_llm.task import OF_SCENES
+from lockstep.recipes.pixel_llm.task import SCENE_OPTIONS
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD, Words
 from ranks.support import train
 
@@ -49,16 +49,16 @@ def runs(pool, tmp_path_factory):
     """`one`, and `two` with a rank killed, of the acceptance run; `undisturbed`: two ranks with the same settings."""
     folder = tmp_path_factory.mktemp("runs")
     script = ROOT / "benchmarks" / "pixel_acceptance.py"
-    said = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
+    output = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
     values = {"preset": "tiny", "micro_batch": 8, "threads": 1, "run_dir": str(folder / "runs" / "undisturbed")}
     pool.run(train, PixelLLM, values, world=2)
-    return folder / "runs", said
+    return folder / "runs", output
 
 
 def test_one_process_and_two_give_the_same_losses(runs):
-    folder, said = runs
-    assert said.splitlines()[-1] == "pass"
-    assert "restarts of the two processes: 1" in said  # and the checkpoint in the middle was gone on from
+    folder, output = runs
+    assert output.splitlines()[-1] == "pass"
+    assert "restarts of the two processes: 1" in output  # resumed from the checkpoint in the middle
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
@@ -125,7 +125,7 @@ def test_a_scene_is_a_function_of_seed_split_and_number():
     ids=str,
 )
 def test_pictures_and_captions_never_change(kind, size, digests):
-    """Results in the log are of these very pictures. One by one or in batches, they are the same."""
+    """The results in the log were measured on these pictures, which are the same one by one and in batches."""
     for split, expected in zip((TRAIN, IID, COMP), digests.split(), strict=True):
         data = ShapeScenes(KINDS[kind], size, split, 10**7, seed=2)
         order = [*range(24), 9_999_999]
@@ -137,7 +137,7 @@ def test_pictures_and_captions_never_change(kind, size, digests):
         data.__getitems__([0, 10**7])
 
 
-def test_things_that_are_called_differently_look_different():
+def test_things_with_different_names_look_different():
     """An outlined ring was once an outlined circle, pixel by pixel. Bright, without noise, in the same place."""
     kind, quiet = KINDS["many"], SimpleNamespace(uniform=lambda *_: 0.0, standard_normal=np.zeros)
     for radius in (4.8, 6.0, 8.4, 10.4):
@@ -152,8 +152,8 @@ def test_things_that_are_called_differently_look_different():
 
 
 @pytest.mark.parametrize("shape", KINDS["many"].shapes)
-def test_a_thing_is_drawn_whole(shape):
-    """The pixels around it that are looked at are enough, at the border of the picture too."""
+def test_a_thing_is_drawn_completely(shape):
+    """The part of the picture that is searched covers every shape, at the border too."""
     for x, y, radius in ((15.7, 16.2, 9.9), (1.3, 30.9, 5.0), (40.0, 16.0, 5.0)):
         thing = Thing("white", shape, "solid", x, y, radius, 1.0)
         image = np.zeros((3, 32, 32), np.float32)
@@ -180,9 +180,9 @@ def test_a_scene_has_one_right_caption(name):
         scene = data.scene(index)
         colours = [KINDS[name].colours.index(thing.colour) for thing in scene.things]
         assert colours == sorted(set(colours))  # which thing is named first can be seen
-        said = [part.word for part in scene.parts if part.slot == "relation"]
+        relations = [part.word for part in scene.parts if part.slot == "relation"]
         spots = [(thing.x, thing.y) for thing in scene.things]
-        assert said == [relation(a, b) for a, b in itertools.pairwise(spots)]
+        assert relations == [relation(a, b) for a, b in itertools.pairwise(spots)]
         lengths.add(len(scene.caption))
         assert is_held_out(scene) is False
     assert max(lengths) <= KINDS[name].words.longest
@@ -235,7 +235,7 @@ def test_the_presets_have_their_sizes(preset, millions):
 
 @pytest.fixture(scope="module")
 def writer():
-    """A model that has learnt nothing, and pictures."""
+    """Return an untrained model, pictures, and the words of their captions."""
     torch.manual_seed(0)
     task = PixelLLM(**TINY | {"spatial_pool": True})
     images = torch.stack([task.data()[i].image for i in range(3)])
@@ -250,14 +250,14 @@ def test_the_cache_changes_nothing(writer):
     ids = torch.randint(3, len(words), (3, words.length), generator=torch.Generator().manual_seed(1))
     cache = Cache()
     with torch.no_grad():
-        whole = model(images, ids)
+        at_once = model(images, ids)
         one_by_one = torch.cat([model(images, ids[:, t : t + 1], cache) for t in range(words.length)], dim=1)
-    torch.testing.assert_close(one_by_one, whole, rtol=1e-4, atol=1e-4)  # the head multiplies by 20
-    assert not torch.allclose(whole[:, 0], whole[:, 1], atol=1e-3)
+    torch.testing.assert_close(one_by_one, at_once, rtol=1e-4, atol=1e-4)  # the head multiplies by 20
+    assert not torch.allclose(at_once[:, 0], at_once[:, 1], atol=1e-3)
 
 
 def likelihood(model, images, captions):
-    """Of captions (B, T), computed at once, without a cache."""
+    """Return the log-likelihood of captions (B, T), computed at once, without a cache."""
     ids = torch.cat([torch.full((len(captions), 1), BOS), captions[:, :-1]], dim=1)
     with torch.no_grad():
         logits = model(images, ids)
@@ -304,8 +304,12 @@ def test_a_beam_of_three_is_no_worse_than_greedy(writer):
 def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         PixelLLM(image=30, width=90, stem="cnn", scenes="three")
-    asked = {problem.problem for problem in error.value.problems}
-    assert {"task.stem=cnn", "task.scenes=three", "task.image=30", "task.width=90 with task.heads=4"} <= asked
+    assert {problem.problem for problem in error.value.problems} == {
+        "task.scenes=three does not exist",
+        "task.stem=cnn does not exist",
+        "task.image=30 is not a multiple of 8, the pixels of a token",
+        "task.width=90 with task.heads=4 must be a multiple of 4",
+    }
 
 
 # ---- files --------------------------------------------------------------------------------------------------
@@ -349,7 +353,7 @@ def test_a_damaged_picture_is_refused(tmp_path):
     data = bytearray(path.read_bytes())
     for broken in (data[:40], data[:45] + b"x" + data[46:], b"GIF89a" + bytes(data)):
         path.write_bytes(bytes(broken))
-        with pytest.raises(UserError, match="no PNG that can be read"):
+        with pytest.raises(UserError, match="not a PNG that can be read"):
             read_png(path)
 
 
@@ -373,7 +377,7 @@ def test_the_command_that_exports_scenes_warns_of_nothing(tmp_path):
 
 def test_it_trains_on_a_folder_of_pictures(tmp_path):
     export(ShapeScenes(KINDS["few"], 24, TRAIN, 60), tmp_path / "pictures", "txt")
-    sizes = {name: value for name, value in TINY.items() if name not in OF_SCENES}
+    sizes = {name: value for name, value in TINY.items() if name not in SCENE_OPTIONS}
     task = PixelLLM(**sizes, folder=tmp_path / "pictures")
     sides = [{entry.image for entry in side.entries} for side in (task.data(), task.eval_data())]
     assert not sides[0] & sides[1]
@@ -388,5 +392,5 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
     with pytest.raises(UserError, match="no picture"):
         PixelLLM(folder=tmp_path)
     (tmp_path / "x.txt").write_text("a red square")
-    with pytest.raises(UserError, match=r"1 of 1 pictures missing, first .*x\.png"):
+    with pytest.raises(UserError, match=r"lacks 1 of 1 pictures, first .*x\.png"):
         PixelLLM(folder=tmp_path)

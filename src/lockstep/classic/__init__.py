@@ -4,8 +4,9 @@ amp_config               what mixed precision should do
 amp_trainer              one process: `training_step(batch)`
 distributed_amp_trainer  the same on several ranks
 distributed_config       ranks, nodes and devices; environment, YAML, JSON
-ddp_manager              a process group, wrapped models and dealt batches for a loop of plain PyTorch
-elastic_gpu_config       processes and places by the GPUs that are there
+ddp_manager              a process group, wrapped models and sharded batches for a loop of plain PyTorch
+process_group            joining and leaving it, for the trainer and the manager
+elastic_gpu_config       processes and devices by the GPUs that are there
 dynamic_scaler           the fp16 loss scale for such a loop
 checkpoints              a trainer's state in a folder
 train_script             what `train.py` runs

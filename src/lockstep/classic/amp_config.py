@@ -1,4 +1,4 @@
-"""What an AMPTrainer should do, and how that is said to the core."""
+"""The configuration of an AMPTrainer, and its translation into the engine's settings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,35 @@ PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 class AMPConfig:
     """Mixed precision, and what belongs to every step with it. Wrong values are refused when it is made."""
 
-    enabled: bool = True  # False: everything in float32
-    dtype: str = "float16"  # or bfloat16, float32; only float16 has a loss scale
+    # False trains everything in float32.
+    enabled: bool = True
+
+    # float16, bfloat16 or float32; only float16 has a loss scale.
+    dtype: str = "float16"
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
-    static_scale: float | None = None  # one loss scale for ever, instead of `scaler`
-    max_grad_norm: float | None = 1.0  # of the gradient after the scale is taken out
-    gradient_accumulation_steps: int = 1  # calls of training_step for one optimizer step
-    learning_rate: float = 1e-3  # of the optimizer that a trainer makes if it gets none
+
+    # One loss scale for the whole training, in place of `scaler`.
+    static_scale: float | None = None
+
+    # Of the gradient after the scale is taken out.
+    max_grad_norm: float | None = 1.0
+
+    # Calls of training_step for one optimizer step.
+    gradient_accumulation_steps: int = 1
+
+    # For the optimizer that a trainer makes if it is given none.
+    learning_rate: float = 1e-3
     weight_decay: float = 0.01
-    lr_schedule: str = "constant"  # or linear, cosine, wsd
+
+    # constant, linear, cosine or wsd. All but the first need `total_steps`, counted in optimizer steps.
+    lr_schedule: str = "constant"
     warmup_steps: int = 0
-    total_steps: int | None = None  # optimizer steps; a schedule that falls needs it
+    total_steps: int | None = None
+
     max_skipped_in_a_row: int = 5
-    device: str = "auto"  # or cpu, cuda
+
+    # auto, cpu or cuda.
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         self.validate()
@@ -37,14 +53,23 @@ class AMPConfig:
         return PRECISIONS.get(self.dtype, self.dtype) if self.enabled else "fp32"
 
     def validate(self) -> bool:
-        """True, or every problem at once."""
+        """Return True, or raise every problem at once."""
         problems = []
         if self.gradient_accumulation_steps < 1:
-            asked = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
-            problems.append(UserError(asked, "less than 1", "type 1 for a step with every batch"))
+            problems.append(
+                UserError(
+                    f"gradient_accumulation_steps={self.gradient_accumulation_steps} is less than 1",
+                    "",
+                    "type 1 for a step with every batch",
+                )
+            )
         if self.lr_schedule != "constant" and self.total_steps is None:
             problems.append(
-                UserError(f"lr_schedule={self.lr_schedule}", "no total_steps", "say when the rate has fallen")
+                UserError(
+                    f"lr_schedule={self.lr_schedule} needs total_steps",
+                    "",
+                    "set total_steps to the optimizer steps of the training",
+                )
             )
         try:
             self.run_config()
@@ -55,10 +80,11 @@ class AMPConfig:
         return True
 
     def run_config(self, **more: Any) -> RunConfig:
-        """The same in the core's words, which are the ones its complaints use."""
+        """Return the same as settings of a run, whose names appear in its error messages."""
         scaler = {name: getattr(self.scaler, name) for name in ScalerConfig.model_fields}
-        if self.static_scale is not None:  # it cannot leave its limits
-            scaler |= {"initial": self.static_scale, "minimum": self.static_scale, "maximum": self.static_scale}
+        if self.static_scale is not None:
+            # A scale whose bounds are equal never moves.
+            scaler |= dict.fromkeys(("initial", "minimum", "maximum"), self.static_scale)
         values = {
             "precision": self.precision,
             "device": self.device,

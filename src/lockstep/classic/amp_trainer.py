@@ -28,16 +28,22 @@ from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
-LossFn = Callable[[Any, Any], Any]  # (model, batch) -> Loss, or the mean loss of the batch
+# (model, batch) -> Loss, or the mean loss of the batch.
+LossFn = Callable[[Any, Any], Any]
 
 
 class TrainingStep(NamedTuple):
-    loss: Tensor  # this rank's mean over the batch, without gradient
-    result: StepResult | None  # of the newest optimizer step whose outcome is known; None within an accumulation
+    """The outcome of one call of `training_step`."""
+
+    # This rank's mean over the batch, without gradient.
+    loss: Tensor
+
+    # The newest optimizer step whose outcome is known; None within an accumulation.
+    result: StepResult | None
 
 
 class AMPTrainer:
-    """One process. Autocast, loss scale, clipping and skipping are the core's Stepper's; so is every number."""
+    """A trainer of one process. Autocast, loss scale, clipping and skipping are those of the engine's Stepper."""
 
     def __init__(
         self,
@@ -48,7 +54,9 @@ class AMPTrainer:
         loss_fn: LossFn | None = None,
     ):
         """Without `loss_fn` the model itself must return its loss: a scalar, `.loss`, or a mapping with "loss"."""
-        self.config, self.loss_fn = config or AMPConfig(), loss_fn
+        self.config = config or AMPConfig()
+        self.loss_fn = loss_fn
+        # In this order: the optimizer must see the parameters where the driver has put them.
         check_storage(model)
         self.runtime = self.setup()
         self.model = self.wrap_model(model)
@@ -64,51 +72,62 @@ class AMPTrainer:
     # ---- what a distributed trainer does differently ----
 
     def setup(self) -> Runtime:
-        """The device of this process, and who else there is."""
-        return alone_or_among(World(), choose_device(self.config.device, World()), "none")
+        """Return the device of this process and its ranks."""
+        return make_runtime(World(), choose_device(self.config.device, World()), "none")
 
     def settings(self) -> dict[str, Any]:
-        """More of the core's settings."""
+        """Return more of the engine's settings."""
         return {}
 
     # ---- training ----
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """The model on its device; what to call from now on. The constructor has done it for its own model."""
+        """Move the model to its device. Returns what to call from now on.
+
+        The constructor has done it for its own model, and a trainer has only that one.
+        """
         if hasattr(self, "driver"):
-            raise UserError("wrap_model", "a trainer that has its model", "make one trainer for each model you train")
+            raise UserError(
+                "wrap_model was called on a trainer that has its model", "", "make one trainer for each model you train"
+            )
         self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
         return self.driver.module
 
     def training_step(self, batch: Any) -> TrainingStep:
-        """Forward and backward; with the last of `gradient_accumulation_steps` also exchange, unscale, clip, step."""
-        loss, result = self._take(batch)
+        """Run forward and backward; the last of `gradient_accumulation_steps` calls also steps the optimizer."""
+        loss, result = self._micro_step(batch)
         return TrainingStep(loss.total.detach() / loss.weight, result)
 
     def train_epoch(self, loader: Iterable[Any]) -> float:
-        """All batches of all ranks, however unevenly they are dealt. The mean loss over all of them.
+        """Train on all batches of all ranks, however unevenly they are sharded. Returns the mean loss over all.
 
         A rank that has none left repeats its last one with weight 0 until the others are done.
         """
         batches = iter(loader)
         batch = last = next(batches, None)
         if batch is None:
-            raise UserError("train_epoch(loader)", "a loader without a batch", "give every rank at least one batch")
-        self._check_dealt(batch)
+            raise UserError("train_epoch(loader) got a loader without a batch", "", "give every rank at least one")
+        self._check_sharded(batch)
+
+        # Loss and weight, added up on the device.
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         result = None
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
-            loss, result = self._take(last, padding=batch is None, exhausted=upcoming is None)
+            loss, result = self._micro_step(last, padding=batch is None, exhausted=upcoming is None)
             if batch is not None:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
-            batch, last = upcoming, last if upcoming is None else upcoming
-        self.stepper.settle()  # on a GPU one more outcome is on its way: it must not end the next epoch
+            batch = upcoming
+            if upcoming is not None:
+                last = upcoming
+
+        # On a GPU one more outcome is under way: it must not end the next epoch.
+        self.stepper.settle()
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
 
-    def _check_dealt(self, first: Any) -> None:
-        """A loader that knows nothing of ranks gives every rank the same samples, and nothing else would show it."""
+    def _check_sharded(self, first: Any) -> None:
+        """Refuse a loader that gives every rank the same samples; nothing else would show it."""
         check_different(
             self.runtime.collectives.gather_json(digest(first)),
             "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
@@ -124,47 +143,55 @@ class AMPTrainer:
         """Optimizer steps that were applied."""
         return self.stepper.counters.applied
 
-    # ---- keeping ----
+    # ---- checkpoints ----
 
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
-        """Weights, optimizer, scale and counters below the folder `path`: whole or not at all."""
+        """Save weights, optimizer, scale and counters below the folder `path`, atomically."""
         return save_state(self._state(), self.runtime, Path(path), writer=rank)
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """The newest whole checkpoint below `path`, or exactly this one, on every rank. Its step."""
+        """Load the newest intact checkpoint below `path`, or exactly this one, on every rank. Returns its step."""
         return load_state(self._state(), self.runtime, Path(path))
 
     # ---- inside ----
 
     def _make_stepper(self, own_rate: bool) -> None:
-        settings = self.config.run_config(**self.settings(), **({"lr.peak": None} if own_rate else {}))
+        """Make the engine's step. With `own_rate` the learning rate stays the one of the caller's optimizer."""
+        more = {"lr.peak": None} if own_rate else {}
+        settings = self.config.run_config(**self.settings(), **more)
         self.optimizers = Optimizers(self.optimizer, self._module)
+        # A constant rate needs no end of the training.
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
-        self._share: StepBatches | None = None  # of the optimizer step that is under way
+
+        # The optimizer step that is under way, and whether the size of a usual one is known.
+        self._share: StepBatches | None = None
         self._sized = False
 
     def _state(self) -> RunState:
         if self._share is not None:
+            done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
             raise UserError(
-                "a checkpoint between two optimizer steps",
-                f"{self.stepper.control.backwards_done} of {self.config.gradient_accumulation_steps} batches of a step",
+                "a checkpoint cannot be saved or loaded within an optimizer step",
+                f"{done} of {count} batches of the step",
                 "save after the step's last batch",
             )
         self.stepper.settle()
         return RunState(self._module, self.optimizers, self.stepper, _NoSource(), {}, keep_frozen=True)
 
-    def _take(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
-        """One batch of an optimizer step. `exhausted`: this rank has no other after it."""
-        count, samples = self.config.gradient_accumulation_steps, _samples(batch)
+    def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
+        """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
+        count = self.config.gradient_accumulation_steps
+        samples = _samples(batch)
         if self._share is None:
-            self._begin(samples * count)
-        assert self._share is not None
+            self._share = self._begin(samples * count)
         self._share.exhausted = exhausted
+
         batch = to_device(batch, self.runtime.device)
-        place = self.runtime.world.rank * count + self.stepper.control.backwards_done
-        self.stepper.before_forward(MicroBatch(batch, place, samples, padding=padding))
+        # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
+        index = self.runtime.world.rank * count + self.stepper.control.backwards_done
+        self.stepper.before_forward(MicroBatch(batch, index, samples, padding=padding))
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
         self.stepper.backward(loss)
@@ -173,39 +200,47 @@ class AMPTrainer:
         self._share = None
         return loss, self.stepper.apply()
 
-    def _begin(self, samples: int) -> None:
-        if not self._sized:  # the fp16 scale of sums is laid out for a usual step, the same on all ranks
+    def _begin(self, samples: int) -> StepBatches:
+        if not self._sized:
+            # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
             mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch, self._sized = int(self.runtime.collectives.sum_(mine)), True
-        self._share = StepBatches(self.config.gradient_accumulation_steps, [], samples)
-        self.stepper.begin(self._share)
+            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(mine))
+            self._sized = True
+        share = StepBatches(self.config.gradient_accumulation_steps, [], samples)
+        self.stepper.begin(share)
+        return share
 
     def _loss(self, batch: Any, samples: int) -> Loss:
-        found = self.loss_fn(self.model, batch) if self.loss_fn else self._called(batch)
+        """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
+        found = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
         if isinstance(found, Loss):
             return found
         if isinstance(found, Mapping):
             found = found.get("loss")
         elif not isinstance(found, Tensor):
             found = getattr(found, "loss", None)
+
+        # Never a made-up loss: a trainer that continues without one seems to train.
         if not isinstance(found, Tensor) or found.numel() != 1:
-            # Never a made-up loss: a trainer that goes on without one seems to train.
+            maker = "loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise UserError(
-                "a loss for the batch",
-                f"{type(found).__name__ if not isinstance(found, Tensor) else tuple(found.shape)} from "
-                + ("loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"),
+                f"{maker} must return a loss for the batch; it returned {what}",
+                "",
                 "return the mean loss of the batch as one number, or lockstep.Loss(sum, weight); or pass loss_fn=",
             )
-        return Loss(found * samples, samples)  # a mean over samples, as the sum it stands for
 
-    def _called(self, batch: Any) -> Any:
+        # A mean over samples, as the sum it stands for.
+        return Loss(found * samples, samples)
+
+    def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return self.model(**batch)
         return self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch)
 
 
 class _NoSource:
-    """The batches are the caller's: there is no position of ours to keep."""
+    """The batches are the caller's, so a checkpoint has no position in the data."""
 
     def take(self) -> StepBatches:
         raise NotImplementedError
@@ -220,19 +255,29 @@ class _NoSource:
         pass
 
 
-def alone_or_among(world: World, device: torch.device, backend: str) -> Runtime:
-    """A Runtime without the launcher's signs of life, and without a hand on signals: the loop is the caller's."""
+def make_runtime(world: World, device: torch.device, backend: str) -> Runtime:
+    """Return a Runtime without the launcher's heartbeat and signal handlers: the loop is the caller's."""
     return Runtime(
-        world, device, backend, Collectives(world, device), torch.get_num_threads(), Heartbeat(), PreemptionNotice()
+        world,
+        device,
+        backend,
+        Collectives(world, device),
+        torch.get_num_threads(),
+        Heartbeat(),
+        PreemptionNotice(),
     )
 
 
 def _samples(batch: Any) -> int:
-    """The length of the first tensor in it."""
+    """Return the number of samples of a batch: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch)
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    found = next((_samples(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), None)
-    if found is None:
-        raise UserError("a batch of samples", f"a {type(batch).__name__} without a tensor", "pass tensors")
-    return found
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    for part in parts:
+        if isinstance(part, Tensor | Mapping | list | tuple):
+            return _samples(part)
+    raise UserError(f"the batch, a {type(batch).__name__}, has no tensor to count samples by", "", "pass tensors")

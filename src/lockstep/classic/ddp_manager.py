@@ -1,8 +1,7 @@
-"""A process group, wrapped models and dealt batches, for a training loop of plain PyTorch."""
+"""A process group, wrapped models and sharded batches, for a training loop of plain PyTorch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,45 +12,40 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.classic.distributed_config import world_size_not_set
+from lockstep.classic.process_group import Membership, current_world, require_world_size
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.context import choose_device, join
+from lockstep.runtime.context import choose_device
 from lockstep.runtime.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class DDPManager:
-    """One process until `initialize` finds out otherwise. The loop, the loss and the optimizer stay yours: a wrapped
-    model leaves the MEAN of the ranks' gradients, which is right for mean losses over batches of one size."""
+    """One process, until `initialize` finds other ranks. The loop, the loss and the optimizer stay yours.
+
+    A wrapped model leaves the MEAN of the ranks' gradients, which is right for mean losses over batches of one size.
+    """
 
     def __init__(self) -> None:
-        self.world, self.device, self.backend = World(), torch.device("cpu"), "none"
-        self._joined = False
+        self.world = World()
+        self.device = torch.device("cpu")
+        self.backend = "none"
+        self._membership = Membership()
 
     def initialize(self, backend: str = "nccl", timeout_mins: float = 30) -> bool:
-        """Join the ranks that the environment announces. Whether there are several. It never makes up a WORLD_SIZE,
-        and never goes on alone after a failure. `nccl` means gloo where ranks have no GPU of their own."""
-        if "WORLD_SIZE" not in os.environ and {"RANK", "LOCAL_RANK"} & os.environ.keys():
-            raise world_size_not_set(os.environ)
-        if dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
-            self.world = World.from_env() if World.launched() else World(rank, size, rank, size)
-        else:
-            self.world = World.from_env()
+        """Join the ranks that the environment announces. Returns whether there are several.
+
+        `nccl` means gloo where ranks have no GPU of their own.
+        """
+        # Alone only where nothing announces other ranks.
+        require_world_size()
+        self.world = current_world()
         self.device = choose_device("auto", self.world)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if dist.is_initialized():
-            self.backend = dist.get_backend()
-        else:
-            asked, limit = "gloo" if backend == "gloo" else "auto", timedelta(minutes=timeout_mins)
-            self.backend = join(self.world, self.device, asked=asked, timeout=limit)
-            self._joined = self.backend != "none"
+        timeout = timedelta(minutes=timeout_mins)
+        self.backend = self._membership.join(self.world, self.device, backend, timeout)
         return not self.world.alone
 
     @property
@@ -78,12 +72,19 @@ class DDPManager:
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
     ) -> nn.Module:
-        """On the device, and under DDP if it has something to train; a frozen model is only moved."""
+        """Move a model to the device, and wrap it in DDP if it has something to train; a frozen one is only moved."""
         model.to(self.device)
+        # DDP refuses a model without trainable parameters.
         if self.world.alone or not any(p.requires_grad for p in model.parameters()):
             return model
-        options: dict[str, Any] = {BUFFERS_OPTION: broadcast_buffers, "find_unused_parameters": find_unused_parameters}
-        return DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        # The name of DDP's argument depends on the version of torch.
+        buffers: dict[str, Any] = {BUFFERS_OPTION: broadcast_buffers}
+        return DistributedDataParallel(
+            model,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **buffers,
+        )
 
     def get_dataloader(
         self,
@@ -95,25 +96,30 @@ class DDPManager:
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> DataLoader:
-        """Batches of this rank: `batch_size` samples each, every sample to one rank only, a new order every epoch."""
-        batches = RankBatches(len(dataset), batch_size, self.world, shuffle, drop_last, seed)
-        pinned = self.device.type == "cuda"
+        """Return this rank's batches of `batch_size`: each sample goes to one rank, in a new order every epoch."""
         return DataLoader(
-            dataset, batch_sampler=batches, num_workers=num_workers, collate_fn=collate_fn, pin_memory=pinned
+            dataset,
+            batch_sampler=RankBatches(len(dataset), batch_size, self.world, shuffle, drop_last, seed),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda",
         )
 
     def set_epoch(self, loader: DataLoader, epoch: int) -> None:
-        """The next pass over `loader` is epoch `epoch`: on resume. Passes count themselves otherwise."""
+        """Let the next pass over `loader` be `epoch`, on resume. Otherwise passes count themselves."""
         if not isinstance(loader.batch_sampler, RankBatches):
-            raise UserError("set_epoch(loader)", "a loader that is not ours", "make it with get_dataloader")
+            raise UserError(
+                "set_epoch(loader) got a loader that get_dataloader did not make", "", "make it with get_dataloader"
+            )
         loader.batch_sampler.epoch = epoch
 
     def all_reduce(self, tensor: Tensor, op: str | dist.ReduceOp.RedOpType = "mean") -> Tensor:
-        """`tensor` of all ranks together, in place: mean, sum, max or min, or one of torch's ReduceOps."""
+        """Reduce `tensor` over all ranks in place: mean, sum, max or min, or one of torch's ReduceOps."""
         if isinstance(op, str) and op not in (*OPERATIONS, "mean"):
-            raise UserError(f"all_reduce(op={op!r})", "no such operation", f"type mean, {', '.join(OPERATIONS)}")
+            raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"type mean, {', '.join(OPERATIONS)}")
         if self.world.alone:
             return tensor
+        # Not every backend has a mean: it is the sum, divided.
         dist.all_reduce(tensor, OPERATIONS.get(op, dist.ReduceOp.SUM) if isinstance(op, str) else op)
         return tensor.div_(self.world.size) if op == "mean" else tensor
 
@@ -122,30 +128,33 @@ class DDPManager:
             dist.barrier()
 
     def cleanup(self) -> None:
-        """Leave together."""
-        if self._joined:
-            Collectives(self.world, self.device).farewell()
-            dist.destroy_process_group()
-            self._joined = False
+        """Leave the process group together with the other ranks."""
+        self._membership.leave(self.world, self.device)
 
 
 class RankBatches(Sampler[list[int]]):
-    """One rank's batches. An epoch cuts one order, the same for all ranks, into global batches, and deals each."""
+    """One rank's batches. An epoch's order, the same for all ranks, is split into global batches, and these by rank."""
 
     def __init__(self, length: int, batch_size: int, world: World, shuffle: bool, drop_last: bool, seed: int):
-        self.order, self.length, self.world = make_sampler(length, seed, shuffle), length, world
-        self.batch, self.drop_last, self.epoch = batch_size * world.size, drop_last, 0
+        self.order = make_sampler(length, seed, shuffle)
+        self.length = length
+        self.world = world
+        self.batch = batch_size * world.size
+        self.drop_last = drop_last
+        self.epoch = 0
+
         rest = length % self.batch
         if drop_last and length < self.batch:
             raise UserError(
-                f"batch_size={batch_size} on {world.size} ranks",
-                f"{length} samples, which fill no batch for all of them",
+                f"{length} samples fill no batch of batch_size={batch_size} on {world.size} ranks",
+                "",
                 "choose a smaller batch_size, or drop_last=False",
             )
+        # A rank without a batch would leave the others waiting in their all-reduce.
         if not drop_last and 0 < rest < world.size:
             raise UserError(
-                f"batch_size={batch_size} on {world.size} ranks, drop_last=False",
-                f"a last batch of {rest} samples: some rank would get none, and the others would wait for it",
+                f"the last batch has {rest} samples for {world.size} ranks, so some rank would get none",
+                f"{length} samples, batch_size={batch_size}, drop_last=False",
                 "choose another batch_size, or drop_last=True",
             )
 
@@ -153,20 +162,26 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        # Passes count themselves: no call of set_epoch is forgotten.
+        epoch = self.epoch
+        self.epoch += 1
         for number in range(len(self)):
-            start, stop = number * self.batch, min((number + 1) * self.batch, self.length)
+            start = number * self.batch
+            stop = min(start + self.batch, self.length)
+            # Samples of one global batch, of which every rank gets a stretch.
             mine = deal(stop - start, self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + mine.start, start + mine.stop).tolist()
 
 
 def log_gpu_memory(device: torch.device | None = None) -> str:
-    """What this process holds on its GPU, printed and returned."""
-    if not torch.cuda.is_available():
-        text = "GPU memory: no GPU here"
-    else:
-        held, kept, most = torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated
-        found = {"allocated": held(device), "reserved": kept(device), "highest": most(device)}
-        text = "GPU memory: " + ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in found.items())
+    """Print and return what this process holds on its GPU."""
+    text = "GPU memory: no GPU here"
+    if torch.cuda.is_available():
+        held = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "highest": torch.cuda.max_memory_allocated(device),
+        }
+        text = "GPU memory: " + ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in held.items())
     print(text, flush=True)
     return text

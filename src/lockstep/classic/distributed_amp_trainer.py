@@ -1,4 +1,4 @@
-"""The AMPTrainer on several ranks: gradients are exchanged, and the loss scale is one for all."""
+"""The AMPTrainer on several ranks: gradients are all-reduced, and all ranks have one loss scale."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.classic.amp_config import AMPConfig
-from lockstep.classic.amp_trainer import AMPTrainer, LossFn, alone_or_among
-from lockstep.classic.distributed_config import DistributedConfig, world_size_not_set
+from lockstep.classic.amp_trainer import AMPTrainer, LossFn, make_runtime
+from lockstep.classic.distributed_config import DistributedConfig
+from lockstep.classic.process_group import Membership, current_world, require_world_size
 from lockstep.errors import UserError
-from lockstep.runtime.context import Runtime, choose_device, join
+from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.world import World
 
 
 class DistributedAMPTrainer(AMPTrainer):
-    """The arguments of one rank. Under torchrun or Lockstep's launcher `rank` and `world_size` may be left out.
+    """The trainer of one rank. Under torchrun or Lockstep's launcher `rank` and `world_size` may be left out.
 
-    `training_step` is the base's: weights, overflows and the loss scale travel with the gradients, so every rank
-    divides by the same number, and skips or steps with the others. Ranks may bring batches of different size.
+    `training_step` is the base class's. Weights, overflows and the loss scale are part of the step's control word, so
+    every rank divides by the same number, and skips or steps with the others. Ranks may bring batches of different
+    size.
     """
 
     def __init__(
@@ -39,34 +41,39 @@ class DistributedAMPTrainer(AMPTrainer):
         loss_fn: LossFn | None = None,
         distributed: DistributedConfig | None = None,
     ):
-        """`backend`: nccl, where every rank has a GPU of its own, else gloo; or gloo everywhere. `distributed` replaces
-        the four arguments before it, and says how DDP works."""
-        given = distributed or DistributedConfig(world_size, rank, backend, device_ids=device_ids)
-        self._of_node = distributed is not None  # whether `device_ids` are those of all processes of this machine
+        """Join the other ranks. `nccl` becomes gloo where ranks have no GPU of their own.
+
+        `distributed` replaces the four arguments before it, and has options of DDP.
+        """
+        # In a DistributedConfig `device_ids` are those of all processes of this machine.
+        self._ids_of_node = distributed is not None
         if distributed is not None:
             distributed.validate()
-        self.distributed, self.rank, self.world_size = given, given.rank, given.world_size
-        self._joined = False
+        else:
+            distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
+        self.distributed = distributed
+        self.rank = distributed.rank
+        self.world_size = distributed.world_size
+        self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
 
     def setup(self) -> Runtime:
         return self.setup_distributed()
 
     def setup_distributed(self) -> Runtime:
-        """Join the process group, unless this process has joined one already, and choose the device."""
-        given = self.distributed
-        world = _world(given)
+        """Choose the device, and join the process group unless this process has joined one already."""
+        world = _find_world(self.distributed)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
-            device = torch.device("cuda", own_gpu(given.device_ids, world, self._of_node, device.index))
-            torch.cuda.set_device(device)
-        if dist.is_initialized():
-            backend = dist.get_backend()
-        else:
-            backend = join(world, device, asked="gloo" if given.backend == "gloo" else "auto")
-            self._joined = backend != "none"
-        self.rank, self.world_size = world.rank, world.size
-        return alone_or_among(world, device, backend)
+            # By the configuration's GPUs, if it names some.
+            index = own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index)
+            device = torch.device("cuda", index)
+        backend = self._membership.join(world, device, self.distributed.backend)
+
+        # What was found, where the arguments were left out.
+        self.rank = world.rank
+        self.world_size = world.size
+        return make_runtime(world, device, backend)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -76,58 +83,60 @@ class DistributedAMPTrainer(AMPTrainer):
         }
 
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
-        """Written by `rank` only; every rank must call it, and all leave when it is committed."""
+        """Save a checkpoint, written by `rank` only. Collective: it returns on every rank when it is committed."""
         return super().save_checkpoint(path, rank)
 
     def cleanup(self) -> None:
         """Leave the process group that this trainer joined."""
-        if self._joined:
-            self.runtime.collectives.farewell()
-            dist.destroy_process_group()
-            self._joined = False
+        self._membership.leave(self.runtime.world, self.runtime.device)
 
     @staticmethod
     def is_distributed() -> bool:
-        """Whether this process is one rank of several."""
+        """Return whether this process is one rank of several."""
+        # The process group knows better than the environment.
         if dist.is_initialized():
             return dist.get_world_size() > 1
         return World.launched() and World.from_env().size > 1
 
 
 def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:
-    """The GPU of this process: the first of its own, or its own of those of the machine. Where only the latter are
-    visible, as `DistributedConfig.to_env_dict` asks for, they are counted from 0."""
+    """Return the GPU of this process: the first of its own `ids`, or its own among those of the machine."""
     if not ids:
         return usual
     if not of_node:
         return ids[0]
+    # Where only these are visible, as `DistributedConfig.to_env_dict` asks for, they are counted from 0.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") == ",".join(map(str, ids))
     return world.local_rank if visible else ids[world.local_rank]
 
 
-def _world(given: DistributedConfig) -> World:
-    """As the process group, the environment or the arguments say; never as one process where several were announced."""
-    env = os.environ
-    if dist.is_initialized():
-        return _matching(given, World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size()))
-    if World.launched():
-        return _matching(given, World.from_env())
-    if "WORLD_SIZE" not in env and "RANK" in env:
-        raise world_size_not_set(env)
+def _find_world(given: DistributedConfig) -> World:
+    """Return the ranks of the process group, the environment or the arguments, in this order."""
+    if dist.is_initialized() or World.launched():
+        return _matching(given, current_world())
+    require_world_size()
     if given.world_size == 1:
         return World()
-    local = given.local_rank if given.world_size == given.num_nodes * given.num_gpus_per_node else given.rank
-    place = {"MASTER_ADDR": given.master_addr, "MASTER_PORT": str(given.master_port)}
-    place = {name: env.get(name, text) for name, text in place.items()}
-    said = {"RANK": str(given.rank), "WORLD_SIZE": str(given.world_size), "LOCAL_RANK": str(local)}
-    return World.from_env(place | said)
+
+    # Without a launcher: the arguments say what torchrun's variables would. Those that are set count.
+    on_nodes = given.world_size == given.num_nodes * given.num_gpus_per_node
+    env = {
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", given.master_addr),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", str(given.master_port)),
+        "RANK": str(given.rank),
+        "WORLD_SIZE": str(given.world_size),
+        "LOCAL_RANK": str(given.local_rank if on_nodes else given.rank),
+    }
+    return World.from_env(env)
 
 
 def _matching(given: DistributedConfig, found: World) -> World:
+    """Refuse arguments that contradict how this process was started; the defaults contradict nothing."""
     if (given.rank, given.world_size) not in ((0, 1), (found.rank, found.size)):
         raise UserError(
-            f"rank={given.rank}, world_size={given.world_size}",
-            f"a process that was started as rank {found.rank} of {found.size}",
+            f"rank={given.rank}, world_size={given.world_size} were given to a process that was started as rank "
+            f"{found.rank} of {found.size}",
+            "",
             "leave rank and world_size out: they are found",
         )
     return found

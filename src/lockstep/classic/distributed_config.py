@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.classic.process_group import require_world_size
 from lockstep.config import read_file
 from lockstep.errors import ConfigError, UserError
 
 BACKENDS = ("nccl", "gloo", "auto")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 LAUNCHERS = {
     "torchrun": ["torchrun"],
     "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch"],
 }
-STANDARD = {  # what torchrun sets
+
+# Fields that torchrun sets, and its variables. All other fields are DIST_NAME in the environment, as JSON.
+STANDARD = {
     "world_size": "WORLD_SIZE",
     "rank": "RANK",
     "master_addr": "MASTER_ADDR",
@@ -30,15 +34,21 @@ STANDARD = {  # what torchrun sets
 
 @dataclass
 class DistributedConfig:
+    """The rank of one process in a job, and options of DDP."""
+
     world_size: int = 1
     rank: int = 0
-    backend: str = "nccl"  # where every rank has a GPU of its own; gloo elsewhere
+
+    # nccl where every rank has a GPU of its own; gloo elsewhere.
+    backend: str = "nccl"
     master_addr: str = "localhost"
     master_port: int = 29500
     num_nodes: int = 1
     node_rank: int = 0
     num_gpus_per_node: int = 1
-    device_ids: list[int] | None = None  # of this node, one for each of its processes
+
+    # GPUs of this node, one for each of its processes.
+    device_ids: list[int] | None = None
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = True
@@ -46,11 +56,11 @@ class DistributedConfig:
 
     @property
     def local_rank(self) -> int:
-        """Nodes hold ranks in a row: rank = node_rank x num_gpus_per_node + local rank."""
+        """The number of this process on its node. Nodes hold consecutive ranks."""
         return self.rank - self.node_rank * self.num_gpus_per_node
 
     def to_env_dict(self) -> dict[str, str]:
-        """What this rank's process finds in its environment; `from_env` reads it back."""
+        """Return the environment of this rank's process, which `from_env` reads back."""
         values = asdict(self)
         env = {name: str(values.pop(key)) for key, name in STANDARD.items()}
         env |= {f"DIST_{key.upper()}": json.dumps(value) for key, value in values.items()}
@@ -61,34 +71,43 @@ class DistributedConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> DistributedConfig:
-        """Of a process that torchrun, or anybody else, has started; one process if nobody has."""
-        if "WORLD_SIZE" not in env and {"RANK", "LOCAL_RANK"} & env.keys():
-            raise world_size_not_set(env)
-        texts = {key: env[name] for key, name in STANDARD.items() if name in env}
-        own = {f.name: f"DIST_{f.name.upper()}" for f in fields(cls) if f.name not in STANDARD}
-        values: dict[str, Any] = {key: _json(name, env[name]) for key, name in own.items() if name in env}
-        values |= {key: text if key == "master_addr" else _count(STANDARD[key], text) for key, text in texts.items()}
+        """Return the configuration of a process that a launcher has started; of a single process if none has."""
+        require_world_size(env)
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = STANDARD.get(field.name, f"DIST_{field.name.upper()}")
+            if name not in env:
+                continue
+            if field.name == "master_addr":
+                values[field.name] = env[name]
+            else:
+                values[field.name] = _parsed(name, env[name], whole=field.name in STANDARD)
+
+        # torchrun does not say how many nodes there are.
         if "num_gpus_per_node" in values and "num_nodes" not in values:
             values["num_nodes"] = max(1, values.get("world_size", 1) // max(1, values["num_gpus_per_node"]))
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> DistributedConfig:
-        """A .yaml, .yml or .json file with some of the fields."""
+        """Read a .yaml, .yml or .json file with some of the fields."""
         values = read_file(path)
+        # A misspelt field must not be ignored.
         known = [f.name for f in fields(cls)]
-        if unknown := [key for key in values if key not in known]:
-            raise UserError(f"{unknown[0]} in {path}", "no such setting", f"choose from {', '.join(known)}")
+        for key in values:
+            if key not in known:
+                raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
         return cls(**values)
 
+    # The documents name one method for each format; the ending of the file decides.
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
-        """As JSON, which is YAML too."""
+        """Write it as JSON, which is YAML too."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def command(self, script: str, arguments: Sequence[str] = ()) -> list[str]:
-        """What to type on this node."""
+        """Return the command to type on this node."""
         return [
             *LAUNCHERS[self.launch_method],
             f"--nproc_per_node={self.num_gpus_per_node}",
@@ -101,75 +120,78 @@ class DistributedConfig:
         ]
 
     def validate(self) -> bool:
-        """True, or every problem at once."""
-        problems = [*self._type_problems()]
-        if not problems:
-            problems += [problem for problem in self._problems() if problem is not None]
+        """Return True, or raise every problem at once."""
+        # Values of a wrong type could not be compared.
+        problems = list(self._wrong_types()) or [*self._wrong_ranks(), *self._wrong_choices()]
         if problems:
             raise ConfigError(problems)
         return True
 
-    def _type_problems(self) -> list[UserError]:
+    def _wrong_types(self) -> Iterator[UserError]:
+        # The types of the defaults; annotations are texts here.
         defaults = DistributedConfig()
-        wanted = {f.name: type(getattr(defaults, f.name)) for f in fields(self) if f.name != "device_ids"}
-        return [
-            UserError(f"{name}={getattr(self, name)!r}", f"no {kind.__name__}", f"give it one of type {kind.__name__}")
-            for name, kind in wanted.items()
-            if type(getattr(self, name)) is not kind
-        ]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = type(getattr(defaults, field.name))
+            if field.name != "device_ids" and type(value) is not kind:
+                problem = f"{field.name}={value!r} is not of type {kind.__name__}"
+                yield UserError(problem, "", f"give it a value of type {kind.__name__}")
 
-    def _problems(self) -> list[UserError | None]:
-        processes, ids = self.num_nodes * self.num_gpus_per_node, self.device_ids
-        here = range(self.node_rank * self.num_gpus_per_node, (self.node_rank + 1) * self.num_gpus_per_node)
-        far = self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1")
-        return [
-            _unless(processes == self.world_size and processes >= 1, f"world_size={self.world_size}",
-                    f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} = {processes}",
-                    f"set world_size to {processes}, or the other two so that they give {self.world_size}"),
-            _unless(0 <= self.node_rank < self.num_nodes, f"node_rank={self.node_rank}",
-                    f"num_nodes={self.num_nodes}", f"count nodes from 0 to {self.num_nodes - 1}"),
-            _unless(self.rank in here, f"rank={self.rank}",
-                    f"node {self.node_rank} holds the ranks {here.start} to {here.stop - 1}",
-                    "rank = node_rank x num_gpus_per_node + the number of the process on its node"),
-            _unless(1 <= self.master_port <= 65535, f"master_port={self.master_port}", "no port",
-                    "choose 1024 to 65535"),
-            _unless(not far, f"master_addr={self.master_addr} with num_nodes={self.num_nodes}",
-                    "a name that every node takes for itself", "give the address of node 0"),
-            _unless(self.backend in BACKENDS, f"backend={self.backend}", "one that is not supported here",
-                    f"choose from {', '.join(BACKENDS)}"),
-            _unless(self.launch_method in LAUNCHERS, f"launch_method={self.launch_method}", "no such launcher",
-                    f"choose from {', '.join(LAUNCHERS)}"),
-            _unless(ids is None or (len(set(ids)) == len(ids) >= self.num_gpus_per_node and min(ids) >= 0),
-                    f"device_ids={ids}", f"{self.num_gpus_per_node} processes on this node",
-                    "name a different GPU for each process, counted from 0"),
-        ]  # fmt: skip
+    def _wrong_ranks(self) -> Iterator[UserError]:
+        processes = self.num_nodes * self.num_gpus_per_node
+        if processes != self.world_size or processes < 1:
+            yield UserError(
+                f"world_size={self.world_size} is not num_nodes x num_gpus_per_node",
+                f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} = {processes}",
+                f"set world_size to {processes}, or the other two so that they give {self.world_size}",
+            )
+        if not 0 <= self.node_rank < self.num_nodes:
+            yield UserError(
+                f"node_rank={self.node_rank} is not a node of num_nodes={self.num_nodes}",
+                "",
+                f"count nodes from 0 to {self.num_nodes - 1}",
+            )
+
+        # Nodes hold consecutive ranks.
+        first = self.node_rank * self.num_gpus_per_node
+        if not first <= self.rank < first + self.num_gpus_per_node:
+            yield UserError(
+                f"rank={self.rank} is not on node {self.node_rank}",
+                f"this node holds the ranks {first} to {first + self.num_gpus_per_node - 1}",
+                "set rank to node_rank x num_gpus_per_node + the number of the process on its node",
+            )
+
+    def _wrong_choices(self) -> Iterator[UserError]:
+        if not 1 <= self.master_port <= 65535:
+            yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
+        if self.num_nodes > 1 and self.master_addr in LOCAL_NAMES:
+            yield UserError(
+                f"master_addr={self.master_addr} with num_nodes={self.num_nodes} is every node's own name for itself",
+                "",
+                "give the address of node 0",
+            )
+        if self.backend not in BACKENDS:
+            yield UserError(f"backend={self.backend} is not supported", "", f"choose from {', '.join(BACKENDS)}")
+        if self.launch_method not in LAUNCHERS:
+            yield UserError(
+                f"launch_method={self.launch_method} does not exist", "", f"choose from {', '.join(LAUNCHERS)}"
+            )
+
+        # More GPUs than processes are fine.
+        ids = self.device_ids
+        if ids is not None and (len(set(ids)) < len(ids) or len(ids) < self.num_gpus_per_node or min(ids) < 0):
+            yield UserError(
+                f"device_ids={ids} are not {self.num_gpus_per_node} different GPUs for the processes of this node",
+                "",
+                "name a different GPU for each process, counted from 0",
+            )
 
 
-def world_size_not_set(env: Mapping[str, str]) -> UserError:
-    """Going on alone would let every rank train by itself, and all of them write."""
-    given = ", ".join(f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env)
-    return UserError(
-        "a rank among others",
-        f"WORLD_SIZE not set, but {given}",
-        "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK",
-    )
-
-
-def _unless(fine: bool, asked: str, found: str, fix: str) -> UserError | None:
-    return None if fine else UserError(asked, found, fix)
-
-
-def _json(name: str, text: str) -> Any:
+def _parsed(name: str, text: str, whole: bool) -> Any:
+    """Return the value of an environment variable: a whole number, or JSON."""
     try:
-        return json.loads(text)
+        return int(text) if whole else json.loads(text)
     except ValueError:
-        raise UserError(f"the environment variable {name}", f"{text!r}, which is no JSON", f"unset {name}") from None
-
-
-def _count(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(
-            f"the environment variable {name}", f"{text!r}, which is no whole number", f"export {name}=1"
-        ) from None
+        kind = "a whole number" if whole else "JSON"
+        problem = f"the environment variable {name}={text!r} is not {kind}"
+        raise UserError(problem, "", f"export {name}=1" if whole else f"unset {name}") from None

@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 
 
 class DynamicScaler(precision.DynamicScaler):
-    """The core's scaler, and what a loop without a Stepper needs besides: finding overflows, on all ranks together."""
+    """The engine's scaler, and what a loop without a Stepper needs as well: finding overflows on all ranks."""
 
     def __init__(
         self,
@@ -26,25 +26,39 @@ class DynamicScaler(precision.DynamicScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ):
-        super().__init__(
-            ScalerConfig(
-                initial=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval,
-                minimum=min_scale, maximum=max_scale, hysteresis=hysteresis,
-            )
-        )  # fmt: skip
+        config = ScalerConfig(
+            initial=init_scale,
+            growth=growth_factor,
+            backoff=backoff_factor,
+            interval=growth_interval,
+            minimum=min_scale,
+            maximum=max_scale,
+            hysteresis=hysteresis,
+        )
+        super().__init__(config)
         self._unscaled = False
+
+        # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
 
     def unscale(self, grads: torch.optim.Optimizer | Iterable[Tensor]) -> None:
-        """Take the scale out of gradients, once a step: before clipping, or `step` does it."""
+        """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it."""
         if self._unscaled:
-            raise UserError("unscale", "gradients whose scale is out already", "call it once between backward and step")
+            raise UserError(
+                "unscale() was called twice in one step: the scale is out already",
+                "",
+                "call it once between backward and step",
+            )
         found = _gradients(grads) if isinstance(grads, torch.optim.Optimizer) else list(grads)
         super().unscale(found)
-        self._unscaled, self._overflowed = True, _agreed(any(not bool(g.isfinite().all()) for g in found), found)
+        self._unscaled = True
+
+        # The host waits for the device here, as GradScaler does.
+        finite = all(bool(grad.isfinite().all()) for grad in found)
+        self._overflowed = _on_any_rank(not finite, found)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """`optimizer.step()` if every gradient of every rank is finite. Whether it was."""
+        """Step the optimizer if every gradient of every rank is finite. Returns whether it was."""
         if not self._unscaled:
             self.unscale(optimizer)
         if not self._overflowed:
@@ -52,21 +66,23 @@ class DynamicScaler(precision.DynamicScaler):
         return not self._overflowed
 
     def update(self, overflowed: bool | None = None) -> None:
-        """Once per step, after `step`. All ranks move together, since all know of the overflow."""
+        """Adjust the scale, once a step and after `step`. All ranks know of the overflow, so they move together."""
+        # A loop that looks for overflows itself says what it found.
         outcome = self._overflowed if overflowed is None else overflowed
         assert outcome is not None, "update() before step()"
         super().update(outcome)
-        self._unscaled, self._overflowed = False, None
+        self._unscaled = False
+        self._overflowed = None
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _agreed(here: bool, like: list[Tensor]) -> bool:
-    """Whether it is so on any rank."""
+def _on_any_rank(here: bool, grads: list[Tensor]) -> bool:
+    """Return whether `here` is true on any rank. Collective: every rank must call it."""
     if not dist.is_initialized():
         return here
-    flag = torch.tensor(float(here), device=like[0].device if like else "cpu")
+    flag = torch.tensor(float(here), device=grads[0].device if grads else "cpu")
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

@@ -1,20 +1,22 @@
-"""What `train.py` runs: a recipe, on the processes that somebody has started, or on those that the GPUs ask for."""
+"""What `train.py` runs: a recipe, on the processes that a launcher has started, or as many as the GPUs ask for."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.classic.distributed_config import world_size_not_set
+from lockstep.classic.process_group import require_world_size
 from lockstep.config import Layer
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 
+# torch.distributed.launch adds one of these, and sets the variable LOCAL_RANK as well.
 LOCAL_RANK = ("--local-rank", "--local_rank")
-RIVALS = {  # of a flag: settings for the same thing
+
+# Settings that mean the same as a flag.
+RIVALS = {
     "batch_size": ("global_batch", "local_batch", "micro_batch"),
     "save_every": ("checkpoint.every",),
     "auto_resume": ("resume",),
@@ -22,17 +24,16 @@ RIVALS = {  # of a flag: settings for the same thing
 
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
-    """The exit code. `target` is what is trained, with so many frozen models that may live on GPUs of their own."""
+    """Train `target`, which has `readers` frozen models that may live on GPUs of their own. Returns the exit code."""
     parser = _parser(target, readers)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    asked, settings = parser.parse_known_args(arguments)
+    options, settings = parser.parse_known_args(arguments)
     try:
-        check_processes(asked.distributed, asked.elastic_gpu)
-        changed = [name for name, value in vars(asked).items() if value != parser.get_default(name)]
-        if (idle := [name for name in changed if name.startswith("elastic_")]) and not asked.elastic_gpu:
-            raise UserError(f"--{idle[0]}", "no --elastic_gpu, for which it is", "add --elastic_gpu")
+        check_processes(options.distributed, options.elastic_gpu)
+        _check_elastic_flags(parser, options)
+        # Another launch brings its own LOCAL_RANK.
         typed = [word for word in arguments if word.partition("=")[0] not in LOCAL_RANK]
-        return _train(target, asked, settings, typed)
+        return _train(target, options, settings, typed)
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -40,11 +41,19 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) 
 
 def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train.py", description=f"Train the recipe {target}.", epilog="More settings are written key=value."
+        prog="train.py",
+        description=f"Train the recipe {target}.",
+        epilog="More settings are written key=value.",
     )
     add = parser.add_argument
     add("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
+    add("--batch_size", type=int, help="samples per process and forward")
+    add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
+    add("--save_every", type=int, help="optimizer steps between checkpoints")
+    add("--auto_resume", action="store_true", help="resume from the newest checkpoint in run_dir, if there is one")
+    add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)
+
     add("--elastic_gpu", action="store_true", help="processes and micro-batches by the GPUs of this machine")
     add("--elastic_target_util", type=float, default=0.75, help="how much of a GPU's memory to use (0.75)")
     add("--elastic_sample_gb", type=float, help="GiB that a sample takes; without it micro-batches are tried out")
@@ -52,95 +61,114 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     if readers:
         add("--elastic_reader_gb", type=float, nargs=readers, help="GiB of each frozen model (0.1)")
     parser.set_defaults(elastic_reader_gb=[0.1] * readers)
-    add("--batch_size", type=int, help="samples per process and forward")
-    add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
-    add("--save_every", type=int, help="optimizer steps between checkpoints")
-    add("--auto_resume", action="store_true", help="go on from the newest checkpoint in run_dir, if there is one")
-    add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)  # torch.distributed.launch adds it, and sets LOCAL_RANK too
     return parser
 
 
 def check_processes(distributed: bool, elastic_gpu: bool) -> None:
-    """Ranks that train alone would each write the whole result: what was announced and what was asked must agree."""
+    """Refuse flags that contradict the environment: ranks that each train alone would all write the result."""
     if World.launched():
-        if not (distributed or elastic_gpu) and World.from_env().size > 1:
-            raise UserError(
-                "one process", f"WORLD_SIZE={World.from_env().size} in the environment", "add --distributed"
-            )
-    elif {"RANK", "LOCAL_RANK"} & os.environ.keys():
-        raise world_size_not_set(os.environ)
-    elif distributed:
+        size = World.from_env().size
+        if size > 1 and not distributed and not elastic_gpu:
+            raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
+        return
+    require_world_size()
+    if distributed:
         raise UserError(
-            "--distributed",
-            "WORLD_SIZE not set: nobody has started ranks",
+            "--distributed was given, but WORLD_SIZE is not set: no launcher has started ranks",
+            "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK by hand; or leave --distributed out",
         )
 
 
-def settings_of(asked: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say, as settings of a run."""
-    found: dict[str, Any] = {}
-    if asked.batch_size is not None:
-        found |= {"local_batch": asked.batch_size * asked.grad_accum_steps, "micro_batch": asked.batch_size}
-    elif asked.grad_accum_steps != 1:
-        raise UserError("--grad_accum_steps", "no --batch_size", "type --batch_size N too, the samples of one forward")
-    if asked.save_every is not None:
-        found["checkpoint.every"] = asked.save_every
-    if asked.auto_resume:
-        found["resume"] = "auto"
-    return found
+def _check_elastic_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.elastic_gpu:
+        return
+    for name, value in vars(options).items():
+        if name.startswith("elastic_") and value != parser.get_default(name):
+            raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
 
 
-def check_rivals(asked: argparse.Namespace, words: Mapping[str, Any]) -> None:
-    """One would win, and nobody would notice that the other one did not count. A flag may override a file."""
-    given = settings_of(asked)
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags say as settings of a run."""
+    settings: dict[str, Any] = {}
+    if options.batch_size is not None:
+        settings["local_batch"] = options.batch_size * options.grad_accum_steps
+        settings["micro_batch"] = options.batch_size
+    elif options.grad_accum_steps != 1:
+        raise UserError(
+            "--grad_accum_steps needs --batch_size", "", "type --batch_size N too, the samples of one forward"
+        )
+    if options.save_every is not None:
+        settings["checkpoint.every"] = options.save_every
+    if options.auto_resume:
+        settings["resume"] = "auto"
+    return settings
+
+
+def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
+    """Refuse a flag and a typed setting that contradict each other. A flag may override a file."""
+    # Equal values do not contradict each other.
+    given = settings_of(options)
     for flag, keys in RIVALS.items():
-        for key in (key for key in keys if key in words and getattr(asked, flag)):
-            if given.get(key) != words[key]:
-                raise UserError(f"--{flag} and {key}={words[key]}", "two values for one thing", "type only one of them")
+        if not getattr(options, flag):
+            continue
+        for key in keys:
+            if key in typed and given.get(key) != typed[key]:
+                raise UserError(
+                    f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
+                )
 
 
-def _train(target: str, asked: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
+def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
     from lockstep.api import Processes, resume_command, train
     from lockstep.config import flatten, read_layers
 
-    layers = read_layers(asked.config, settings)
-    check_rivals(asked, flatten(layers[-1][1]))
-    layers.append(("command line", settings_of(asked)))
+    layers = read_layers(options.config, settings)
+    check_rivals(options, flatten(layers[-1][1]))
+    layers.append(("command line", settings_of(options)))
     count = None
-    if asked.elastic_gpu:
-        count, elastic = _elastic(target, asked, layers)
+    if options.elastic_gpu:
+        # The weakest layer: everything that was typed or written is stronger.
+        count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
     return train(target, layers, Processes(count), resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]))
 
 
-def _elastic(target: str, asked: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
-    """How many processes to start, None if that is not for us to do, and settings, weaker than those typed."""
+def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
+    """Return how many processes to start, None if this process trains itself, and the plan's settings."""
     from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
     from lockstep.config import resolve_for
     from lockstep.targets import load_class
 
     kind, world = load_class(target), World.from_env()
     config = resolve_for(kind.defaults, kind.presets, layers).config
-    batch = config.local_batch or config.global_batch
-    if batch is None:
-        raise UserError("--elastic_gpu", "no batch to deal to the processes", "type global_batch=64")
-    if config.local_batch is None and batch % world.size:
-        raise uneven(batch, world.size)
+    if config.local_batch is not None:
+        batch = config.local_batch
+    elif config.global_batch is None:
+        raise UserError("--elastic_gpu needs a batch to divide among the processes", "", "type global_batch=64")
+    elif config.global_batch % world.size:
+        raise uneven(config.global_batch, world.size)
+    else:
+        # The part of this machine.
+        batch = config.global_batch // world.size * world.local_size
+
     elastic = ElasticGPUConfig(
-        base_batch_size=batch if config.local_batch else batch // world.size * world.local_size,  # of this machine
+        base_batch_size=batch,
         per_gpu=config.local_batch is not None,
-        trained_gb=asked.elastic_trained_gb,
-        reader_gb=asked.elastic_reader_gb,
-        sample_gb=asked.elastic_sample_gb,
-        target_util=asked.elastic_target_util,
+        trained_gb=options.elastic_trained_gb,
+        reader_gb=options.elastic_reader_gb,
+        sample_gb=options.elastic_sample_gb,
+        target_util=options.elastic_target_util,
     )
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
         print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)
+
+    # Micro-batches are tried out by restarts, which another launcher would not do.
     settings = elastic.settings(plan)
-    tried_out = settings.get("micro_batch") == "auto"  # which takes somebody who starts again when memory runs out
-    if tried_out and World.launched():
-        del settings["micro_batch"]
-    ours = not World.launched() and (plan.processes > 1 or tried_out)
-    return plan.processes if ours else None, ("--elastic_gpu", settings)
+    if World.launched():
+        if settings.get("micro_batch") == "auto":
+            del settings["micro_batch"]
+        return None, ("--elastic_gpu", settings)
+    start = plan.processes > 1 or settings.get("micro_batch") == "auto"
+    return plan.processes if start else None, ("--elastic_gpu", settings)

@@ -1,12 +1,69 @@
-"""A warning about options of a recipe that have no effect beside its other options."""
+"""Options of tasks: constructors with many of them, and the checks that several recipes share.
+
+A task with many options keeps them as documented fields of frozen dataclasses, one for each topic. The command line
+stays flat: `task.width=512` is the keyword argument `width` of the constructor, whichever dataclass holds the field.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
+
+from lockstep.errors import UserError
+
+Constructor = Callable[..., None]
+
+
+def takes_options(*groups: type[Any]) -> Callable[[Constructor], Constructor]:
+    """Decorate `__init__(self, one: One, two: Two)`: callers pass the fields of One and Two as keyword arguments."""
+    group_of = {field.name: group for group in groups for field in dataclasses.fields(group)}
+
+    def decorate(init: Constructor) -> Constructor:
+        @functools.wraps(init)
+        def constructor(self: Any, **options: Any) -> None:
+            values: dict[type[Any], dict[str, Any]] = {group: {} for group in groups}
+            for name, value in options.items():
+                if name not in group_of:
+                    raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+                values[group_of[name]][name] = value
+            init(self, *(group(**chosen) for group, chosen in values.items()))
+
+        # `lockstep.targets` checks names and types of `task.*` against this signature.
+        constructor.__signature__ = _flat_signature(groups)  # pyrefly: ignore[missing-attribute]
+        return constructor
+
+    return decorate
+
+
+def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
+    """Return the signature of a method whose keyword arguments are the fields of all groups."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for group in groups:
+        kinds = get_type_hints(group)
+        for field in dataclasses.fields(group):
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
+                )
+            )
+    return inspect.Signature(parameters)
+
+
+def below_one(counts: Mapping[str, int]) -> list[UserError]:
+    """Return a problem for every option that must be at least 1 and is not."""
+    return [
+        UserError(f"task.{name}={value} is less than 1", "", f"type task.{name}=1 or more")
+        for name, value in counts.items()
+        if value < 1
+    ]
+
+
+# ---- options without effect -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +87,9 @@ class OnlyWith:
         return value not in self.never
 
 
-def warn_unused(owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.") -> None:
+def warn_unused(
+    owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.", stacklevel: int = 4
+) -> None:
     """Warn, once for each rule, about the options in `given` that were changed and have no effect.
 
     `owner` is the class whose constructor has the defaults; `given` may hold more than its options (`locals()`).
@@ -47,5 +106,5 @@ def warn_unused(owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any]
         ]
         if changed:
             switch = f"{prefix}{rule.of}={given[rule.of]}"
-            # The third frame is the code that makes the object: warn_unused, the constructor, its caller.
-            warnings.warn(f"{', '.join(changed)}: no effect with {switch} ({rule.found})", stacklevel=3)
+            # The fourth frame is the code that makes a task: warn_unused, the constructor, its decorator, its caller.
+            warnings.warn(f"{', '.join(changed)}: no effect with {switch} ({rule.found})", stacklevel=stacklevel)

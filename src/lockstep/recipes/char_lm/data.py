@@ -18,10 +18,13 @@ from lockstep.errors import UserError
 
 # Newline and printable ASCII: 96 symbols, and a multiple of 32 is a shape that matrix kernels like.
 SYMBOLS = b"\n" + bytes(range(32, 127))
-OTHER = SYMBOLS.index(b"?")  # stands for all the rest, as in str.encode("ascii", "replace")
+
+# The symbol for all other characters, as in str.encode("ascii", "replace").
+OTHER = SYMBOLS.index(b"?")
 _TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
 
-# Beside the modules at the top level. A distribution may leave some out (tkinter, idlelib): less text then.
+# Packages that are read after the modules at the top level. A distribution without some of them (tkinter, idlelib) has
+# less text.
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http", "idlelib",
     "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo",
@@ -29,32 +32,39 @@ PACKAGES = (
 )  # fmt: skip
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 
-CHUNK = 4096  # characters; the unit of the split
-VALIDATION_SHARE = 20  # one chunk in 20 is validation text
+# The text is split in chunks of so many characters, of which one in 20 is validation text.
+CHUNK = 4096
+VALIDATION_SHARE = 20
 
 
 def encode(text: str) -> Tensor:
-    """Characters to ids, as uint8: an eighth of the bytes of int64 on the way to a GPU."""
+    """Return the ids of the characters, as uint8: an eighth of the bytes of int64 on the way to a GPU."""
     return torch.frombuffer(bytearray(text.encode("ascii", "replace").translate(_TO_ID)), dtype=torch.uint8)
 
 
 def decode(ids: Tensor) -> str:
+    """Return the text of ids (T,)."""
     return bytes(SYMBOLS[i] for i in ids.tolist()).decode("ascii")
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Modules at the top level, then each package, in an order that depends on names only."""
-    # _sysconfigdata_* is generated when Python is built: machine facts, no code.
-    yield from sorted(path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata"))
+    """Yield the modules at the top level, then each package, in an order that depends on names only."""
+    # _sysconfigdata_* is generated when Python is built: facts about the machine, and no code.
+    modules = [path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata")]
+    yield from sorted(modules)
+
     for package in PACKAGES:
         paths = sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts)
-        yield from (path for path in paths if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts))
+        for path in paths:
+            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
+                yield path
 
 
 def library_text(max_bytes: int, root: Path | None = None) -> str:
-    """The first `max_bytes` characters of the standard library's source."""
+    """Return the first `max_bytes` characters of the standard library's source."""
     root = root or Path(sysconfig.get_path("stdlib"))
-    texts, room = [], max_bytes
+    texts: list[str] = []
+    room = max_bytes
     for path in source_files(root):
         if room <= 0:
             break
@@ -62,24 +72,24 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
         room -= len(texts[-1])
     if not texts:
         raise UserError(
-            "char_lm trains on the source text of Python's standard library",
-            f"no .py file in {root}",
+            f"the standard library in {root} has no .py file, and char_lm trains on its source text",
+            "",
             "run a Python that ships its library as .py files (python.org, pyenv, uv, conda, ...)",
         )
     return "".join(texts)
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Training and validation ids: every 20th chunk is validation.
+    """Return training and validation ids; every 20th chunk is validation.
 
-    Both sides see every file's style. They are separate tensors, so no window can hold text of both.
+    Both parts have the style of every file. They are separate tensors, so no window can hold text of both.
     """
     chunks = ids.split(CHUNK)
     validation = chunks[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
     if not validation:
         raise UserError(
-            f"validation takes one chunk of {CHUNK} characters in {VALIDATION_SHARE}",
-            f"{len(ids)} characters of text, fewer than {CHUNK * VALIDATION_SHARE}",
+            f"the text has {len(ids)} characters, too few for a chunk of validation text",
+            f"one chunk of {CHUNK} characters in {VALIDATION_SHARE} is for validation",
             f"type task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
         )
     training = [chunk for i, chunk in enumerate(chunks) if (i + 1) % VALIDATION_SHARE]
@@ -94,9 +104,10 @@ class Windows(Dataset[Tensor]):
     """
 
     def __init__(self, ids: Tensor, context: int, limit: int | None = None):
-        windows = ids.unfold(0, context + 1, context)  # (windows, context + 1), a view: nothing is copied
+        # (windows, context + 1), a view: nothing is copied.
+        windows = ids.unfold(0, context + 1, context)
         if limit is not None and limit < len(windows):
-            # Evenly spaced, so that a small evaluation still samples the whole text.
+            # Evenly spaced, so that a small evaluation still covers the whole text.
             windows = windows[torch.arange(limit) * len(windows) // limit]
         self.windows = windows
 
@@ -107,4 +118,5 @@ class Windows(Dataset[Tensor]):
         return self.windows[index]  # (context + 1,) uint8
 
     def __getitems__(self, ids: Sequence[int]) -> list[Tensor]:
-        return list(self.windows[torch.as_tensor(ids)])  # one gather for the whole batch
+        # One gather for the whole batch.
+        return list(self.windows[torch.as_tensor(ids)])

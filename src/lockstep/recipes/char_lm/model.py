@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.rotary import Rotation, rotate, rotation_table
-from lockstep.recipes.unprepared import unprepared
+from lockstep.recipes.eager import run_eagerly
+from lockstep.recipes.layers import Rotation, rotate, rotation_table
 
-EPS = 1e-6  # stated, because the default follows the dtype and is far too large in bf16
+# The default follows the dtype, and is far too large in bf16.
+EPS = 1e-6
 
 
 class Attention(nn.Module):
@@ -25,11 +26,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Attend from every position of `x` (B, T, W) to itself and the positions before it."""
         B, T, W = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
-        # Queries and keys of one length: attention cannot saturate, whatever a high rate does to qkv.
-        q, k = rotate(unit(q), rotation), rotate(unit(k), rotation)
+
+        # Queries and keys have unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
+        q = rotate(unit(q), rotation)
+        k = rotate(unit(k), rotation)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, W))
 
@@ -69,10 +73,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(width, EPS)
         self.head = nn.Linear(width, symbols, bias=False)
-        cos, sin = rotation_table(context, width // heads)
+
         # They follow from the options, so they move with the model but are not part of its weights.
+        cos, sin = rotation_table(context, width // heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
         for block in self.blocks:
             block.reset_parameters()  # pyrefly: ignore[not-callable]
         self.reset_parameters()
@@ -82,6 +88,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of the next symbol after each of the `ids`."""
         T = ids.shape[1]
         rotation = self.cos[:T], self.sin[:T]  # (T, D/2) each
         x = self.dropout(self.embed(ids))  # (B, T, W)
@@ -98,31 +105,33 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`prompt_ids` (B, T) with `count` more ids after them, (B, T + count).
-
-        The draw happens on the CPU in float32, so that one generator serves every device.
-        """
+        """Return `prompt_ids` (B, T) with `count` sampled ids after them, (B, T + count)."""
+        # Dropout would disturb the text, and must be back afterwards.
         was_training = self.training
         self.eval()
         ids = prompt_ids
-        with unprepared(self):
+        with run_eagerly(self):
             for _ in range(count):
+                # Sampled on the CPU in float32, so that one generator serves every device.
                 logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
                 if top_k is not None and top_k < logits.shape[1]:
                     smallest = logits.topk(top_k).values[:, -1:]
                     logits = logits.masked_fill(logits < smallest, float("-inf"))
                 chance = F.softmax(logits / temperature, dim=-1)
-                ids = torch.cat((ids, torch.multinomial(chance, 1, generator=generator).to(ids.device)), dim=1)
+                drawn = torch.multinomial(chance, 1, generator=generator)
+                ids = torch.cat((ids, drawn.to(ids.device)), dim=1)
         self.train(was_training)
         return ids
 
 
 def draw_weights(part: nn.Module) -> None:
+    """Draw the weights of all linear layers in `part` anew."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale of activations
+            # This deviation keeps the scale of the activations.
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
 
 def unit(x: Tensor) -> Tensor:
-    """Every vector of the last dimension at a root mean square of 1."""
+    """Return `x` with every vector of the last dimension scaled to a root mean square of 1."""
     return F.rms_norm(x, x.shape[-1:], eps=EPS)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.char_lm.data import SYMBOLS, Windows, decode, encode, library_text, split
 from lockstep.recipes.char_lm.model import GPT
+from lockstep.recipes.options import below_one
 from lockstep.task import Loss, Task
 
 # Long enough to set an indentation and a style; after a bare "def " a small model loses itself in spaces.
@@ -31,14 +32,19 @@ class CharLM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.05},
     }
     presets = {
-        # Seconds, for tests: learns that code is mostly spaces and lower case, no more.
+        # Seconds, for tests: it learns that code is mostly spaces and lower case, no more.
         "tiny": {
             "steps": 40,
             "global_batch": 8,
             "lr": {"peak": 5e-3, "warmup": 4},
             "evaluate": {"every": 20, "batch": 16},
             "task": {
-                "width": 32, "layers": 2, "heads": 2, "context": 32, "max_bytes": 200_000, "eval_bytes": 8192,
+                "width": 32,
+                "layers": 2,
+                "heads": 2,
+                "context": 32,
+                "max_bytes": 200_000,
+                "eval_bytes": 8192,
             },
         },
         # The demo: most of an epoch, in little more than a minute on two free CPU cores.
@@ -53,16 +59,22 @@ class CharLM(Task):
         "gpu": {
             "steps": 2000,
             "global_batch": 128,
-            "tail": "drop",  # one batch shape, one compilation
+            # One batch shape, one compilation.
+            "tail": "drop",
             "lr": {"peak": 1e-3, "warmup": 100},
             "evaluate": {"every": 200, "batch": 128},
             "precision": "bf16",
             "task": {
-                "width": 512, "layers": 8, "heads": 8, "context": 512, "dropout": 0.2, "max_bytes": 9_000_000,
+                "width": 512,
+                "layers": 8,
+                "heads": 8,
+                "context": 512,
+                "dropout": 0.2,
+                "max_bytes": 9_000_000,
                 "eval_bytes": 393_216,
             },
         },
-    }  # fmt: skip
+    }
 
     def __init__(
         self,
@@ -75,20 +87,27 @@ class CharLM(Task):
         max_bytes: int = 2_000_000,
         eval_bytes: int = 65_536,
     ):
-        """`max_bytes` caps the text that is read, `eval_bytes` the part of it that an evaluation looks at."""
-        self.width, self.layers, self.heads = width, layers, heads
-        self.context, self.dropout = context, dropout
-        self.max_bytes, self.eval_bytes = max_bytes, eval_bytes
+        """Make the task. `max_bytes` caps the text that is read, `eval_bytes` the part that an evaluation looks at."""
+        self.width = width
+        self.layers = layers
+        self.heads = heads
+        self.context = context
+        self.dropout = dropout
+        self.max_bytes = max_bytes
+        self.eval_bytes = eval_bytes
         self._check()
 
     def model(self) -> GPT:
         return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW. Only matrices decay: a rare character's embedding would fade between its uses."""
+        """Return AdamW. Only matrices decay: a rare character's embedding would fade between its uses."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
         rest = [m.weight for m in model.modules() if isinstance(m, nn.RMSNorm | nn.Embedding)]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        groups = [
+            {"params": decay, "weight_decay": 0.1},
+            {"params": rest, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99), fused=True)
 
     def data(self) -> Windows:
@@ -100,54 +119,57 @@ class CharLM(Task):
         return Windows(validation, self.context, limit=max(1, self.eval_bytes // self.context))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
-        return Loss(*self._cost(model, batch)[:2])
+        total, weight, _, _ = self._cross_entropy(model, batch)
+        return Loss(total, weight)
 
     def eval_loss(self, model: nn.Module, batch: Tensor) -> Loss:
-        total, weight, logits, targets = self._cost(model, batch)
+        total, weight, logits, targets = self._cross_entropy(model, batch)
         return Loss(total, weight, {"accuracy": (logits.argmax(-1) == targets).sum()})
 
     def show(self, model: nn.Module) -> str:
-        """The prompt and 300 characters of what the model takes for Python, always from the same random numbers."""
+        """Return the prompt and 300 characters that the model appends, always with the same random numbers."""
         assert isinstance(model, GPT)
         prompt = encode(PROMPT).long()[None].to(model.head.weight.device)
         generator = torch.Generator().manual_seed(1)
         ids = model.generate(prompt, count=300, temperature=0.6, top_k=40, generator=generator)
         return decode(ids[0])
 
-    def _cost(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
-        """`batch` (B, T + 1) -> summed cross entropy, its number of terms, logits (B*T, V), targets (B*T)."""
-        ids = batch.long()  # only here, on the device
+    def _cross_entropy(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        """Return the summed cross entropy of `batch` (B, T + 1), its weight, logits (B*T, V) and targets (B*T)."""
+        # Batches travel to the device as uint8.
+        ids = batch.long()
         targets = ids[:, 1:].flatten()
-        logits = model(ids[:, :-1]).flatten(0, 1).float()  # a sum over thousands of terms needs float32
+
+        # A sum over thousands of terms needs float32.
+        logits = model(ids[:, :-1]).flatten(0, 1).float()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
 
     def _split(self) -> tuple[Tensor, Tensor]:
+        """Return the ids of the training and of the validation text."""
         training, validation = split(encode(library_text(self.max_bytes)))
         if len(validation) <= self.context:
             raise UserError(
-                f"task.context={self.context}",
-                f"{len(validation)} characters of validation text, which hold no window of context + 1",
+                f"task.context={self.context} is too long for {len(validation)} characters of validation text",
+                "a window takes one character more than the context",
                 "type a larger task.max_bytes, or a smaller task.context",
             )
         return training, validation
 
     def _check(self) -> None:
-        """Every wrong option at once."""
+        """Raise every problem of the options at once."""
         counts = ("width", "layers", "heads", "context", "max_bytes", "eval_bytes")
-        problems = [
-            UserError(f"task.{name}={getattr(self, name)}", "less than 1", f"type task.{name}=1 or more")
-            for name in counts
-            if getattr(self, name) < 1
-        ]
+        problems = below_one({name: getattr(self, name) for name in counts})
+
+        # Rotary positions turn pairs of channels, so every head needs the same even number of them.
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(
                 UserError(
-                    f"task.width={self.width} with task.heads={self.heads}",
-                    "rotary positions turn pairs, so each head needs the same even number of channels",
+                    f"task.width={self.width} with task.heads={self.heads} must be a multiple of {2 * self.heads}",
+                    "rotary positions, which need an even number of channels for each head",
                     f"type task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
                 )
             )
         if not 0 <= self.dropout < 1:
-            problems.append(UserError(f"task.dropout={self.dropout}", "not in [0, 1)", "type task.dropout=0.1"))
+            problems.append(UserError(f"task.dropout={self.dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
         if problems:
             raise ConfigError(problems)

@@ -1,6 +1,7 @@
-"""What an agent plays: many environments side by side, as tensors. Two games are here: the market, and `CueRecall`.
+"""What an agent plays: many environments at once, as tensors. The games are the market and `CueRecall`.
 
-Shapes in comments: n environments, W days of window, F features, K choices to make each day.
+Shapes in comments: n environments, W days of window, F features, K choices to make each day, A
+possibilities for each.
 """
 
 from __future__ import annotations
@@ -11,88 +12,109 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.recipes.clstm_ppo import noise
+from lockstep.recipes.clstm_ppo import counter_rng
 
 
 class Environments(Protocol):
-    """Each plays one episode after another, for itself. Its whole state is `episode`, `day` and `position`; what else
-    it needs is drawn again from them. Nothing in `windows` and `step` makes the host wait for the device."""
+    """n environments, each of which plays one episode after another, independently of the others.
 
-    envs: Tensor  # (n,) their numbers
-    episode: Tensor  # (n,)
-    day: Tensor  # (n,)
-    position: Tensor  # (n, K), float64
-    held: Tensor  # (n, K) the position of the last day
-    gains: Tensor  # (n, K) what the last day earned with each of them, float64; their mean is what it earned
-    moved: Tensor  # (n, K) what the last day brought, in usual sizes: what an agent may be taught to foresee
+    `episode`, `day` and `position` are their whole state; everything else is drawn again from these three. Neither
+    `windows` nor `step` makes the host wait for the device.
+    """
+
+    # (n,) int64: the numbers of the environments, their current episodes and the days within these.
+    envs: Tensor
+    episode: Tensor
+    day: Tensor
+
+    # (n, K) float64: the position for the coming day, and that of the last day.
+    position: Tensor
+    held: Tensor
+
+    # (n, K) float64: what the last day earned with each choice. The mean over K is what the day earned.
+    gains: Tensor
+
+    # (n, K): the last day's movement in units of a usual one, which an agent may be taught to foresee.
+    moved: Tensor
 
     def draw(self) -> None:
-        """After `episode` was set."""
+        """Rebuild everything that follows from `episode`, after it was set."""
 
     def renew(self) -> None:
-        """Between two rollouts: make room for the episodes to come."""
+        """Prepare the episodes to come. Call it between two rollouts: the host may wait for the device here."""
 
     def windows(self) -> Tensor:
-        """What is seen before the day begins (n, W, F)."""
+        """Return what is seen before the day begins (n, W, F)."""
         ...
 
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Act (n, K). What it earned (n,) float64, with `costs` times the usual costs, and whether the episode has
-        ended; then the next one has begun."""
+        """Play a day with `actions` (n, K), at `costs` times the usual costs.
+
+        Returns what the day earned (n,), float64, and whether the episode has ended (n,). If it has, the next episode
+        has begun.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class GameShape:
+    """What an agent sees of a game, and what it decides: W, F, K and A."""
+
+    window: int
+    features: int
+
+    # Choices to make each day, and the possibilities of each of them.
+    assets: int
+    choices: int
+
+    # Days of an episode.
+    episode: int
 
 
 class Game(Protocol):
-    """The rules, from which environments are made."""
+    """The rules of a game, from which environments are made."""
 
     @property
-    def assets(self) -> int:
-        """Choices to make each day: K."""
-        ...
-
-    @property
-    def choices(self) -> int:
-        """Possibilities of each."""
-        ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def features(self) -> int: ...
-
-    @property
-    def days(self) -> int:
-        """Of an episode."""
-        ...
+    def shape(self) -> GameShape: ...
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> Environments:
-        """`stagger`: first episodes begin on different days, so that not all of them end together."""
+        """Make the environments with the numbers `envs` (n,).
+
+        With `stagger` their first episodes begin on different days, so that they do not all end together.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class CueRecall:
-    """A cue is shown on the first day, and on the last it must be named: worth 1 if right. Nothing in between tells
-    it, so whoever remembers earns 1, and whoever does not 0.5."""
+    """A cue is shown on the first day and must be named on the last one, for a reward of 1.
+
+    Nothing in between repeats it: an agent with memory earns 1, an agent without memory 0.5 on average.
+    """
 
     days: int = 10
-    assets: int = 1
-    choices: int = 2
-    window: int = 1
-    features: int = 2  # the cue, -1 or +1, on the first day; and 1 on the last
+
+    @property
+    def shape(self) -> GameShape:
+        # The features of a day: the cue, -1 or +1, if it is the first one; and whether it is the last one.
+        return GameShape(window=1, features=2, assets=1, choices=2, episode=self.days)
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> VectorCueRecall:
         return VectorCueRecall(self, seed, envs, stagger)
 
 
 class VectorCueRecall:
+    """Environments of `CueRecall`."""
+
     def __init__(self, game: CueRecall, seed: int, envs: Tensor, stagger: bool):
-        self.game, self.seed, self.envs = game, seed, envs
+        self.game = game
+        self.seed = seed
+        self.envs = envs
         self.episode = torch.zeros_like(envs)
-        late = noise.uniform(seed, noise.OFFSET, envs) * game.days
-        self.day = late.long() if stagger else torch.zeros_like(envs)
-        self.position = torch.zeros(len(envs), 1, dtype=torch.float64, device=envs.device)  # there is none
+        self.day = first_days(seed, envs, game.days, stagger)
+
+        # The game has no positions; the protocol's (n, K) tensors stay 0.
+        self.position = torch.zeros(len(envs), 1, dtype=torch.float64, device=envs.device)
         self.moved = self.held = self.gains = self.position
 
     def draw(self) -> None:
@@ -102,16 +124,26 @@ class VectorCueRecall:
         pass
 
     def cue(self) -> Tensor:
-        """0 or 1 (n,): of the current episodes."""
-        return noise.hashed(self.seed, noise.CUE, self.envs, self.episode) & 1
+        """Return the cues of the current episodes, 0 or 1 (n,)."""
+        return counter_rng.random_bits(self.seed, counter_rng.CUE, self.envs, self.episode) & 1
 
     def windows(self) -> Tensor:
         shown = (2 * self.cue() - 1) * (self.day == 0)
-        return torch.stack([shown, self.day == self.game.days - 1], dim=1).float()[:, None]
+        last_day = self.day == self.game.days - 1
+        return torch.stack([shown, last_day], dim=1).float()[:, None]
 
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
+        # Only the last answer is paid; all others are ignored.
         ended = self.day == self.game.days - 1
         earned = ((actions[:, 0] == self.cue()) & ended).double()
-        self.episode, self.day = self.episode + ended, (self.day + 1) * ~ended
+        self.episode = self.episode + ended
+        self.day = (self.day + 1) * ~ended
         self.gains = earned[:, None]
         return earned, ended
+
+
+def first_days(seed: int, envs: Tensor, days: int, stagger: bool) -> Tensor:
+    """Return the day (n,) on which the first episode of every environment begins."""
+    if not stagger:
+        return torch.zeros_like(envs)
+    return (counter_rng.uniform(seed, counter_rng.OFFSET, envs) * days).long()

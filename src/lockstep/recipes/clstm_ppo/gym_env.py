@@ -1,4 +1,4 @@
-"""The market as a Gymnasium environment, for other agents and tools. Needs the extra `rl`."""
+"""The market as a Gymnasium environment, for other agents and tools. It needs the extra `rl`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import gymnasium
 import numpy as np
 import torch
 
-from lockstep.recipes.clstm_ppo.market import HELD_OUT, REWARD_SCALE, RegimeSeries, Rules, Series, VectorMarket
+from lockstep.recipes.clstm_ppo.market import REWARD_SCALE, Rules, VectorMarket
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, RegimeSeries, Series
 
 
 class RegimeMarket(gymnasium.Env):
-    """One episode at a time of what the recipe trains on. The seed is the number of the environment; without one it is
-    never one of those for tests."""
+    """One episode at a time of the market that the recipe trains on.
+
+    The seed of `reset` is the number of the environment. Without a seed it is never one of those held out for tests.
+    """
 
     metadata = {"render_modes": []}
 
@@ -27,10 +30,13 @@ class RegimeMarket(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         number = int(self.np_random.integers(HELD_OUT)) if seed is None else seed
+        # A market of one environment: the tensors of the recipe, with n = 1.
         self.market = VectorMarket(self.series, self.rules, torch.tensor([number]))
         return self.market.windows()[0].numpy(), {"env": number}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         earned, ended = self.market.step(torch.as_tensor(np.asarray(action))[None])
-        reward = float(earned[0]) * REWARD_SCALE
-        return self.market.windows()[0].numpy(), reward, bool(ended[0]), False, {"earned": float(earned[0])}
+        share = float(earned[0])
+
+        # Every episode ends by the calendar, which Gymnasium calls termination; nothing is ever truncated.
+        return self.market.windows()[0].numpy(), share * REWARD_SCALE, bool(ended[0]), False, {"earned": share}

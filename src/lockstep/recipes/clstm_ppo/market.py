@@ -1,222 +1,167 @@
-"""Markets: series of daily log-returns, and many episodes of trading in them, side by side as tensors.
+"""Trading: the rules, the indicators that may be shown, and many episodes at once as tensors.
 
 Shapes in comments: n episodes, W days of window, D days of an episode, K assets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lockstep.recipes.clstm_ppo import noise
-from lockstep.recipes.clstm_ppo.indicators import COUNT, indicators
-from lockstep.recipes.clstm_ppo.turbulence import Calm, halted
+from lockstep.recipes.clstm_ppo.game import GameShape, first_days
+from lockstep.recipes.clstm_ppo.series import Series
 
-REWARD_SCALE = 100.0  # rewards are in percent; scores are not
-HELD_OUT = 1_000_000_000  # environments from this number on are for tests: no training run gets there
+# Rewards are in percent of the capital; scores are shares of it.
+REWARD_SCALE = 100.0
 
-
-class Series(Protocol):
-    """Where returns come from. The series of an episode is a pure function of (environment, episode)."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def assets(self) -> int: ...
-
-    @property
-    def scale(self) -> float:
-        """What a usual daily return is divided by, to be about 1."""
-        ...
-
-    def seeded(self, seed: int) -> Series:
-        """The same kind of market, with other days in it."""
-        ...
-
-    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        """Log-returns (n, length, K), float64."""
-        ...
-
-    def calm(self, share: float) -> Calm:
-        """What usual days look like, to tell turbulent ones by: those beyond `share` of all."""
-        ...
-
-
-@dataclass(frozen=True)
-class RegimeSeries:
-    """Every asset drifts up or down, by a hidden regime that flips now and then. What the best policy earns can be
-    computed (`yardsticks.py`)."""
-
-    seed: int
-    assets: int = 1
-    flip: float = 1 / 40  # per day
-    drift: float = 0.004
-    volatility: float = 0.010
-    correlation: float = 0.0  # of the noise of any two assets, through one market factor
-
-    @property
-    def scale(self) -> float:
-        return self.volatility
-
-    def seeded(self, seed: int) -> RegimeSeries:
-        return replace(self, seed=seed)
-
-    def calm(self, share: float) -> Calm:
-        return _calm_regimes(replace(self, seed=0), share)  # the rules of a market do not depend on the run
-
-    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        envs, episodes = envs[:, None], episodes[:, None]
-        days = torch.arange(length, device=envs.device)
-        shock = noise.normal(self.seed, noise.RETURN, *self._keys(envs, episodes, days))
-        if self.correlation:
-            together = noise.normal(self.seed, noise.RETURN, envs, episodes, days, -1)[..., None]
-            shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * together
-        return self.drift * self.regimes(envs[:, 0], episodes[:, 0], length) + self.volatility * shock
-
-    def regimes(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        """+1 or -1 (n, length, K): what a trader would like to know."""
-        days = torch.arange(length, device=envs.device)
-        drawn = noise.uniform(self.seed, noise.REGIME, *self._keys(envs[:, None], episodes[:, None], days))
-        flips = torch.where(drawn < self.flip, -1.0, 1.0).double()
-        flips[:, 0] = torch.where(drawn[:, 0] < 0.5, -1.0, 1.0).double()  # the first day: either
-        return flips.cumprod(dim=1)
-
-    def _keys(self, envs: Tensor, episodes: Tensor, days: Tensor) -> tuple[Tensor, ...]:
-        assets = torch.arange(self.assets, device=envs.device)
-        return envs[..., None], episodes[..., None], days[:, None], assets
-
-
-@lru_cache
-def _calm_regimes(series: RegimeSeries, share: float) -> Calm:
-    episodes = torch.arange(64)
-    return Calm.of(series.draw(episodes, torch.zeros_like(episodes), 256).flatten(0, 1), share)
+# The usual spans of the indicators, in days.
+FAST, SLOW, SPAN = 12, 26, 14
+INDICATORS = 4
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How trading goes, whatever the series."""
+    """Options of trading, in any series."""
 
     window: int = 20
+    """Days that the agent sees at once."""
+
     days: int = 252
-    cost: float = 0.0005  # of what changes hands
-    lots: int = 1  # positions are -lots .. +lots, in parts of the whole
-    indicators: bool = False  # show them beside the returns; without them memory is needed
-    halt: float | None = None  # no trading after a day more turbulent than this share of days
+    """Days of an episode."""
+
+    cost: float = 0.0005
+    """What a trade costs, as a share of what changes hands."""
+
+    lots: int = 1
+    """Positions are -lots ... +lots, each a part 1/lots of the capital."""
+
+    indicators: bool = False
+    """Show MACD, RSI, CCI and ADX with the returns. They sum up the past: a policy that sees them needs no memory."""
+
+    halt: float | None = None
+    """Halt trading on the day after one that is more turbulent than this share of days."""
 
     @property
     def choices(self) -> int:
         return 2 * self.lots + 1
 
     def features(self, assets: int) -> int:
-        """Numbers per day of the window: returns, positions, and indicators if they are shown."""
-        return assets * (2 + COUNT * self.indicators)
+        """Return the numbers per day of a window: returns, positions, and indicators if they are shown."""
+        return assets * (2 + INDICATORS * self.indicators)
 
     def positions(self, actions: Tensor) -> Tensor:
+        """Return the positions in [-1, 1] of actions 0 ... 2 * lots, float64."""
         return (actions - self.lots).double() / self.lots
 
 
 @dataclass(frozen=True)
 class Trading:
-    """A game: trade by these rules in this series."""
+    """The game of trading in a series by the rules."""
 
     series: Series
     rules: Rules
 
     @property
-    def assets(self) -> int:
-        return self.series.assets
-
-    @property
-    def choices(self) -> int:
-        return self.rules.choices
-
-    @property
-    def window(self) -> int:
-        return self.rules.window
-
-    @property
-    def features(self) -> int:
-        return self.rules.features(self.assets)
-
-    @property
-    def days(self) -> int:
-        return self.rules.days
+    def shape(self) -> GameShape:
+        return GameShape(
+            window=self.rules.window,
+            features=self.rules.features(self.series.assets),
+            assets=self.series.assets,
+            choices=self.rules.choices,
+            episode=self.rules.days,
+        )
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> VectorMarket:
         return VectorMarket(self.series.seeded(seed), self.rules, envs, stagger)
 
 
 class VectorMarket:
-    """`envs` are numbers of environments; each trades one episode after another, for itself.
+    """The environments `envs` (n,) of a market; each trades one episode after another.
 
-    Beside the series, which can be drawn again, its whole state is three numbers for each environment: `episode`,
-    `day` and `position`. The series of the current episode and of the next one lie ready in a table, so that an
-    episode may end without anybody asking which: on a GPU that would make the host wait, every day.
+    Tables hold the returns of the current episode and of the next one. An episode can therefore end without a look
+    at which ones do, which on a GPU would make the host wait for the device every day.
     """
 
     def __init__(self, series: Series, rules: Rules, envs: Tensor, stagger: bool = False):
-        self.series, self.rules, self.envs = series, rules, envs
+        self.series = series
+        self.rules = rules
+        self.envs = envs
         self.episode = torch.zeros_like(envs)
-        late = noise.uniform(series.seed, noise.OFFSET, envs) * rules.days
-        self.day = late.long() if stagger else torch.zeros_like(envs)
+        self.day = first_days(series.seed, envs, rules.days, stagger)
         self.position = torch.zeros(len(envs), series.assets, dtype=torch.float64, device=envs.device)
         self.moved = self.held = self.gains = self.position
         self.draw()
 
     def draw(self) -> None:
-        """The tables of all current episodes and of the next ones: after `episode` was set."""
-        tables = [self._tables(slice(None), later) for later in (0, 1)]
-        self._returns, self._shown, self._halts = (torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
-        self._begin = torch.zeros_like(self.envs)  # the row of the tables with which the current episode begins
+        """Draw the tables of the current episodes and of the next ones, after `episode` was set."""
+        current = self._tables(slice(None), later=0)
+        following = self._tables(slice(None), later=1)
+        self._returns, self._shown, self._halts = (
+            torch.cat(both, dim=1) for both in zip(current, following, strict=True)
+        )
+        # (n,): the row of the tables with which the current episode begins, 0 or W + D.
+        self._begin = torch.zeros_like(self.envs)
         self._span = torch.arange(self.rules.window, device=self.envs.device)
-        self._steps = 0  # since the tables were renewed
+        self._steps_since_renewal = 0
 
     def renew(self) -> None:
         """Where the next episode has become the current one, draw the one after it."""
-        places, length = self._begin.nonzero().flatten(), self._length  # the host waits for the device here
-        self._steps = 0
-        if not len(places):
+        # The host waits for the device here: how many rows there are decides the shapes below.
+        moved_on = self._begin.nonzero().flatten()
+        self._steps_since_renewal = 0
+        if not len(moved_on):
             return
-        for table, fresh in zip((self._returns, self._shown, self._halts), self._tables(places, 1), strict=True):
-            table[places, :length] = table[places, length:]
-            table[places, length:] = fresh
+        length = self._length
+        tables = self._returns, self._shown, self._halts
+        for table, fresh in zip(tables, self._tables(moved_on, later=1), strict=True):
+            table[moved_on, :length] = table[moved_on, length:]
+            table[moved_on, length:] = fresh
         self._begin.zero_()
 
     @property
     def returns(self) -> Tensor:
-        """Of the current episodes, with the windows before their first days (n, W + D, K)."""
+        """The returns of the current episodes, with the windows before their first days (n, W + D, K)."""
         rows = self._begin[:, None] + torch.arange(self._length, device=self.envs.device)
         return self._returns.gather(1, rows[..., None].expand(-1, -1, self._returns.shape[-1]))
 
     def windows(self) -> Tensor:
-        """What a trader sees before the day begins: the last W days, and the position it holds, (n, W, features)."""
+        """Return what a trader sees before the day begins: the last W days and its position (n, W, features)."""
         rows = (self._begin + self.day)[:, None] + self._span
+        # One gather for all environments, each at its own day.
         seen = self._shown.gather(1, rows[..., None].expand(-1, -1, self._shown.shape[-1]))
         held = self.position.float()[:, None].expand(-1, self.rules.window, -1)
         return torch.cat([seen, held], dim=-1)
 
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Hold the positions of `actions` (n, K) for a day. What it earned, as a share of the capital (n,), and whether
-        the episode has ended; then the next one has begun."""
-        if self._steps == self.rules.days:  # from here on an episode could be the second one to end
+        """Hold the positions of `actions` (n, K) for a day.
+
+        Returns what it earned as a share of the capital (n,), and whether the episode has ended (n,). If it has, the
+        next episode has begun.
+        """
+        # After as many steps as an episode has days, an environment could need a third episode.
+        if self._steps_since_renewal == self.rules.days:
             self.renew()
-        self._steps += 1
-        wanted, today = self.rules.positions(actions), (self._begin + self.rules.window + self.day)[:, None]
+        self._steps_since_renewal += 1
+
+        wanted = self.rules.positions(actions)
+        today = (self._begin + self.rules.window + self.day)[:, None]
         if self.rules.halt is not None:
             wanted = torch.where(self._halts.gather(1, today), self.position, wanted)
         moved = self._returns.gather(1, today[..., None].expand(-1, 1, wanted.shape[1]))[:, 0]
         self.moved = moved / self.series.scale
         fee = costs * self.rules.cost * (wanted - self.position).abs()
         self.gains = wanted * moved - fee
+
+        # Arithmetic in place of branches: which environments have ended stays on the device.
         day = self.day + 1
         ended = day == self.rules.days
-        self.episode, self.day, self._begin = self.episode + ended, day * ~ended, self._begin + ended * self._length
-        self.held, self.position = wanted, wanted.masked_fill(ended[:, None], 0.0)
+        self.episode = self.episode + ended
+        self.day = day * ~ended
+        self._begin = self._begin + ended * self._length
+        self.held = wanted
+        self.position = wanted.masked_fill(ended[:, None], 0.0)
         return self.gains.mean(dim=1), ended
 
     @property
@@ -224,14 +169,67 @@ class VectorMarket:
         """Rows of one episode in the tables."""
         return self.rules.window + self.rules.days
 
-    def _tables(self, places: Tensor | slice, later: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the episodes `later` after the current ones, W + D days each: returns (n, days, K), what is shown of them
-        (n, days, features without the position), and whether trading is halted (n, days)."""
-        returns = self.series.draw(self.envs[places], self.episode[places] + later, self._length)
-        parts = [returns / self.series.scale, *(indicators(returns) if self.rules.indicators else [])]
+    def _tables(self, chosen: Tensor | slice, later: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the episodes that come `later` after the current ones of the `chosen` environments.
+
+        Returns the returns (n, W + D, K), what is shown of them (n, W + D, features without the position), and
+        whether trading is halted (n, W + D).
+        """
+        returns = self.series.draw(self.envs[chosen], self.episode[chosen] + later, self._length)
+
+        # Shown in units of a usual return, so that the inputs of the network are about 1.
+        parts = [returns / self.series.scale]
+        if self.rules.indicators:
+            parts += indicators(returns)
         return returns, torch.cat(parts, dim=-1).float(), self._halted(returns)
 
     def _halted(self, returns: Tensor) -> Tensor:
         if self.rules.halt is None:
             return torch.zeros(*returns.shape[:2], dtype=torch.bool, device=returns.device)
-        return halted(returns, self.series.calm(self.rules.halt))
+        return self.series.turbulence(self.rules.halt).halted(returns)
+
+
+# ---- indicators ------------------------------------------------------------------------------------------
+
+
+def indicators(returns: Tensor) -> list[Tensor]:
+    """Return MACD, RSI, CCI and ADX of log-returns (n, days, K), each (n, days, K) and about between -1 and 1.
+
+    They are made from closing prices alone: highs and lows are the closes.
+    """
+    # Prices relative to the first day: the indicators do not depend on the level.
+    log_price = returns.cumsum(dim=1)
+    return [_macd(log_price), _rsi(returns), _cci(log_price), _adx(returns)]
+
+
+def smoothed(values: Tensor, days: int) -> Tensor:
+    """Return the moving average along dim 1 in which a value fades to 1/e in about `days` / 2."""
+    keep = 1 - 2 / (days + 1)
+    # A loop over days: torch has no exponential moving average.
+    averages = [values[:, 0]]
+    for day in range(1, values.shape[1]):
+        averages.append(keep * averages[-1] + (1 - keep) * values[:, day])
+    return torch.stack(averages, dim=1)
+
+
+def _macd(log_price: Tensor) -> Tensor:
+    """Return the fast average minus the slow one, in tenths."""
+    return (smoothed(log_price, FAST) - smoothed(log_price, SLOW)) * 10
+
+
+def _rsi(returns: Tensor) -> Tensor:
+    """Return gains against losses: 1 if there were only gains, -1 if there were only losses."""
+    gains = smoothed(returns.clamp(min=0), SPAN)
+    losses = smoothed((-returns).clamp(min=0), SPAN)
+    return (gains - losses) / (gains + losses + 1e-12)
+
+
+def _cci(log_price: Tensor) -> Tensor:
+    """Return the distance of the price from its average, in units of its usual distance."""
+    away = log_price - smoothed(log_price, SPAN)
+    return away / (smoothed(away.abs(), SPAN) + 1e-12) / 3
+
+
+def _adx(returns: Tensor) -> Tensor:
+    """Return how much of the movement goes one way: the strength of a trend without its sign."""
+    return smoothed(_rsi(returns).abs(), SPAN)

@@ -13,160 +13,230 @@ import torch
 from torch import Tensor, nn
 
 Variant = Literal["clstm", "lstm_only", "mlp"]
+
+# Hidden state and cell of the LSTM across days, (n, memory) each.
 State = tuple[Tensor, Tensor]
-PADDING = 8  # inputs, of which one is needed: matrix units want multiples of 8
-SHUT = -1e4  # what closes a gate for good: its sigmoid is 0, in any number format
+
+# `recall_at_once` needs one more input; matrix units want their number to be a multiple of 8.
+EXTRA_INPUTS = 8
+
+# A gate with this input is closed: its sigmoid is 0 in any number format.
+CLOSED = -1e4
+
+# Heads of the attention between the LSTMs of a cascade.
+ATTENTION_HEADS = 4
 
 
 @dataclass(frozen=True)
-class AgentShape:
-    """What an agent sees and decides, and how large it is."""
+class AgentOptions:
+    """How large an agent is, and which of its stages it has."""
 
-    features: int  # of a day: F
-    window: int  # W
-    assets: int  # K
-    choices: int  # A
-    episode: int  # days: no two episodes begin within fewer
     variant: Variant = "clstm"
-    hidden: int = 32  # of the LSTM over the window
-    width: int = 64  # of what it tells
-    linears: int = 1  # layers between the two
-    cascade: int = 1  # LSTMs over the window
-    memory: int = 64  # of the LSTM across days
-    remember: float = 0.0  # added to the bias of its forget gate, at the start
-    each: bool = False  # a value for every asset, not one for all together
-    foresight: bool = False  # a head that says what the coming day brings, to teach the first stage
+    """`clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
+    remembers nothing, as a control."""
+
+    hidden: int = 32
+    """Width of the LSTM over the window."""
+
+    width: int = 64
+    """Width of the tanh layers between the two LSTMs."""
+
+    linears: int = 1
+    """Number of these layers."""
+
+    cascade: int = 1
+    """LSTMs over the window, one on top of the other, each followed by attention if there are several."""
+
+    memory: int = 64
+    """Width of the LSTM across days."""
+
+    remember: float = 0.0
+    """Added to the bias of the forget gate at the start: at 0 the memory keeps half of itself from day to day, at 3
+    nineteen twentieths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentShape(AgentOptions):
+    """The options of an agent, and what the game asks of it: F, W, K and A."""
+
+    features: int
+    window: int
+    assets: int
+    choices: int
+
+    # Days of an episode: no two episodes begin within fewer days.
+    episode: int
+
+    # A value for every asset, in place of one for all together.
+    value_per_asset: bool = False
+
+    # A head that predicts the coming day, to teach the first stage.
+    foresight: bool = False
 
 
 class Agent(nn.Module):
-    """`clstm` is the whole cascade. `lstm_only` sees one day at a time, and remembers. `mlp` sees the window, and
-    remembers nothing: the control."""
+    """Policy and value from a window of days and a memory of the days before; see `AgentOptions.variant`."""
 
     def __init__(self, shape: AgentShape):
         super().__init__()
-        self.shape, memory, width = shape, shape.memory, shape.width
+        self.shape = shape
+        memory = shape.memory
+
+        # The first stage: the window of a day to one vector.
         if shape.variant == "clstm":
             self.look: nn.Module = WindowReader(shape)
         elif shape.variant == "lstm_only":
-            self.look = nn.Sequential(LastDay(), nn.Linear(shape.features, width), nn.Tanh())
+            self.look = nn.Sequential(LastDay(), nn.Linear(shape.features, shape.width), nn.Tanh())
         else:
-            wide = nn.Linear(shape.window * shape.features, memory)
-            self.look = nn.Sequential(nn.Flatten(), wide, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
-        self.recall = None if shape.variant == "mlp" else nn.LSTMCell(width, memory)
+            first = nn.Linear(shape.window * shape.features, memory)
+            self.look = nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
+
+        # The second stage: the memory from day to day.
+        self.recall = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)
         if self.recall is not None and shape.remember:
             with torch.no_grad():
-                self.recall.bias_hh[memory : 2 * memory] += shape.remember  # gates are: in, forget, cell, out
+                # torch orders the gates: input, forget, cell, output.
+                self.recall.bias_hh[memory : 2 * memory] += shape.remember
+
+        # With so small a gain the policy begins by choosing everything about equally often.
         self.policy = nn.Linear(memory, shape.assets * shape.choices)
-        self.value = nn.Linear(memory, shape.assets if shape.each else 1)
-        for head, gain in ((self.policy, 0.01), (self.value, 1.0)):  # begins by choosing everything equally often
+        self.value = nn.Linear(memory, shape.assets if shape.value_per_asset else 1)
+        for head, gain in ((self.policy, 0.01), (self.value, 1.0)):
             nn.init.orthogonal_(head.weight, gain)
             nn.init.zeros_(head.bias)
-        seen = memory if shape.variant == "mlp" else width
+        seen = memory if shape.variant == "mlp" else shape.width
         self.foresee = nn.Linear(seen, 2 * shape.assets) if shape.foresight else None
 
     def forward(self, windows: Tensor, state: State, starts: Tensor) -> tuple[Any, ...]:
-        """`windows` (T, n, W, F); `state` is what was remembered before the first of the T days; where `starts` (T, n)
-        an episode begins, and everything is forgotten. -> logits (T, n, K, A), values (T, n), or (T, n, K) if there
-        is one for each asset, the state after; and with foresight what the first stage alone expects of the coming
-        day (T, n, K, 2)."""
+        """Run T days of n environments.
+
+        `windows` is (T, n, W, F), `state` the memory before the first day. Where `starts` (T, n) is true an episode
+        begins, and the memory is cleared. Returns logits (T, n, K, A), values (T, n) or (T, n, K), and the state after
+        the last day; with foresight also the first stage's prediction of the coming day (T, n, K, 2).
+        """
         T, n = starts.shape
         seen = self.look(windows.flatten(0, 1)).unflatten(0, (T, n))
-        expected = () if self.foresee is None else (self.foresee(seen).unflatten(-1, (-1, 2)),)
+        predicted = () if self.foresee is None else (self.foresee(seen).unflatten(-1, (-1, 2)),)
+
         if self.recall is not None:
-            # On a GPU a rollout's worth of days, one at a time, is thousands of small kernels: the library takes them
-            # in one call. It does not say what is remembered afterwards, which only trading asks for, day by day.
-            at_once = seen.is_cuda and T > 1
-            seen, state = (self.recall_at_once if at_once else self.recall_daily)(seen, state, starts)
+            # On a GPU a rollout's days, one at a time, are thousands of small kernels; cuDNN runs them in one call.
+            # It does not give the state after the last day, which only the day-by-day rollout needs.
+            recall = self.recall_at_once if seen.is_cuda and T > 1 else self.recall_daily
+            seen, state = recall(seen, state, starts)
+
         shape = self.shape
         logits = self.policy(seen).unflatten(-1, (shape.assets, shape.choices))
         values = self.value(seen)
-        return logits, values if shape.each else values.squeeze(-1), state, *expected
+        if not shape.value_per_asset:
+            values = values.squeeze(-1)
+        return logits, values, state, *predicted
 
-    def blank(self, n: int, device: torch.device) -> State:
-        """Nothing remembered."""
+    def initial_state(self, n: int, device: torch.device) -> State:
+        """Return the empty memory of n environments."""
         memory = self.shape.memory
         return torch.zeros(n, memory, device=device), torch.zeros(n, memory, device=device)
 
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
+        """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
         assert self.recall is not None
-        kept, found = (~starts)[..., None].to(seen.dtype), []
+        kept = (~starts)[..., None].to(seen.dtype)
+        outputs = []
         for day in range(len(seen)):
             state = self.recall(seen[day], (state[0] * kept[day], state[1] * kept[day]))
-            found.append(state[0])
-        return torch.stack(found), state
+            outputs.append(state[0])
+        return torch.stack(outputs), state
 
     def recall_at_once(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
-        """The same outputs from one LSTM over all days. It cannot forget on the way; so before each start a day is put
-        in that shuts the gates for input, memory and output, after which nothing is left. How many starts there are
-        differs; room is made for as many as there can be, and what is not needed stays at the end. Gives the state
-        as it was: the one after the last day is not known."""
-        cell, (T, n), width = self.recall, starts.shape, seen.shape[-1]
-        assert cell is not None
-        days = T + 1 + (T - 1) // self.shape.episode
-        places = torch.arange(T, device=seen.device)[:, None] + starts.cumsum(dim=0)  # (T, n): where each day goes
-        shutters = seen.new_zeros(days, n, width + PADDING)
-        shutters[..., width] = 1.0
-        given = nn.functional.pad(seen, (0, PADDING))
-        given = shutters.scatter(0, places[..., None].expand(-1, -1, width + PADDING), given)
-        found, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
-            given,
-            (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
-            in_one_piece([self._with_shutters(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
-            True, 1, 0.0, torch.is_grad_enabled(), False, False,  # biases, layers, dropout, train, ways, batch first
-        )  # fmt: skip
-        return found.gather(0, places[..., None].expand(-1, -1, found.shape[-1])), state
+        """Return the outputs of `recall_daily` from one call over all days, and `state` unchanged.
 
-    def _with_shutters(self, weight: Tensor) -> Tensor:
-        """Columns for `PADDING` more inputs, of which the first shuts three of the gates: in, forget, (cell), out."""
-        columns, memory = weight.new_zeros(len(weight), PADDING), self.shape.memory
-        columns[: 2 * memory, 0] = SHUT
-        columns[3 * memory :, 0] = SHUT
+        Such a call cannot clear its memory on the way. So before each start we insert a day that closes the gates for
+        input, memory and output, after which nothing is left. The number of starts differs between environments; there
+        is room for as many as there can be, and unused days stay at the end.
+        """
+        cell = self.recall
+        assert cell is not None
+        (T, n), width = starts.shape, seen.shape[-1]
+        days = T + 1 + (T - 1) // self.shape.episode
+
+        # rows (T, n): the row of each real day among the inserted ones.
+        rows = torch.arange(T, device=seen.device)[:, None] + starts.cumsum(dim=0)
+        closing = seen.new_zeros(days, n, width + EXTRA_INPUTS)
+        closing[..., width] = 1.0
+        inputs = nn.functional.pad(seen, (0, EXTRA_INPUTS))
+        inputs = closing.scatter(0, rows[..., None].expand(-1, -1, width + EXTRA_INPUTS), inputs)
+
+        # Behind the weights: has biases, layers, dropout, training, bidirectional, batch first.
+        outputs, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
+            inputs,
+            (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
+            contiguous([self._with_closing_column(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
+            True, 1, 0.0, torch.is_grad_enabled(), False, False,
+        )  # fmt: skip
+        return outputs.gather(0, rows[..., None].expand(-1, -1, outputs.shape[-1])), state
+
+    def _with_closing_column(self, weight: Tensor) -> Tensor:
+        """Append columns for the extra inputs; the first of these closes the gates input, forget and output."""
+        memory = self.shape.memory
+        columns = weight.new_zeros(len(weight), EXTRA_INPUTS)
+        columns[: 2 * memory, 0] = CLOSED
+        columns[3 * memory :, 0] = CLOSED
         return torch.cat([weight, columns], dim=1)
 
 
-def in_one_piece(weights: list[Tensor]) -> list[Tensor]:
-    """The same, one after the other in memory, as cuDNN wants them: it would copy them itself, and complain."""
-    flat = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
-    return [piece.view_as(weight) for piece, weight in zip(flat, weights, strict=True)]
+def contiguous(weights: list[Tensor]) -> list[Tensor]:
+    """Return the weights as views of one block of memory, as cuDNN wants them; it would warn and copy them itself."""
+    sizes = [weight.numel() for weight in weights]
+    pieces = torch.cat([weight.flatten() for weight in weights]).split(sizes)
+    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
 
 
 class WindowReader(nn.Module):
-    """The last output of LSTMs over the window, through tanh layers. With `cascade` above 1 the LSTMs stand on each
-    other, each followed by attention over the days."""
+    """Windows (n, W, F) to vectors (n, width): the last output of the LSTMs over the window, through tanh layers."""
 
     def __init__(self, shape: AgentShape):
         super().__init__()
-        hidden, cascade = shape.hidden, shape.cascade
-        sizes = [shape.features, *[hidden] * cascade]
-        self.lstms = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in itertools.pairwise(sizes))
-        several = range(cascade if cascade > 1 else 0)
-        self.attentions = nn.ModuleList(nn.MultiheadAttention(hidden, 4, batch_first=True) for _ in several)
-        sizes = [hidden, *[shape.width] * shape.linears]
-        pairs = itertools.pairwise(sizes)
-        self.out = nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.Tanh())))
+        hidden = shape.hidden
+        inputs = [shape.features, *[hidden] * (shape.cascade - 1)]
+        self.lstms = nn.ModuleList(nn.LSTM(size, hidden, batch_first=True) for size in inputs)
+
+        several = shape.cascade if shape.cascade > 1 else 0
+        self.attentions = nn.ModuleList(
+            nn.MultiheadAttention(hidden, ATTENTION_HEADS, batch_first=True) for _ in range(several)
+        )
+
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise([hidden, *[shape.width] * shape.linears]):
+            layers += [nn.Linear(before, after), nn.Tanh()]
+        self.out = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not self.attentions:
             return self.out(read_daily(self.lstms[0], x)[-1])
         for number, lstm in enumerate(self.lstms):
-            x = torch.stack(read_daily(lstm, x), dim=1) if x.is_cuda else lstm(x)[0]  # (n, W, hidden)
+            # (n, W, hidden)
+            x = torch.stack(read_daily(lstm, x), dim=1) if x.is_cuda else lstm(x)[0]
             if self.attentions:
                 x = x + self.attentions[number](x, x, x, need_weights=False)[0]
         return self.out(x[:, -1])
 
 
 def read_daily(lstm: nn.Module, x: Tensor) -> list[Tensor]:
-    """The outputs (n, hidden) of an LSTM of one layer for each day of `x` (n, W, F). For LSTMs this small cuDNN has a
-    kernel of its own, which leaves the matrix units alone: with many windows this is several times as fast."""
+    """Return the outputs (n, hidden) of a one-layer LSTM for each day of `x` (n, W, F).
+
+    cuDNN has a special kernel for LSTMs this small, which does not use the matrix units. With many windows this loop
+    is several times as fast.
+    """
     weights = [getattr(lstm, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     hidden = cell = x.new_zeros(len(x), weights[1].shape[1])
-    found = []
+    outputs = []
     for day in x.unbind(dim=1):
         hidden, cell = torch._VF.lstm_cell(day, (hidden, cell), *weights)  # pyrefly: ignore[missing-attribute]
-        found.append(hidden)
-    return found
+        outputs.append(hidden)
+    return outputs
 
 
 class LastDay(nn.Module):
+    """Windows (n, W, F) to their last days (n, F)."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x[:, -1]

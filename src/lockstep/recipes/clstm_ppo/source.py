@@ -1,9 +1,9 @@
-"""Rollouts as a source of batches: trade for a while, then learn from it for a few epochs, and so on.
+"""Rollouts as a source of batches: trade for a while, then learn from those days for a few epochs, and so on.
 
-A sample is the days of one environment. Every place in the batch has environments of its own, one for each minibatch,
-and every epoch deals them anew: a minibatch holds one environment of each place. Ranks hold places, as they hold
-micro-batches. So no rank and no number of ranks decides who trades with which random numbers, nor who is in a minibatch
-with whom.
+A sample is the days of one environment. Every position of the global batch owns one environment for each minibatch,
+and every epoch deals them anew: a minibatch holds one environment of each position. Ranks hold positions as they hold
+micro-batches. So neither the rank nor the number of ranks decides which random numbers an environment gets, or which
+environments share a minibatch.
 """
 
 from __future__ import annotations
@@ -15,80 +15,135 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.recipes.clstm_ppo import noise
+from lockstep.recipes.clstm_ppo import counter_rng
 from lockstep.recipes.clstm_ppo.game import Game
 from lockstep.recipes.clstm_ppo.model import Agent
-from lockstep.recipes.clstm_ppo.moments import Moments, merge_all, moments_of
-from lockstep.recipes.clstm_ppo.rollout import Block, Days, advantages
+from lockstep.recipes.clstm_ppo.rollout import Block, Days, RunningStats, advantages, merge_all, stats_of
 from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
 
+# What the loss needs of the days of a rollout; a checkpoint in the middle of an update holds it too.
 KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
-TAUGHT = ("moved",)  # also kept while the agent is taught to foresee
+
+# Kept as well where the agent is taught to foresee.
+KEPT_FOR_FORESIGHT = ("moved",)
 
 
 @dataclass(frozen=True)
-class Settings:
-    days: int = 64  # of a rollout
+class RolloutOptions:
+    """Options of an update: how much is traded, and how often it is learnt from."""
+
+    rollout: int = 64
+    """Days that every environment trades between two updates."""
+
     minibatches: int = 4
+    """Minibatches, each one optimizer step, of an epoch; also how many environments trade for each position of the
+    global batch."""
+
     epochs: int = 4
+    """Passes over the days of a rollout."""
+
     discount: float = 0.99
-    trace: float = 0.95  # lambda of the advantages
-    target_kl: float | None = None  # leave out the rest of the epochs when the policy has moved this far
-    cost_warmup: int = 0  # updates until trading costs what it costs; before, less
-    normalise: bool = True  # rewards, and what values are compared with
-    foresight: int = 0  # updates that only teach the first stage what the coming day brings, before PPO begins
+    """Discount of later rewards for each day."""
+
+    trace: float = 0.95
+    """Lambda of generalised advantage estimation."""
+
+    target_kl: float | None = None
+    """Skip the remaining epochs of an update when the policy has moved this far."""
+
+    cost_warmup: int = 0
+    """Updates until trading costs what it costs; before that it costs less."""
+
+    normalise: bool = True
+    """Scale rewards, and the targets of the value, by their running statistics."""
+
+    foresight: int = 0
+    """Updates before PPO that only teach the first stage what the coming day brings."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an update, at most."""
+        return self.epochs * self.minibatches
 
 
 class Rollouts:
-    """A BatchSource. Its state is the same on every rank: what the environments of all of them need to go on."""
+    """A BatchSource. Its state is the same on every rank: what all environments need to continue."""
 
-    def __init__(self, game: Game, settings: Settings):
-        self.game, self.settings = game, settings
-        self.kept = KEPT + TAUGHT * bool(settings.foresight)
-        self.update = self.cursor = 0  # rollouts ended; minibatches of this one that are done
-        self.rewards, self.values = Moments(), Moments()
-        self.days: Days | None = None  # of this rank's environments
-        self._dealt: int | None = None  # the update for which the environments were dealt
-        self.norms: list[list[float]] = []  # mean and deviation of the advantages of each minibatch
+    def __init__(self, game: Game, options: RolloutOptions):
+        self.game = game
+        self.options = options
+        self.kept = KEPT + KEPT_FOR_FORESIGHT * bool(options.foresight)
 
-    def attach(self, around: SourceContext) -> str:
-        """Place this rank's environments. What to say about the data."""
-        if around.in_step and around.global_batch % (around.micro_batch * around.ranks):
+        # Finished updates, and minibatches of the current update that are done.
+        self.update = 0
+        self.cursor = 0
+
+        # Running statistics of discounted rewards and of the targets of the value.
+        self.rewards = RunningStats()
+        self.values = RunningStats()
+
+        # The days of this rank's environments; None between two updates.
+        self.days: Days | None = None
+
+        # Mean and standard deviation of the advantages of every minibatch of the update.
+        self.advantage_stats: list[list[float]] = []
+
+        # For each block of this rank, which of its environments are in every minibatch of the update; see `deal`.
+        self._deals: list[Tensor] = []
+
+    def attach(self, context: SourceContext) -> str:
+        """Make this rank's environments. Returns a line about the data."""
+        if context.in_step and context.global_batch % (context.micro_batch * context.ranks):
             raise UserError(
-                f"micro-batches of {around.micro_batch} on {around.ranks} ranks, whose forwards wait for each other",
-                f"global_batch={around.global_batch}, with which they would trade in different numbers",
-                f"type global_batch={around.micro_batch * around.ranks} or a multiple of it, or strategy=ddp",
+                f"global_batch={context.global_batch} gives {context.ranks} ranks different numbers of micro-batches",
+                f"micro_batch={context.micro_batch}, and a strategy whose forwards wait for each other",
+                f"type global_batch={context.micro_batch * context.ranks} or a multiple of it, or strategy=ddp",
             )
-        self.around, self._dealt = around, None
-        assert isinstance(around.model, Agent)
-        self.agent = around.model
-        self.count = -(-around.global_batch // around.micro_batch)  # blocks, on all ranks
-        self.kl = torch.zeros(self.count, 2, dtype=torch.float64, device=around.device)  # sum and weight of each block
-        self.blocks = [self._block(index) for index in around.mine]
-        steps = self.settings.epochs * self.settings.minibatches
+        assert isinstance(context.model, Agent)
+        self.context = context
+        self.agent = context.model
+
+        # Blocks of all ranks, and for each the sum and the weight of the KL divergence in this epoch.
+        self.block_count = -(-context.global_batch // context.micro_batch)
+        self.kl = torch.zeros(self.block_count, 2, dtype=torch.float64, device=context.device)
+        self.blocks = [self._block(index) for index in context.mine]
         return (
-            f"rollouts of {self.settings.days} days in {self.environments} environments, up to "
-            f"{around.micro_batch * self.settings.minibatches} at a time; at most {steps} steps from each"
+            f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
+            f"{context.micro_batch * self.options.minibatches} at a time; at most {self.options.steps} steps from each"
         )
+
+    def _block(self, index: int) -> Block:
+        """Make the block of micro-batch `index` of the global step."""
+        context, parts = self.context, self.options.minibatches
+        first = index * context.micro_batch
+        end = min(first + context.micro_batch, context.global_batch)
+        envs = torch.arange(first * parts, end * parts, device=context.device)
+
+        # Staggered, or all environments would be in the same part of their episodes in every rollout.
+        market = self.game.open(context.seed, envs, stagger=True)
+        state = self.agent.initial_state(len(envs), context.device)
+        assets = (self.agent.shape.assets,) if self.agent.shape.value_per_asset else ()
+        discounted = torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device)
+        return Block(first * parts, market, state, discounted)
 
     @property
     def environments(self) -> int:
-        """On all ranks."""
-        return self.around.global_batch * self.settings.minibatches
+        """The number of environments on all ranks."""
+        return self.context.global_batch * self.options.minibatches
 
     @property
     def teaching(self) -> bool:
-        """This update teaches the first stage only."""
-        return self.update < self.settings.foresight
+        """Whether this update only teaches the first stage to foresee."""
+        return self.update < self.options.foresight
 
     @property
     def first(self) -> int:
-        """The first environment of this rank; the others follow it."""
-        return self.around.mine[0] * self.around.micro_batch * self.settings.minibatches
+        """The number of this rank's first environment; its others follow."""
+        return self.context.mine[0] * self.context.micro_batch * self.options.minibatches
 
     @property
     def sizes(self) -> list[int]:
-        """Environments of each block of this rank."""
+        """Environments in each block of this rank."""
         return [len(block.market.envs) for block in self.blocks]
 
     # ---- batches ----
@@ -96,127 +151,124 @@ class Rollouts:
     def take(self) -> StepBatches:
         if self.days is None:
             self._collect()
-        epoch, part = divmod(self.cursor, self.settings.minibatches)
-        micros = [self._micro(place, epoch, part) for place in range(len(self.blocks))]
-        return StepBatches(len(micros), micros, self.around.global_batch)
+        micros = [self._micro_batch(local) for local in range(len(self.blocks))]
+        return StepBatches(len(micros), micros, self.context.global_batch)
 
     def note_kl(self, block: int, total: Tensor, weight: int) -> None:
-        """How far the policy has moved from the one that traded, from the loss of a micro-batch."""
-        if self.settings.target_kl is not None:
+        """Add the KL divergence of a micro-batch: how far the policy has moved from the one that traded."""
+        if self.options.target_kl is not None:
             self.kl[block, 0] += total.detach()
             self.kl[block, 1] += weight
 
     def commit(self, share: StepBatches, result: StepResult | None) -> None:
         self.cursor += 1
-        if self.cursor % self.settings.minibatches:
+        if self.cursor % self.options.minibatches:
             return
-        too_far = self._moved_too_far()
-        if too_far or self.cursor == self.settings.epochs * self.settings.minibatches:
-            self.days, self.cursor, self.update = None, 0, self.update + 1
+        # At the end of an epoch. The KL divergence is checked first: every rank must take part in that.
+        if self._moved_too_far() or self.cursor == self.options.steps:
+            self.days = None
+            self.cursor = 0
+            self.update += 1
 
     def _moved_too_far(self) -> bool:
-        """At the end of an epoch, from the numbers of all ranks: all decide alike."""
-        if self.settings.target_kl is None:
+        """Compare the KL divergence of all ranks with its target, so that all ranks decide alike."""
+        if self.options.target_kl is None:
             return False
-        total, weight = self._kl_of_all().sum(dim=0).tolist()  # the host waits for the device, once an epoch
+        # The host waits for the device here, once an epoch.
+        total, weight = self._gathered_kl().sum(dim=0).tolist()
         self.kl.zero_()
-        return total > self.settings.target_kl * weight
+        return total > self.options.target_kl * weight
 
-    def _kl_of_all(self) -> Tensor:
-        mine = self.around.mine
-        return self._from_all(self.kl[mine[0] : mine[-1] + 1], mine[0], self.count)
+    def _gathered_kl(self) -> Tensor:
+        mine = self.context.mine
+        return self._gather(self.kl[mine[0] : mine[-1] + 1], mine[0], self.block_count)
 
-    def _micro(self, place: int, epoch: int, part: int) -> MicroBatch:
+    def _micro_batch(self, local: int) -> MicroBatch:
+        """Return the part of block number `local` of this rank in the current minibatch."""
         assert self.days is not None
-        chosen, before = self._chosen(place, epoch, part), sum(self.sizes[:place])
-        rows = before + self._rows(place, epoch, part)
+        block, chosen = self.blocks[local], self._deals[local][self.cursor]
+        rows = block.first - self.first + chosen.to(self.context.device, non_blocking=True)
         data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
-        mean, deviation = self.norms[epoch * self.settings.minibatches + part]
-        data["advantages"] = (data["advantages"] - mean) / (deviation + 1e-8)
-        block = self.around.mine[place]
-        data |= {"block": block, "teaching": self.teaching}
-        return MicroBatch(data, block, len(chosen), self.update, self.first + before + chosen)
 
-    def _chosen(self, place: int, epoch: int, part: int) -> Tensor:
-        """Which environments of a block are in a minibatch, counted from its first."""
-        if self._dealt != self.update:
-            self._deals, self._dealt = [self._deal(place) for place in range(len(self.blocks))], self.update
-        return self._deals[place][epoch, :, part]
+        # Normalised over the minibatch of all ranks, of which this is one part.
+        mean, std = self.advantage_stats[self.cursor]
+        data["advantages"] = (data["advantages"] - mean) / (std + 1e-8)
+        index = self.context.mine[local]
+        data |= {"block": index, "teaching": self.teaching}
+        return MicroBatch(data, index, len(chosen), self.update, block.first + chosen)
 
-    def _rows(self, place: int, epoch: int, part: int) -> Tensor:
-        """The same, to index what lies on the device."""
-        return self._chosen(place, epoch, part).to(self.around.device, non_blocking=True)
-
-    def _deal(self, place: int) -> Tensor:
-        """Of all epochs of this update: (epochs, places of the batch, minibatches)."""
-        envs = torch.arange(self.sizes[place]).view(-1, self.settings.minibatches)
-        keys, epochs = self.first + sum(self.sizes[:place]) + envs, torch.arange(self.settings.epochs)[:, None, None]
-        order = noise.hashed(self.around.seed, noise.ORDER, self.update, epochs, keys).argsort(dim=-1)
-        return envs.expand_as(order).gather(-1, order)
+    def _deal(self) -> list[Tensor]:
+        """Deal the environments of each block to the minibatches of this update."""
+        blocks = zip(self.blocks, self.sizes, strict=True)
+        return [deal(block.first, size, self.options, self.context.seed, self.update) for block, size in blocks]
 
     # ---- trading ----
 
     def _collect(self) -> None:
-        settings = self.settings
-        costs = min(1.0, self.update / settings.cost_warmup) if settings.cost_warmup else 1.0
-        blocks = [b.trade(self.agent, settings.days, self.around.seed, self.update, costs) for b in self.blocks]
-        sums = [b.running_sums(days, settings.discount) for b, days in zip(self.blocks, blocks, strict=True)]
-        if settings.normalise:
+        """Trade for a rollout, and compute what the loss learns from it."""
+        options, seed = self.options, self.context.seed
+        # A cost from the start can teach an agent never to trade at all.
+        costs = min(1.0, self.update / options.cost_warmup) if options.cost_warmup else 1.0
+        traded = [block.trade(self.agent, options.rollout, seed, self.update, costs) for block in self.blocks]
+        sums = [block.running_sums(days, options.discount) for block, days in zip(self.blocks, traded, strict=True)]
+        if options.normalise:
             self.rewards = self._merged(sums, self.rewards)
-        days = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        days = {name: torch.cat([part[name] for part in traded]) for name in traded[0]}
+
+        # The value head predicts normalised targets: its outputs are brought back to the scale of rewards.
         values = torch.cat([days["values"], days.pop("after")[:, None]], dim=1).double()
-        values = values * self.values.deviation + self.values.mean
-        scaled = days["rewards"] / self.rewards.deviation
-        gained = advantages(scaled, values, days, settings.discount, settings.trace)
+        values = values * self.values.std + self.values.mean
+        gained = advantages(days["rewards"] / self.rewards.std, values, days, options.discount, options.trace)
         returns = gained + values[:, :-1]
-        if settings.normalise:
+        if options.normalise:
             self.values = self._merged(list(returns.split(self.sizes)), self.values)
         days["advantages"] = gained.float()
-        days["targets"] = ((returns - self.values.mean) / self.values.deviation).float()
+        days["targets"] = ((returns - self.values.mean) / self.values.std).float()
+
         self.days = {name: days[name] for name in self.kept}
-        self.norms = self._norms(gained)
+        self._deals = self._deal()
+        self.advantage_stats = self._advantage_stats(gained)
 
-    def _norms(self, gained: Tensor) -> list[list[float]]:
-        """Mean and deviation of the advantages in every minibatch to come, over all ranks, with one exchange."""
-        epochs, parts = range(self.settings.epochs), range(self.settings.minibatches)
-        per_block = [
-            torch.stack([moments_of(block[self._rows(place, epoch, part)]) for epoch in epochs for part in parts])
-            for place, block in enumerate(gained.split(self.sizes))
-        ]
-        everybody = self._from_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
-        merged = [merge_all(blocks) for blocks in everybody.tolist()]
-        return [[found.mean, found.deviation] for found in merged]
+    def _advantage_stats(self, gained: Tensor) -> list[list[float]]:
+        """Return mean and deviation of the advantages of every minibatch, over all ranks, with one all-reduce."""
+        per_block = []
+        for block, dealt in zip(gained.split(self.sizes), self._deals, strict=True):
+            rows = dealt.to(block.device, non_blocking=True)
+            per_block.append(torch.stack([stats_of(block[chosen]) for chosen in rows]))
+        per_minibatch = self._gather_blocks(per_block).transpose(0, 1)  # (minibatches, blocks, 3)
+        merged = [merge_all(blocks) for blocks in per_minibatch.tolist()]
+        return [[stats.mean, stats.std] for stats in merged]
 
-    def _merged(self, per_block: list[Tensor], before: Moments) -> Moments:
-        return merge_all(self._from_blocks([moments_of(part) for part in per_block]).tolist(), before)
+    def _merged(self, per_block: list[Tensor], before: RunningStats) -> RunningStats:
+        return merge_all(self._gather_blocks([stats_of(part) for part in per_block]).tolist(), before)
 
-    def _from_blocks(self, mine: list[Tensor]) -> Tensor:
-        return self._from_all(torch.stack(mine), self.around.mine[0], self.count)
+    def _gather_blocks(self, mine: list[Tensor]) -> Tensor:
+        return self._gather(torch.stack(mine), self.context.mine[0], self.block_count)
 
-    def _from_all(self, mine: Tensor, first: int, total: int) -> Tensor:
-        """The rows of every rank, in order; this rank's begin at `first`. Bytes are added, and all but one are 0: exact
-        for any kind of number."""
-        whole = torch.zeros(total, *mine.shape[1:], dtype=mine.dtype, device=mine.device)
-        whole[first : first + len(mine)] = mine
-        self.around.add(whole.flatten().view(torch.uint8))
-        return whole
+    def _gather(self, mine: Tensor, first: int, total: int) -> Tensor:
+        """Return the rows of every rank in order, of which this rank's `mine` begin at `first`."""
+        full = torch.zeros(total, *mine.shape[1:], dtype=mine.dtype, device=mine.device)
+        full[first : first + len(mine)] = mine
+        # Summed as bytes, of which all ranks but one have 0: exact for any kind of number.
+        self.context.add(full.flatten().view(torch.uint8))
+        return full
 
     # ---- state ----
 
     @property
     def shape(self) -> list[int]:
-        """What must stay as it is while the run lasts."""
-        return [self.around.global_batch, self.settings.minibatches, self.settings.epochs]
+        """The settings that a resumed run must keep."""
+        return [self.context.global_batch, self.options.minibatches, self.options.epochs]
 
     def state_dict(self) -> dict[str, Any]:
-        """All ranks must call this together."""
+        """Return the state of all environments. Collective: every rank must call it."""
         parts = {
-            "episode": [b.market.episode for b in self.blocks],
-            "day": [b.market.day for b in self.blocks],
-            "position": [b.market.position for b in self.blocks],
-            "hidden": [b.state[0] for b in self.blocks],
-            "cell": [b.state[1] for b in self.blocks],
-            "discounted": [b.discounted for b in self.blocks],
+            "episode": [block.market.episode for block in self.blocks],
+            "day": [block.market.day for block in self.blocks],
+            "position": [block.market.position for block in self.blocks],
+            "hidden": [block.state[0] for block in self.blocks],
+            "cell": [block.state[1] for block in self.blocks],
+            "discounted": [block.discounted for block in self.blocks],
         }
         return {
             "update": self.update,
@@ -224,22 +276,20 @@ class Rollouts:
             "shape": self.shape,
             "rewards": self.rewards.as_list(),
             "values": self.values.as_list(),
-            "environments": {name: self._of_environments(torch.cat(part)) for name, part in parts.items()},
-            "kl": self._kl_of_all(),
-            "days": self.days and {name: self._of_environments(part) for name, part in self.days.items()},
-            "norms": self.norms if self.days else [],
+            "environments": {name: self._gather_environments(torch.cat(part)) for name, part in parts.items()},
+            "kl": self._gathered_kl(),
+            "days": self.days and {name: self._gather_environments(part) for name, part in self.days.items()},
+            "norms": self.advantage_stats if self.days else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["shape"] != self.shape:
-            keys = ("global_batch", "task.minibatches", "task.epochs")
-            now, then = (
-                " ".join(f"{key}={value}" for key, value in zip(keys, shape, strict=True))
-                for shape in (self.shape, state["shape"])
-            )
-            raise UserError("to go on with the same environments", f"{now}, and not {then}", f"type {then}")
-        self.update, self.cursor = state["update"], state["cursor"]
-        self.rewards, self.values = Moments(*state["rewards"]), Moments(*state["values"])
+        self._check_shape(state["shape"])
+        self.update = state["update"]
+        self.cursor = state["cursor"]
+        self.rewards = RunningStats(*state["rewards"])
+        self.values = RunningStats(*state["values"])
+
+        # Every rank takes the rows of its own environments, however many ranks have saved them.
         parts, first = state["environments"], self.first
         for block in self.blocks:
             rows = slice(first, first := first + len(block.market.envs))
@@ -249,21 +299,40 @@ class Rollouts:
             block.state = parts["hidden"][rows].clone(), parts["cell"][rows].clone()
             block.discounted = parts["discounted"][rows].clone()
         self.days = state["days"] and {name: part[self.first : first] for name, part in state["days"].items()}
-        self.norms = state["norms"]
+        self.advantage_stats = state["norms"]
+        self._deals = self._deal()
+
+        # Another micro_batch makes other blocks. Only the sum over blocks is compared with target_kl.
         self.kl.zero_()
-        if len(state["kl"]) == self.count:
+        if len(state["kl"]) == self.block_count:
             self.kl += state["kl"]
-        else:  # cut into other micro-batches since
+        else:
             self.kl[0] += state["kl"].sum(dim=0)
 
-    def _of_environments(self, mine: Tensor) -> Tensor:
-        return self._from_all(mine, self.first, self.environments)
+    def _check_shape(self, saved: list[int]) -> None:
+        if saved == self.shape:
+            return
+        keys = ("global_batch", "task.minibatches", "task.epochs")
+        now = " ".join(f"{key}={value}" for key, value in zip(keys, self.shape, strict=True))
+        then = " ".join(f"{key}={value}" for key, value in zip(keys, saved, strict=True))
+        raise UserError(
+            f"the checkpoint has the environments of {then}, and this run has {now}", "", f"resume with {then}"
+        )
 
-    def _block(self, index: int) -> Block:
-        device, parts = self.around.device, self.settings.minibatches
-        first, beyond = index * self.around.micro_batch, (index + 1) * self.around.micro_batch
-        envs = torch.arange(first * parts, min(beyond, self.around.global_batch) * parts, device=device)
-        market = self.game.open(self.around.seed, envs, stagger=True)
-        blank = self.agent.blank(len(envs), device)
-        each = (self.game.assets,) if self.agent.shape.each else ()
-        return Block(market, blank, torch.zeros(len(envs), *each, dtype=torch.float64, device=device))
+    def _gather_environments(self, mine: Tensor) -> Tensor:
+        return self._gather(mine, self.first, self.environments)
+
+
+def deal(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:
+    """Deal the environments `first` ... `first + count - 1` to the minibatches of an update.
+
+    Returns (epochs * minibatches, positions): for every minibatch one environment of each position, counted from
+    `first`.
+    """
+    envs = torch.arange(count).view(-1, options.minibatches)
+    epochs = torch.arange(options.epochs)[:, None, None]
+
+    # Sorting random bits is a permutation that depends on no rank and no generator.
+    bits = counter_rng.random_bits(seed, counter_rng.ORDER, update, epochs, first + envs)
+    order = bits.argsort(dim=-1)  # (epochs, positions, minibatches)
+    return envs.expand_as(order).gather(-1, order).transpose(1, 2).flatten(0, 1)

@@ -1,7 +1,8 @@
-"""The task: PPO's loss over days of trading, and test episodes to score the policy by."""
+"""The task: PPO's loss over days of trading, and test episodes to score the policy with."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -10,20 +11,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.clstm_ppo.baselines import Greedy, Played, baseline_scores, play
 from lockstep.recipes.clstm_ppo.game import CueRecall, Game
-from lockstep.recipes.clstm_ppo.market import HELD_OUT, RegimeSeries, Rules, Series, Trading
-from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, Variant
-from lockstep.recipes.clstm_ppo.prices import PriceSeries
-from lockstep.recipes.clstm_ppo.rollout import log_chances
-from lockstep.recipes.clstm_ppo.source import Rollouts, Settings
-from lockstep.recipes.clstm_ppo.yardsticks import Greedy, play, yardsticks
-from lockstep.recipes.options import OnlyWith, warn_unused
+from lockstep.recipes.clstm_ppo.market import Rules, Trading
+from lockstep.recipes.clstm_ppo.model import ATTENTION_HEADS, Agent, AgentOptions, AgentShape
+from lockstep.recipes.clstm_ppo.rollout import log_probs
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries, Series
+from lockstep.recipes.clstm_ppo.source import RolloutOptions, Rollouts
+from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
 from lockstep.task import Loss, Task
 
-TEST_SEED = 0  # the test episodes are the same ones in every run
+# The test episodes are the same in every run.
+TEST_SEED = 0
 
-
-CPU: dict[str, Any] = {  # 120 updates: minutes on two CPU cores
+# 120 updates: minutes on two CPU cores.
+CPU: dict[str, Any] = {
     "steps": 1920,
     "global_batch": 8,
     "micro_batch": 4,
@@ -32,7 +34,12 @@ CPU: dict[str, Any] = {  # 120 updates: minutes on two CPU cores
     "log": {"every": 16},
     "checks": {"every": 16},
 }
-CUE: dict[str, Any] = {  # seconds: who remembers names the cue, who does not guesses
+
+# So few days that memory is needed; with 20 of them an MLP does as well.
+CPU_WINDOW = 2
+
+# Seconds: an agent that remembers names the cue, one that does not guesses.
+CUE: dict[str, Any] = {
     "steps": 240,
     "global_batch": 64,
     "micro_batch": 32,
@@ -41,22 +48,128 @@ CUE: dict[str, Any] = {  # seconds: who remembers names the cue, who does not gu
     "log": {"every": 16},
 }
 CUE_TASK = {"game": "cue", "memory": 32, "rollout": 20, "test_episodes": 64}
-CUE_READER = {"hidden": 8, "width": 16, "remember": 3.0}  # at 0 next to nothing of the cue is left on the last day
-CPU_WINDOW = 2  # days: so few that memory is needed; with 20 of them an MLP does as well
 
+# With remember=0 next to nothing of the cue would be left on the last day.
+CUE_AGENT = {"hidden": 8, "width": 16, "remember": 3.0}
 
-OF_MARKET = (
+PRESETS: dict[str, dict[str, Any]] = {
+    # Seconds, for tests: it learns next to nothing.
+    "tiny": {
+        "steps": 24,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "lr": {"peak": 3e-3},
+        "evaluate": {"every": 12, "batch": 8},
+        "checks": {"every": 4},
+        "task": {
+            "hidden": 8,
+            "width": 16,
+            "memory": 16,
+            "window": 6,
+            "days": 30,
+            "rollout": 12,
+            "minibatches": 2,
+            "epochs": 2,
+            "test_episodes": 16,
+        },
+    },
+    # Its goal is out of reach of the control, which sees the same windows and has no memory.
+    "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},
+    "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
+    "cue": {**CUE, "task": CUE_TASK | CUE_AGENT, "goals": ["score >= 0.95"]},
+    "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
+    # Minutes on one large GPU: 240 updates of 2048 environments, 31 million days.
+    "gpu": {
+        "steps": 3840,
+        "global_batch": 512,
+        # As large as fits (256 on two GPUs), since a rollout is one small call after another.
+        "micro_batch": 512,
+        "lr": {"peak": 7e-4},
+        "precision": "tf32",
+        "compile": False,
+        "evaluate": {"every": 320, "batch": 256},
+        "log": {"every": 16},
+        "checks": {"every": 320},
+        # Whole updates: the days of a rollout need not be saved.
+        "checkpoint": {"every": 320},
+        "task": {
+            "assets": 8,
+            "hidden": 128,
+            "width": 128,
+            "linears": 3,
+            "memory": 512,
+            "window": 30,
+            "rollout": 64,
+            "entropy": 0.005,
+            "credit": "each",
+            "foresight": 24,
+            "cost_warmup": 72,
+        },
+        "goals": ["of_bayes >= 0.85"],
+    },
+}
+
+MARKET_OPTIONS = (
     "prices", "assets", "correlation", "lots", "window", "days", "cost", "cost_warmup", "indicators", "halt",
     "foresight", "credit",
 )  # fmt: skip
-OF_GENERATED = ("assets", "correlation")
-DAYS = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")  # (n, T, ...) in a batch
+
+# Parts of a batch with the shape (n, T, ...).
+DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")
+
+
+@dataclass(frozen=True)
+class GameOptions:
+    """What is played, and how often for a test."""
+
+    game: Literal["market", "cue"] = "market"
+    """`cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them."""
+
+    prices: str | None = None
+    """A CSV file to trade in, in place of the generated market."""
+
+    assets: int = 1
+    """Assets of the generated market."""
+
+    correlation: float = 0.0
+    """Correlation of the noise of any two of them."""
+
+    test_episodes: int = 256
+    """Held-out episodes of an evaluation."""
+
+    def make(self, rules: Rules) -> Game:
+        if self.game == "cue":
+            return CueRecall()
+        series: Series
+        if self.prices:
+            series = PriceSeries(self.prices, TEST_SEED)
+        else:
+            series = RegimeSeries(TEST_SEED, self.assets, correlation=self.correlation)
+        return Trading(series, rules)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The terms of PPO's loss."""
+
+    clip: float = 0.2
+    """How far the ratio of the new policy to the old one may move from 1 and still be rewarded."""
+
+    value_weight: float = 0.5
+    """Weight of the squared error of the value."""
+
+    entropy: float = 0.02
+    """Weight of the entropy of the policy, which keeps it exploring."""
+
+    credit: Literal["all", "each"] = "all"
+    """With `each`, the choice for an asset is judged by what that asset earned; with `all`, by what all assets earned
+    together, most of which is due to the other choices."""
 
 
 class ClstmPpo(Task):
-    """A trader with memory. `global_batch` counts environments: `task.minibatches` times as many trade at once.
+    """A trader with memory. `global_batch` counts environments; `task.minibatches` times as many trade at once.
 
-    Set `micro_batch`: its size decides which environments act together, so that any number of ranks trades alike.
+    Set `micro_batch`: it decides which environments act together, so that any number of ranks trades alike.
     """
 
     unit = "day"
@@ -65,144 +178,83 @@ class ClstmPpo(Task):
         "clip": {"norm": 0.5},
         "lr": {"schedule": "linear"},
     }
-    presets = {
-        # Seconds, for tests: learns next to nothing.
-        "tiny": {
-            "steps": 24,
-            "global_batch": 8,
-            "micro_batch": 2,
-            "lr": {"peak": 3e-3},
-            "evaluate": {"every": 12, "batch": 8},
-            "checks": {"every": 4},
-            "task": {
-                "hidden": 8, "width": 16, "memory": 16, "window": 6, "days": 30, "rollout": 12, "minibatches": 2,
-                "epochs": 2, "test_episodes": 16,
-            },
-        },
-        "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},  # which the control does not reach
-        # The control: without memory the same windows are worth less.
-        "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
-        "cue": {**CUE, "task": CUE_TASK | CUE_READER, "goals": ["score >= 0.95"]},
-        "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
-        # Sized for minutes on one large GPU: 240 updates of 2048 environments, 31 million days.
-        "gpu": {
-            "steps": 3840,
-            "global_batch": 512,
-            "micro_batch": 512,  # with two GPUs 256: as large as fits, since a rollout is one small call after another
-            "lr": {"peak": 7e-4},
-            "precision": "tf32",
-            "compile": False,
-            "evaluate": {"every": 320, "batch": 256},
-            "log": {"every": 16},
-            "checks": {"every": 320},
-            "checkpoint": {"every": 320},  # whole updates: the days of a rollout need not be saved
-            "task": {
-                "assets": 8, "hidden": 128, "width": 128, "linears": 3, "memory": 512, "window": 30, "rollout": 64,
-                "entropy": 0.005, "credit": "each", "foresight": 24, "cost_warmup": 72,
-            },
-            "goals": ["of_bayes >= 0.85"],
-        },
-    }  # fmt: skip
+    presets = PRESETS
     option_rules = (
-        OnlyWith(OF_MARKET, "game", ("market",), found="a game without a market"),
-        OnlyWith(OF_GENERATED, "prices", (None,), found="a file, which says what is traded"),
+        OnlyWith(MARKET_OPTIONS, "game", ("market",), found="a game without a market"),
+        OnlyWith(("assets", "correlation"), "prices", (None,), found="a file, which says what is traded"),
         OnlyWith(("correlation",), "assets", never=(1,), found="one asset, and no other for it to follow"),
         OnlyWith(("cost_warmup",), "cost", never=(0,), found="no cost that could grow"),
         OnlyWith(("hidden", "cascade", "linears"), "variant", ("clstm",), found="an agent without that stage"),
         OnlyWith(("width", "remember"), "variant", ("clstm", "lstm_only"), found="an agent without memory"),
     )
 
+    @takes_options(GameOptions, Rules, AgentOptions, RolloutOptions, LossOptions)
     def __init__(
-        self,
-        *,
-        game: Literal["market", "cue"] = "market",
-        variant: Variant = "clstm",
-        hidden: int = 32,
-        width: int = 64,
-        linears: int = 1,
-        cascade: int = 1,
-        memory: int = 64,
-        remember: float = 0.0,
-        assets: int = 1,
-        correlation: float = 0.0,
-        lots: int = 1,
-        prices: str | None = None,
-        window: int = 20,
-        days: int = 252,
-        cost: float = 0.0005,
-        cost_warmup: int = 0,
-        indicators: bool = False,
-        halt: float | None = None,
-        rollout: int = 64,
-        minibatches: int = 4,
-        epochs: int = 4,
-        discount: float = 0.99,
-        trace: float = 0.95,
-        clip: float = 0.2,
-        value_weight: float = 0.5,
-        entropy: float = 0.02,
-        target_kl: float | None = None,
-        normalise: bool = True,
-        foresight: int = 0,
-        credit: Literal["all", "each"] = "all",
-        test_episodes: int = 256,
+        self, game: GameOptions, rules: Rules, agent: AgentOptions, rollouts: RolloutOptions, loss: LossOptions
     ):
-        """`prices` is a CSV file to trade in, in place of the generated market. `game=cue` is a test of memory in
-        place of a market; its window is one day, and it has 10 of them. `credit=each` tells every asset's choice what
-        that asset has earned, `all` what all have earned together: then most of what a choice hears is about others.
-        `remember` is added to the bias of the gate that keeps what is remembered from day to day: at 0 it begins by
-        keeping half, at 3 nineteen twentieths."""
-        warn_unused(ClstmPpo, self.option_rules, locals())
-        if game != "market":  # options of the market, which a preset may hold
-            cost_warmup, foresight, credit = 0, 0, "all"
-        self.clip, self.value_weight, self.entropy = clip, value_weight, entropy
-        self.test_episodes = test_episodes
-        rules = Rules(window, days, cost, lots, indicators, halt)
-        series: Series = (
-            PriceSeries(prices, TEST_SEED) if prices else RegimeSeries(TEST_SEED, assets, correlation=correlation)
-        )
-        self.game: Game = Trading(series, rules) if game == "market" else CueRecall()
+        given = vars(game) | vars(rules) | vars(agent) | vars(rollouts) | vars(loss)
+        warn_unused(ClstmPpo, self.option_rules, given)
+
+        # Options of the market, which a preset may hold.
+        if game.game != "market":
+            rollouts = replace(rollouts, cost_warmup=0, foresight=0)
+            loss = replace(loss, credit="all")
+        self.loss_options = loss
+        self.test_episodes = game.test_episodes
+        self.game = game.make(rules)
         self.shape = AgentShape(
-            self.game.features, self.game.window, self.game.assets, self.game.choices, self.game.days,
-            variant, hidden, width, linears, cascade, memory, remember, credit == "each", foresight > 0,
-        )  # fmt: skip
-        settings = Settings(rollout, minibatches, epochs, discount, trace, target_kl, cost_warmup, normalise, foresight)
-        self._check(settings, rules)
-        self.source = Rollouts(self.game, settings)
+            **vars(agent),
+            **vars(self.game.shape),
+            value_per_asset=loss.credit == "each",
+            foresight=rollouts.foresight > 0,
+        )
+        self._check(rollouts, rules)
+        self.source = Rollouts(self.game, rollouts)
 
     def model(self) -> Agent:
         return Agent(self.shape)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # The eps is the usual one of PPO: its gradients are small.
         return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
 
     def data(self) -> Rollouts:
         return self.source
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
-        """`batch` holds n environments, T days each: (n, T, ...). The model wants the days first."""
-        days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAYS}
-        logits, values, _, *expected = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
-        chances = log_chances(logits, days["actions"])
-        change = (chances if self.shape.each else chances.sum(-1)) - days["logp"]  # (T, n) or (T, n, K)
-        ratio, gained = change.exp(), days["advantages"]
-        gain = torch.minimum(ratio * gained, ratio.clamp(1 - self.clip, 1 + self.clip) * gained)
-        off = (values.float() - days["targets"]).square()
-        spread = entropy_of(logits.unsqueeze(-2) if self.shape.each else logits)
+        """Return PPO's loss of `batch`: n environments with T days each, (n, T, ...)."""
+        options, per_asset = self.loss_options, self.shape.value_per_asset
+        # The model wants the days first: (T, n, ...).
+        days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAILY}
+        logits, values, _, *predicted = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
+
+        # The clipped objective, (T, n), or (T, n, K) with credit for each asset.
+        logp = log_probs(logits, days["actions"])
+        change = (logp if per_asset else logp.sum(-1)) - days["logp"]
+        ratio = change.exp()
+        gained = days["advantages"]
+        gain = torch.minimum(ratio * gained, ratio.clamp(1 - options.clip, 1 + options.clip) * gained)
+        error = (values.float() - days["targets"]).square()
+        spread = entropy(logits.unsqueeze(-2) if per_asset else logits)
+
+        # A day weighs 1, however many assets have terms of their own.
         weight = days["starts"].numel()
-        assets = ratio.numel() // weight  # 1 if all are one
-        total = (self.value_weight * off - gain - self.entropy * spread).sum() / assets
-        if expected:  # one of the two counts, and the other is in the graph: every parameter gets a gradient
-            taught = surprise(expected[0], days["moved"])
-            total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
+        assets = ratio.numel() // weight
+        total = (options.value_weight * error - gain - options.entropy * spread).sum() / assets
         kl = ((ratio - 1) - change).detach().sum() / assets
-        if not batch["teaching"]:  # which moves the policy too, and is not to be cut short by that
+
+        if predicted:
+            # Only one of the two losses counts. The other stays in the graph, so that every parameter has a gradient.
+            taught = foresight_loss(predicted[0], days["moved"])
+            total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
+        if not batch["teaching"]:
+            # Teaching moves the policy too, and must not be cut short by that.
             self.source.note_kl(batch["block"], kl, weight)
         metrics = {
             "kl": kl,
-            "clipped": ((ratio - 1).abs() > self.clip).sum() / assets,
+            "clipped": ((ratio - 1).abs() > options.clip).sum() / assets,
             "entropy": spread.detach().sum() / assets,
-            "value_loss": off.detach().sum() / assets,
+            "value_loss": error.detach().sum() / assets,
             "reward": days["rewards"].sum() / assets,
         }
         return Loss(total, weight, metrics)
@@ -211,56 +263,58 @@ class ClstmPpo(Task):
         return TensorDataset(torch.arange(self.test_episodes))
 
     def eval_loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
-        """The loss is what an episode lost. Every episode is played by the greedy policy, from its first day."""
+        """Return minus the score. The greedy policy plays every episode from its first day."""
         assert isinstance(model, Agent)
-        played = play(Greedy(model), self.game.open(TEST_SEED, HELD_OUT + batch[0]), self.game.days)
+        played = self.play_test_episodes(model, batch[0])
         score = played.scores.sum()
-        found: dict[str, Any] = {"score": score}
+        metrics: dict[str, Any] = {"score": score}
         if isinstance(self.game, Trading):
-            found |= {"trades": played.trades.sum()} | {name: part.sum() for name, part in played.report().items()}
-        if best := self._yardsticks.get("bayes"):
-            found["of_bayes"] = score / best
-        return Loss(-score, len(batch[0]), found)
+            metrics["trades"] = played.trades.sum()
+            metrics |= {name: part.sum() for name, part in played.report().items()}
+
+        # Only a generated market has a best policy to compare with.
+        if best := self._baselines.get("bayes"):
+            metrics["of_bayes"] = score / best
+        return Loss(-score, len(batch[0]), metrics)
+
+    def play_test_episodes(self, agent: Agent, episodes: Tensor) -> Played:
+        """Play the test episodes with the numbers `episodes` (n,), greedily."""
+        environments = self.game.open(TEST_SEED, HELD_OUT + episodes)
+        return play(Greedy(agent), environments, self.shape.episode)
 
     def show(self, model: nn.Module) -> str:
-        """What other policies earn in the test episodes."""
-        return "per test episode: " + ", ".join(f"{name} {score:.3f}" for name, score in self._yardsticks.items())
+        """Return the scores of other policies in the test episodes."""
+        return "per test episode: " + ", ".join(f"{name} {score:.3f}" for name, score in self._baselines.items())
 
     @cached_property
-    def _yardsticks(self) -> dict[str, float]:
+    def _baselines(self) -> dict[str, float]:
         if isinstance(self.game, Trading):
-            return yardsticks(self.game.series, self.game.rules, self.test_episodes)
-        return {"guessing": 1 / self.game.choices, "remembering": 1.0}
+            return baseline_scores(self.game.series, self.game.rules, self.test_episodes)
+        return {"guessing": 1 / self.shape.choices, "remembering": 1.0}
 
-    def _check(self, settings: Settings, rules: Rules) -> None:
-        """Every wrong option at once."""
+    def _check(self, rollouts: RolloutOptions, rules: Rules) -> None:
+        """Raise every problem of the options at once."""
         shape = self.shape
         counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
-        counts |= {"window": rules.window, "days": rules.days, "lots": rules.lots}
-        counts |= {"rollout": settings.days, "minibatches": settings.minibatches, "epochs": settings.epochs}
-        counts |= {"test_episodes": self.test_episodes}
-        problems = [
-            UserError(f"task.{name}={value}", "less than 1", f"type task.{name}=1 or more")
-            for name, value in counts.items()
-            if value < 1
-        ]
-        if shape.cascade > 1 and shape.hidden % 4:
+        counts |= {name: getattr(rules, name) for name in ("window", "days", "lots")}
+        counts |= {name: getattr(rollouts, name) for name in ("rollout", "minibatches", "epochs")}
+        counts["test_episodes"] = self.test_episodes
+        problems = below_one(counts)
+
+        heads = ATTENTION_HEADS
+        if shape.cascade > 1 and shape.hidden % heads:
             problems.append(
                 UserError(
-                    f"task.hidden={shape.hidden} with task.cascade={shape.cascade}",
-                    "attention in 4 heads between the LSTMs, so the size must divide by 4",
-                    f"type task.hidden={-(-shape.hidden // 4) * 4}",
+                    f"task.hidden={shape.hidden} with task.cascade={shape.cascade} must be a multiple of {heads}",
+                    f"attention with {heads} heads between the LSTMs",
+                    f"type task.hidden={-(-shape.hidden // heads) * heads}",
                 )
             )
         if rules.halt is not None and not 0 < rules.halt < 1:
+            problems.append(UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "type task.halt=0.9"))
+        if shape.value_per_asset and shape.assets == 1:
             problems.append(
-                UserError(f"task.halt={rules.halt}", "no share of days between 0 and 1", "type task.halt=0.9")
-            )
-        if shape.each and shape.assets == 1:
-            problems.append(
-                UserError(
-                    "task.credit=each", "one asset, which earns all there is", "leave it out, or type task.credit=all"
-                )
+                UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
             )
         series = self.game.series if isinstance(self.game, Trading) else None
         if isinstance(series, PriceSeries):
@@ -269,14 +323,17 @@ class ClstmPpo(Task):
             raise ConfigError(problems)
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """Of the choice for all assets together, (..., K, A) -> (...)."""
+def entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of the choice for all assets together, (..., K, A) -> (...)."""
     chances = logits.float().log_softmax(-1)
     return -(chances.exp() * chances).sum((-1, -2))
 
 
-def surprise(expected: Tensor, moved: Tensor) -> Tensor:
-    """What foresight costs, summed: for each asset whether it rose (a logit) and how far it went, (..., K, 2)."""
-    rose, far = expected.float().unbind(-1)
+def foresight_loss(predicted: Tensor, moved: Tensor) -> Tensor:
+    """Return the summed loss of predictions (..., K, 2) of the movements `moved` (..., K).
+
+    A prediction is the logit of a rise, and how far the asset moves.
+    """
+    rose, size = predicted.float().unbind(-1)
     wrong = nn.functional.binary_cross_entropy_with_logits(rose, (moved > 0).float(), reduction="sum")
-    return wrong + (far - moved.abs().float()).square().sum()
+    return wrong + (size - moved.abs().float()).square().sum()

@@ -1,4 +1,4 @@
-"""The whole update of Adam-atan2 on a GPU, in Triton: each of four tensors is read once, three are written once."""
+"""The update of Adam-atan2 in one Triton kernel: four tensors are read once and three are written once."""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -6,7 +6,8 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 from triton.language.extra import libdevice  # pyrefly: ignore[missing-import]
 
-WIDE, WARPS = 1024, 4  # numbers that a program updates, and its warps
+BLOCK = 1024  # elements that one program updates
+WARPS = 4  # of one program
 
 
 def update_(
@@ -22,34 +23,44 @@ def update_(
     beta2: float,
     weight_decay: float,
 ) -> None:
-    """All contiguous float32. Numbers on the device: the `correction` of mean / sqrt(square) for their start at zero,
-    the `divisor` of the gradients, and `skip`: where it is not 0, all stays as it is."""
+    """Update `params`, `means` and `squares` in place. All tensors are contiguous float32.
+
+    Three scalars stay on the device: `correction` is the bias correction of mean / sqrt(square), `divisor` divides the
+    gradients, and nothing changes where `skip` is not 0.
+    """
     with torch.cuda.device(correction.device):
         for p, grad, mean, square in zip(params, grads, means, squares, strict=True):
             if not p.numel():
                 continue
-            _update[(triton.cdiv(p.numel(), WIDE),)](
+            _update[(triton.cdiv(p.numel(), BLOCK),)](
                 p, grad, mean, square, correction, divisor, skip,
                 float(lr), 1 - beta1, float(beta2), 1 - beta2, 1 - lr * weight_decay,
-                p.numel(), WIDE=WIDE, num_warps=WARPS,
+                p.numel(), BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
+
+    # Autograd must notice that these tensors were changed in place.
     torch.autograd.graph.increment_version([*params, *means, *squares])
 
 
+# No argument may be called `params` or `options`: the code that Triton generates around the kernel has such names.
 @triton.jit
-def _update(  # none of them may be called `params` or `options`: Triton's own code around this one has such names
+def _update(
     weights, grads, means, squares, correction, divisor, skip,
-    lr, rest1, beta2, rest2, keep, size, WIDE: tl.constexpr,
+    lr, rest1, beta2, rest2, keep, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    inside = (place < size) & (tl.load(skip) == 0)
-    grad = tl.load(grads + place, mask=inside, other=0.0) / tl.load(divisor)
-    mean = tl.load(means + place, mask=inside, other=0.0)
-    square = tl.load(squares + place, mask=inside, other=0.0)
-    p = tl.load(weights + place, mask=inside, other=0.0)
+    # 64-bit offsets: a parameter may have more than 2^31 elements.
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (offset < size) & (tl.load(skip) == 0)
+
+    grad = tl.load(grads + offset, mask=inside, other=0.0) / tl.load(divisor)
+    mean = tl.load(means + offset, mask=inside, other=0.0)
+    square = tl.load(squares + offset, mask=inside, other=0.0)
+    p = tl.load(weights + offset, mask=inside, other=0.0)
+
     mean += (grad - mean) * rest1
     square = square * beta2 + grad * grad * rest2
     angle = libdevice.atan2(mean * tl.load(correction), tl.sqrt_rn(square))
-    tl.store(means + place, mean, mask=inside)
-    tl.store(squares + place, square, mask=inside)
-    tl.store(weights + place, p * keep - lr * angle, mask=inside)
+
+    tl.store(means + offset, mean, mask=inside)
+    tl.store(squares + offset, square, mask=inside)
+    tl.store(weights + offset, p * keep - lr * angle, mask=inside)

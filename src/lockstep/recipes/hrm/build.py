@@ -1,7 +1,7 @@
-"""`python -m lockstep.recipes.hrm.build out=FOLDER puzzle=sudoku9 ...`: puzzles on disk, in the published layout.
+"""`python -m lockstep.recipes.hrm.build out=FOLDER puzzle=sudoku9 ...` writes puzzles to disk in the published layout.
 
-A training puzzle and its `augmentations` symmetries are one group. With `train_csv=FILE test_csv=FILE` (columns
-`question` and `answer`, a point or a 0 for an empty cell) Sudokus of files are taken in place of generated ones.
+A training puzzle and its `augmentations` symmetric variants are one group. With `train_csv=FILE test_csv=FILE` (columns
+`question` and `answer`, a point or a 0 for an empty cell) the Sudokus come from files instead of the generator.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lockstep.errors import UserError
+from lockstep.recipes.hrm.commands import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
-from lockstep.recipes.hrm.pretrain import overrides
-from lockstep.recipes.hrm.puzzles import Asked, IdGrid, SudokuMoves, family
-from lockstep.recipes.hrm.task import OF_PUZZLES, SUDOKUS
+from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrid, PuzzleOptions, SudokuSymmetry, make_splits
+from lockstep.recipes.hrm.task import OF_PUZZLES
 from lockstep.recipes.options import OnlyWith, warn_unused
 
 
 @dataclass
 class Build:
-    out: str
-    puzzle: str = "sudoku9"
+    """What to write."""
+
+    out: str  # the folder
+    puzzle: str = "sudoku9"  # as the options of the task
     train_size: int = 1000
     test_size: int = 2000
     holes: int | None = None
     least_guesses: float = 0.0
     maze_size: int = 20
-    augmentations: int = 0
+    augmentations: int = 0  # variants of each training puzzle
     seed: int = 0
-    train_csv: str = ""
+    train_csv: str = ""  # Sudokus of a file instead of generated ones
     test_csv: str = ""
 
 
@@ -42,46 +45,55 @@ OF_GENERATED = ("puzzle", "holes", "least_guesses", "maze_size")
 RULES = (
     OnlyWith(OF_GENERATED, "train_csv", ("",), found="files with puzzles, which are Sudokus of 9 x 9"),
     *OF_PUZZLES,
-    OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew"),
+    OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew every time"),
 )
 
 
-def build(asked: Build) -> None:
-    warn_unused(Build, RULES, vars(asked), prefix="")
-    if bool(asked.train_csv) != bool(asked.test_csv):
-        raise UserError("Sudokus from files", "one of train_csv and test_csv", "give both")
-    if asked.train_csv:
-        training, test = (
-            read_csv(Path(path), most, asked.seed)
-            for path, most in ((asked.train_csv, asked.train_size), (asked.test_csv, asked.test_size))
-        )
-        move: Augment | None = SudokuMoves(9)
-    else:
-        options = Asked(
-            kind=asked.puzzle,
-            train_size=asked.train_size,
-            test_size=asked.test_size,
-            seed=asked.seed,
-            holes=asked.holes,
-            least_guesses=asked.least_guesses,
-            size=asked.maze_size,
-        )
-        training, test = family(options)
-        move = None if isinstance(training, IdGrid) else training.augment
-    if isinstance(training, IdGrid):
-        training = _drawn(training, asked.seed)
-    if asked.augmentations and move is not None:
-        random.seed(asked.seed)
-        training = with_variants(training, move, asked.augmentations)
-    write_puzzles(Path(asked.out) / "train", training)
-    write_puzzles(Path(asked.out) / "test", test)
+def build(request: Build) -> None:
+    """Write the folders `train` and `test`."""
+    warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
+    if bool(request.train_csv) != bool(request.test_csv):
+        raise UserError("only one of train_csv and test_csv is given", "", "give both")
+
+    training, test, symmetry = _splits(request)
+    # Variants draw from Python's generator, which the seed makes repeatable.
+    if request.augmentations and symmetry is not None:
+        random.seed(request.seed)
+        training = with_variants(training, symmetry, request.augmentations)
+    write_puzzles(Path(request.out) / "train", training)
+    write_puzzles(Path(request.out) / "test", test)
 
 
-def with_variants(puzzles: Puzzles, move: Augment, count: int) -> Puzzles:
-    """Every puzzle, followed by `count` of its symmetries, as one group."""
-    cells, labels = [], []
+def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
+    """Return the puzzles for training and testing, and what makes variants of them."""
+    if request.train_csv:
+        training = read_csv(Path(request.train_csv), request.train_size, request.seed)
+        test = read_csv(Path(request.test_csv), request.test_size, request.seed)
+        return training, test, SudokuSymmetry(9)
+
+    options = PuzzleOptions(
+        puzzle=request.puzzle,
+        train_size=request.train_size,
+        test_size=request.test_size,
+        data_seed=request.seed,
+        holes=request.holes,
+        least_guesses=request.least_guesses,
+        maze_size=request.maze_size,
+    )
+    # Id grids are drawn when they are read: there is nothing to vary.
+    generated, test = make_splits(options)
+    if isinstance(generated, IdGrid):
+        return _draw_epoch(generated, request.seed), test, None
+    return generated, test, generated.augment
+
+
+def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
+    """Return every puzzle followed by `count` symmetric variants, as one group."""
+    cells = []
+    labels = []
     for pair in zip(puzzles.inputs, puzzles.labels, strict=True):
-        for variant in (pair, *(move(*pair) for _ in range(count))):
+        # The original comes first.
+        for variant in (pair, *(symmetry(*pair) for _ in range(count))):
             cells.append(variant[0])
             labels.append(variant[1])
     return replace(
@@ -95,39 +107,46 @@ def with_variants(puzzles: Puzzles, move: Augment, count: int) -> Puzzles:
 
 
 def read_csv(path: Path, most: int, seed: int) -> Puzzles:
-    """Up to `most` Sudokus of a file, drawn at random."""
+    """Draw up to `most` Sudokus of a file at random."""
     with path.open(newline="") as file:
         rows = [(row["question"], row["answer"]) for row in csv.DictReader(file)]
     rows = random.Random(seed).sample(rows, min(most, len(rows)))
-    grids, solutions = (
-        np.array([[int(digit) for digit in row[i].replace(".", "0")] for row in rows], dtype=np.uint8) for i in (0, 1)
-    )
-    none = np.zeros(len(rows), dtype=np.int64)
-    return Puzzles.single(grids + 1, solutions + 1, none, symbols=11, id_count=1)
+
+    grids = _digits([question for question, _ in rows])
+    solutions = _digits([answer for _, answer in rows])
+    same_id = np.zeros(len(rows), dtype=np.int64)
+    return Puzzles.single(grids + 1, solutions + 1, same_id, symbols=11, id_count=1)
 
 
-def _drawn(training: IdGrid, seed: int) -> Puzzles:
-    """As many grids as an epoch has, fixed."""
+def _digits(texts: list[str]) -> np.ndarray:
+    """Return the digits of `texts` [count, 81]; a point is an empty cell."""
+    return np.array([[int(digit) for digit in text.replace(".", "0")] for text in texts], dtype=np.uint8)
+
+
+def _draw_epoch(training: IdGrid, seed: int) -> Puzzles:
+    """Fix as many grids as an epoch has."""
     random.seed(seed)
     samples = [training[i] for i in range(len(training))]
-    cells, labels, ids = (np.array([s[key] for s in samples]) for key in ("inputs", "labels", "ids"))
+    cells = np.array([each["inputs"] for each in samples])
+    labels = np.array([each["labels"] for each in samples])
+    ids = np.array([each["ids"] for each in samples])
     return Puzzles.single(cells, labels, ids, training.symbols, training.ids)
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     try:
-        build(_asked(words))
+        build(_request(overrides(arguments)))
     except UserError as error:
         print(f"build: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _asked(words: Sequence[str]) -> Build:
-    values, known = overrides(words), [each.name for each in fields(Build)]
-    if wrong := sorted(values.keys() - known):
-        raise UserError(f"{wrong[0]}={values[wrong[0]]}", "no such key", f"type one of {', '.join(known)}")
+def _request(values: dict[str, Any]) -> Build:
+    known = [each.name for each in fields(Build)]
+    if unknown := sorted(values.keys() - known):
+        raise UserError(f"there is no key {unknown[0]}", "", f"type one of {', '.join(known)}")
     if "out" not in values:
-        raise UserError("a folder to write to", "no out", "type out=FOLDER")
+        raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
     return Build(**values)
 
 

@@ -1,8 +1,9 @@
-"""What each place of the global batch is thinking about, from one step to the next.
+"""The puzzles and states that stay in the slots of the global batch from one step to the next.
 
 A puzzle stays in its slot for several steps, until the model (or the limit) halts it; then the slot takes the puzzle
-that the next batch has for it. Slots count the samples of a global step. No rank enters: a rank holds the slots of its
-micro-batches, a checkpoint holds all of them, and whoever resumes takes those that are its own now.
+that the next batch has for it. Slots number the samples of a global step, so nothing here depends on ranks: a rank
+holds the slots of its micro-batches, a checkpoint holds all slots, and a resumed rank takes the slots that are now its
+own.
 """
 
 from __future__ import annotations
@@ -11,69 +12,128 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.exchange import gather_rows, world_size
 
-TrainedBatch = dict[str, Tensor]  # every tensor has a row for each slot
+Slots = dict[str, Tensor]  # every tensor has one row for each slot
 
 
 class Carry:
+    """The slots of one rank. A micro-batch is named by its first slot."""
+
     def __init__(self) -> None:
-        self._held: dict[int, TrainedBatch] = {}  # by the first slot of a micro-batch
-        self._saved: TrainedBatch = {}  # of a checkpoint, until every rank has taken its own
+        self._held: dict[int, Slots] = {}  # by the first slot of a micro-batch
+        self._restored: Slots = {}  # all slots of a checkpoint, until the first step after it has ended
         self._first_step = True
 
-    def take(self, first: int, count: int) -> TrainedBatch | None:
-        """What the slots from `first` on hold; None if they have held nothing yet."""
+    def take(self, first: int, count: int) -> Slots | None:
+        """Return what the `count` slots from `first` on hold, or None if they have not held anything yet."""
+        # The usual case: the same micro-batch as in the step before.
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]
-        if self._saved and first + count <= len(self._saved["steps"]):
-            return {name: rows[first : first + count] for name, rows in self._saved.items() if name != "slots"}
-        if self._first_step and not self._saved:
+        # After a resume, possibly with other ranks or micro-batches: rows of the checkpoint.
+        if self._restored and first + count <= len(self._restored["steps"]):
+            return {name: rows[first : first + count] for name, rows in self._restored.items() if name != "slots"}
+        if self._first_step and not self._restored:
             return None
         raise UserError(
-            "the same slots of the global batch in every step, since a puzzle stays in its slot",
-            f"samples {first} to {first + count - 1} of a step, which this rank has not held before",
+            f"hrm needs the same slots of the global batch in every step; samples {first} to {first + count - 1} are "
+            "new on this rank",
+            "a puzzle stays in its slot for several steps",
             "type tail=drop and leave load_balance out",
         )
 
-    def put(self, first: int, piece: TrainedBatch) -> None:
-        self._held[first] = piece
+    def put(self, first: int, slots: Slots) -> None:
+        self._held[first] = slots
 
     def end_step(self) -> None:
-        self._saved, self._first_step = {}, False
+        """Every rank has taken its slots of a restored checkpoint by now."""
+        self._restored = {}
+        self._first_step = False
 
     def state_dict(self) -> dict[str, Any]:
-        """All slots of all ranks: every rank must call this."""
+        """Return the slots of all ranks. Collective: every rank must call it."""
         if not self._held:
-            return dict(self._saved)
+            return dict(self._restored)
+
+        # This rank's rows, with the numbers of their slots.
         firsts = sorted(self._held)
-        pieces = [self._held[first] for first in firsts]
-        slots = [first + torch.arange(len(p["steps"])) for first, p in zip(firsts, pieces, strict=True)]
-        mine = {"slots": torch.cat(slots).to(pieces[0]["steps"].device)}
-        mine |= {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        everybody = dict(zip(mine, gather_rows(list(mine.values()), world_size()), strict=True))
-        order = everybody["slots"].argsort()
-        return {name: rows[order] for name, rows in everybody.items()}
+        held = [self._held[first] for first in firsts]
+        numbers = [first + torch.arange(len(slots["steps"])) for first, slots in zip(firsts, held, strict=True)]
+        mine = {"slots": torch.cat(numbers).to(held[0]["steps"].device)}
+        for name in held[0]:
+            mine[name] = torch.cat([slots[name] for slots in held])
+
+        # In the order of slots, which does not depend on the number of ranks.
+        gathered = dict(zip(mine, gather_rows(list(mine.values()), world_size()), strict=True))
+        order = gathered["slots"].argsort()
+        return {name: rows[order] for name, rows in gathered.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held, self._saved, self._first_step = {}, state, True
+        self._held = {}
+        self._restored = state
+        self._first_step = True
 
 
-def filled(piece: TrainedBatch | None, batch: TrainedBatch, start: Callable[[], tuple[Tensor, Tensor]]) -> TrainedBatch:
-    """Where a slot has halted, the next puzzle; elsewhere what was there. `begin` says where: the states are those of
-    before, and whoever thinks on lets them begin anew there."""
+def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, Tensor]]) -> Slots:
+    """Put the puzzles of `batch` into the slots that have halted, and leave the other slots alone.
+
+    `begin` (B,) of the result marks the new puzzles. Their states are still those of the puzzle before; the model
+    resets them where `begin` is true. `start` returns the states for slots that are used for the first time.
+    """
     fresh = {**batch, "steps": torch.zeros_like(batch["least"])}
-    if piece is None:
+    if slots is None:
         z_h, z_l = start()
         return {**fresh, "z_h": z_h, "z_l": z_l, "begin": torch.ones_like(batch["least"], dtype=torch.bool)}
+
+    # A checkpoint may come from another device.
     device = batch["least"].device
-    here = {name: rows.to(device) for name, rows in piece.items()}  # a checkpoint may come from elsewhere
+    here = {name: rows.to(device) for name, rows in slots.items()}
     halted = here["halted"]
-    taken = {
-        name: torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, here[name])
-        for name, rows in fresh.items()
-    }
-    return {**taken, "z_h": here["z_h"], "z_l": here["z_l"], "begin": halted}
+
+    filled = {}
+    for name, rows in fresh.items():
+        where = halted[:, None] if rows.dim() > 1 else halted
+        filled[name] = torch.where(where, rows, here[name])
+    return {**filled, "z_h": here["z_h"], "z_l": here["z_l"], "begin": halted}
+
+
+# ---- rows of all ranks ----------------------------------------------------------------------------------
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
+    """Gather the rows of each tensor from `size` ranks, in the order of ranks. They may hold different numbers of rows.
+
+    All tensors travel as bytes in one message, whatever their dtypes. Collective: every rank must call it.
+    """
+    if size == 1:
+        return tensors
+
+    # One row of bytes for each row of the tensors.
+    rows = len(tensors[0])
+    parts = [t.contiguous().view(rows, -1).view(torch.uint8) for t in tensors]
+    widths = [part.shape[1] for part in parts]
+    device = tensors[0].device
+
+    # The messages must have equal sizes, so the longest one decides. The host waits here.
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([rows], device=device))
+    longest = max(int(count) for count in counts)
+    mine = torch.zeros(longest, sum(widths), dtype=torch.uint8, device=device)
+    mine[:rows] = torch.cat(parts, dim=1)
+    padded = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(padded, mine)
+
+    # Back to one tensor for each of ours: cut the padding, split the bytes, restore dtype and shape.
+    gathered = torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])
+    columns = gathered.split(widths, dim=1)
+    return [
+        column.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])
+        for column, tensor in zip(columns, tensors, strict=True)
+    ]

@@ -1,9 +1,10 @@
 """Puzzles in arrays, in memory and on disk in the published layout.
 
-On disk: a folder for each split (`train`, `test`) with `dataset.json` and, for each of its sets, five files
-`SET__inputs.npy`, `SET__labels.npy` [examples, cells] uint8, `SET__puzzle_identifiers.npy`, `SET__puzzle_indices.npy`
-(where the examples of a puzzle begin) and `SET__group_indices.npy` (where the puzzles of a group begin). A group is one
-base puzzle with all its variants: an epoch visits each group once, and draws one of its examples.
+On disk each split (`train`, `test`) is a folder with `dataset.json` and, for each of its sets, five files:
+`SET__inputs.npy` and `SET__labels.npy` [examples, cells] uint8, `SET__puzzle_identifiers.npy`,
+`SET__puzzle_indices.npy` (where the examples of a puzzle begin) and `SET__group_indices.npy` (where the puzzles of a
+group begin). A group is one base puzzle with all its variants: an epoch visits each group once and draws one of its
+examples.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.losses import IGNORED
 
 Array = np.ndarray
-Augment = Callable[[Array, Array], tuple[Array, Array]]  # (cells, labels) -> the same puzzle, looking different
+Augment = Callable[[Array, Array], tuple[Array, Array]]  # (cells, labels) -> an equivalent puzzle and its labels
 ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+IGNORED = 0  # the padding symbol: a cell with this label has no answer, and no loss
 
 
 @dataclass
 class PuzzleDatasetMetadata:
-    """`dataset.json`."""
+    """The content of `dataset.json`."""
 
     seq_len: int
     vocab_size: int
@@ -49,17 +50,17 @@ class Puzzles:
     """One split."""
 
     inputs: Array  # [examples, cells] uint8
-    labels: Array  # the same; IGNORED where nothing is asked
+    labels: Array  # [examples, cells] uint8; IGNORED where a cell has no answer
     puzzle_identifiers: Array  # [puzzles]
-    puzzle_indices: Array  # [puzzles + 1]: examples of puzzle i are [i, i + 1)
-    group_indices: Array  # [groups + 1]: puzzles of group i
+    puzzle_indices: Array  # [puzzles + 1]: puzzle i has the examples from entry i up to entry i + 1
+    group_indices: Array  # [groups + 1]: likewise the puzzles of group i
     symbols: int
     ids: int
     augment: Augment | None = None
 
     @staticmethod
     def single(inputs: Array, labels: Array, ids: Array, symbols: int, id_count: int) -> Puzzles:
-        """Every example is a puzzle and a group of its own."""
+        """Make every example a puzzle and a group of its own."""
         edges = np.arange(len(inputs) + 1)
         return Puzzles(inputs.astype(np.uint8), labels.astype(np.uint8), ids, edges, edges, symbols, id_count)
 
@@ -71,31 +72,36 @@ class Puzzles:
         return int(np.searchsorted(self.puzzle_indices, example, side="right")) - 1
 
 
-class PuzzleDataset(Dataset):
-    """For training: group i, one of its examples, and the fewest segments to think about it.
+class PuzzleGroups(Dataset):
+    """Training samples: group i gives one of its examples, and the number of segments that it runs at least.
 
-    Everything random is drawn from Python's generator, which Lockstep seeds by (seed, epoch, sample): whichever rank
-    reads a group, it draws the same example.
+    Everything random is drawn from Python's generator, which Lockstep seeds by (seed, epoch, sample): every rank that
+    reads a group draws the same example.
     """
 
     def __init__(self, puzzles: Puzzles, most_steps: int, explore: float):
-        self.puzzles, self.most_steps, self.explore = puzzles, most_steps, explore
+        self.puzzles = puzzles
+        self.most_steps = most_steps
+        self.explore = explore
 
     def __len__(self) -> int:
         return len(self.puzzles.group_indices) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         p = self.puzzles
+        # One puzzle of the group, one example of the puzzle, and perhaps a symmetric variant of it.
         puzzle = random.randrange(p.group_indices[index], p.group_indices[index + 1])
         example = random.randrange(p.puzzle_indices[puzzle], p.puzzle_indices[puzzle + 1])
-        cells, labels = p.inputs[example], p.labels[example]
+
+        cells = p.inputs[example]
+        labels = p.labels[example]
         if p.augment is not None:
             cells, labels = p.augment(cells, labels)
         return sample(cells, labels, int(p.puzzle_identifiers[puzzle]), least_steps(self.most_steps, self.explore))
 
 
 class PuzzleExamples(Dataset):
-    """For evaluation: every example as it is."""
+    """Evaluation samples: every example as it is stored."""
 
     def __init__(self, puzzles: Puzzles):
         self.puzzles = puzzles
@@ -113,70 +119,90 @@ def sample(cells: Array, labels: Array, puzzle_id: int, least: int) -> dict[str,
 
 
 def least_steps(most: int, explore: float) -> int:
-    """Now and then a puzzle must be thought about for longer, so that the worth of going on can be learned."""
-    return random.randint(2, most) if most > 1 and random.random() < explore else 1
+    """Draw how many segments a puzzle runs at least.
+
+    Usually one; with probability `explore` more, so that the model can learn what continuing is worth.
+    """
+    if most > 1 and random.random() < explore:
+        return random.randint(2, most)
+    return 1
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """One array per key, then one tensor: a stack of small tensors costs ten times as much."""
+    """Stack samples as arrays, then make tensors: stacking small tensors would take ten times as long."""
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
+# ---- on disk --------------------------------------------------------------------------------------------
+
+
 def read_metadata(folder: Path) -> PuzzleDatasetMetadata:
-    with _told_of(folder):
+    with _reading(folder):
         return PuzzleDatasetMetadata(**json.loads((folder / "dataset.json").read_text()))
 
 
-@contextmanager
-def _told_of(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(
-            f"puzzles in {folder}",
-            f"{type(error).__name__}: {error}",
-            "type a data_path with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
-        ) from error
-
-
 def read_puzzles(folder: Path) -> Puzzles:
-    """A split from disk; its sets one after another."""
+    """Read a split from disk. Its sets are joined one after another."""
     metadata = read_metadata(folder)
-    with _told_of(folder):
+    with _reading(folder):
         sets = [
-            {name: np.load(folder / f"{each}__{name}.npy", allow_pickle=False) for name in ARRAYS}
-            for each in metadata.sets
+            {array: np.load(folder / f"{name}__{array}.npy", allow_pickle=False) for array in ARRAYS}
+            for name in metadata.sets
         ]
+
+    # Other files may ignore another label than ours.
     labels = np.concatenate([each["labels"] for each in sets])
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)
+
     return Puzzles(
         np.concatenate([each["inputs"] for each in sets]).astype(np.uint8),
         labels.astype(np.uint8),
         np.concatenate([each["puzzle_identifiers"] for each in sets]).astype(np.int64),
-        _joined([each["puzzle_indices"] for each in sets]),
-        _joined([each["group_indices"] for each in sets]),
+        _join_offsets([each["puzzle_indices"] for each in sets]),
+        _join_offsets([each["group_indices"] for each in sets]),
         metadata.vocab_size,
         metadata.num_puzzle_identifiers,
     )
 
 
 def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDatasetMetadata:
-    """The opposite: one set of that name."""
-    groups = len(puzzles.group_indices) - 1
-    examples = len(puzzles.inputs) / (len(puzzles.puzzle_indices) - 1)
-    metadata = PuzzleDatasetMetadata(puzzles.cells, puzzles.symbols, puzzles.ids, groups, examples, [name])
+    """Write a split that consists of one set called `name`."""
+    metadata = PuzzleDatasetMetadata(
+        seq_len=puzzles.cells,
+        vocab_size=puzzles.symbols,
+        num_puzzle_identifiers=puzzles.ids,
+        total_groups=len(puzzles.group_indices) - 1,
+        mean_puzzle_examples=len(puzzles.inputs) / (len(puzzles.puzzle_indices) - 1),
+        sets=[name],
+    )
+
     folder.mkdir(parents=True, exist_ok=True)
     for array in ARRAYS:
         values = getattr(puzzles, array)
-        np.save(folder / f"{name}__{array}.npy", values if array in ("inputs", "labels") else values.astype(np.int32))
+        if array not in ("inputs", "labels"):
+            values = values.astype(np.int32)
+        np.save(folder / f"{name}__{array}.npy", values)
     (folder / "dataset.json").write_text(json.dumps(asdict(metadata), indent=2))
     return metadata
 
 
-def _joined(edges: list[Array]) -> Array:
-    """Offsets of several sets as one list: each goes on where the one before it ended."""
-    found = [np.zeros(1, dtype=np.int64)]
-    for each in edges:
-        found.append(each[1:].astype(np.int64) + found[-1][-1])
-    return np.concatenate(found)
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn errors of files that are missing or damaged into a UserError."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the puzzles in {folder} cannot be read",
+            f"{type(error).__name__}: {error}",
+            "type a data_path with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
+        ) from error
+
+
+def _join_offsets(offsets: list[Array]) -> Array:
+    """Join the offsets of several sets into one list: each continues where the previous one ended."""
+    joined = [np.zeros(1, dtype=np.int64)]
+    for each in offsets:
+        joined.append(each[1:].astype(np.int64) + joined[-1][-1])
+    return np.concatenate(joined)

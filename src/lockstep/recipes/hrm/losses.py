@@ -1,19 +1,31 @@
-"""What an answer costs, cell by cell."""
+"""The loss of an answer, cell by cell, and the score of a training segment.
+
+`Scoring` is a part of the model's call, not of the task's code around it: it consists of many small operations, which
+a GPU runs together when they are compiled or captured with the model.
+
+Shapes in comments: B puzzles, S cells, V symbols.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-IGNORED = 0  # the padding symbol: a cell with this label asks for nothing
+from lockstep.recipes.hrm.data import IGNORED
+
+COUNTS = ("exact", "cells", "all_cells", "q_halt", "segments", "ended")
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log p with p = s / sum s, where s(x) = x + 1 from 0 on, and 1 / (1 - x) below: it cannot blow up, but the ratios
-    are small, so float64."""
+    """Return -log p (B, S) with p = s / sum s, where s(x) = x + 1 for x >= 0 and 1 / (1 - x) below.
+
+    It cannot overflow, but the ratios can be small, so it computes in float64.
+    """
     x = logits.double()
-    # Cut at 0: at x = 1 the other branch would be infinite, and its gradient, though not chosen, not a number.
+    # Clamped at 0: at x = 1 the branch for negative x would be infinite, and its gradient, though unused, would be NaN.
     s = torch.where(x < 0, 1 / (1 - x.clamp(max=0)), x + 1)
     p = s / s.sum(dim=-1, keepdim=True)
     return -p.gather(-1, labels[..., None]).squeeze(-1).log()
@@ -27,18 +39,79 @@ LOSSES = {"stablemax": stablemax_cross_entropy, "softmax": softmax_cross_entropy
 
 
 def cell_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,): of each puzzle the mean over its cells that ask for something: large ones weigh like small ones."""
-    asked = labels != IGNORED
-    costs = LOSSES[kind](logits, labels.long()) * asked
-    return costs.sum(dim=1) / asked.sum(dim=1).clamp(min=1)
+    """Return the loss of each puzzle (B,), the mean over its labelled cells: large puzzles weigh like small ones.
+
+    logits (B, S, V), labels (B, S).
+    """
+    labelled = labels != IGNORED
+    costs = LOSSES[kind](logits, labels.long()) * labelled
+    # A puzzle without labels costs nothing, instead of 0 / 0.
+    return costs.sum(dim=1) / labelled.sum(dim=1).clamp(min=1)
 
 
-def right_cells(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, S) each: cells that ask for something, and those of them that are right."""
-    asked = labels != IGNORED
-    return asked, (logits.argmax(dim=-1) == labels) & asked
+def correct_cells(answers: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which cells are labelled, and which of those `answers` (B, S) has right: (B, S) each."""
+    labelled = labels != IGNORED
+    return labelled, (answers == labels) & labelled
 
 
-def solved(asked: Tensor, right: Tensor) -> Tensor:
-    """(B,): nothing that was asked for is wrong."""
-    return (right | ~asked).all(dim=1)
+def solved(labelled: Tensor, correct: Tensor) -> Tensor:
+    """Return which puzzles (B,) have no wrong cell."""
+    return (correct | ~labelled).all(dim=1)
+
+
+class Question(NamedTuple):
+    """What a training segment is scored by."""
+
+    labels: Tensor  # (B, S)
+    steps: Tensor  # (B,): segments so far, including this one
+    least: Tensor  # (B,): segments that the puzzle has to run at least
+
+
+class Score(NamedTuple):
+    """The result of `Scoring`."""
+
+    total: Tensor  # the loss, added over puzzles
+    halted: Tensor  # (B,)
+    counts: Tensor  # COUNTS over the puzzles that halt here; the others are not finished
+
+
+class Scoring(nn.Module):
+    """The training loss of a segment, and the decision which puzzles halt with it."""
+
+    def __init__(self, loss: str, halt_max_steps: int):
+        super().__init__()
+        self.loss = loss
+        self.halt_max_steps = halt_max_steps
+
+    def forward(self, z_h: Tensor, logits: Tensor, q: Tensor, next_q: Tensor | None, question: Question) -> Score:
+        """Score a segment. Shapes as in the model. Without `next_q` (TRM) the value of continuing is not learned."""
+        labels, steps, _ = question
+        halted = self.halted(z_h.detach(), q.detach(), question)
+        labelled, correct = correct_cells(logits.argmax(dim=-1), labels)
+        exact = solved(labelled, correct)
+
+        # q[:, 0] learns whether the answer is right, q[:, 1] what one more segment is worth.
+        q = q.float()
+        total = cell_loss(self.loss, logits, labels).sum()
+        total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
+        if next_q is not None:
+            total = total + 0.5 * self._continue_loss(q[:, 1], next_q.float(), steps)
+
+        # Only puzzles that halt are counted: the others are still being thought about.
+        knows = ~((q[:, 0] > 0) ^ exact)
+        per_puzzle = [exact, correct.sum(dim=1), labelled.sum(dim=1), knows, steps, torch.ones_like(steps)]
+        return Score(total.float(), halted, (torch.stack(per_puzzle) * halted).sum(dim=1).double())
+
+    def halted(self, z_h: Tensor, q: Tensor, question: Question) -> Tensor:
+        """Return which puzzles (B,) halt: because the model decides so, or at the limit."""
+        continue_value = q[:, 1] if q.shape[1] > 1 else 0.0
+        wants = q[:, 0] > continue_value
+        # A state that is not finite would make every step nonfinite until its puzzle has ended.
+        broken = ~z_h.flatten(1).isfinite().all(dim=1)
+        return (question.steps >= self.halt_max_steps) | (wants & (question.steps >= question.least)) | broken
+
+    def _continue_loss(self, q_continue: Tensor, next_q: Tensor, steps: Tensor) -> Tensor:
+        """Continuing is worth as much as the best choice after it; after the last segment there is only halting."""
+        best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
+        return F.binary_cross_entropy_with_logits(q_continue, best.sigmoid(), reduction="sum")

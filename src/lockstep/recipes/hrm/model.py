@@ -1,9 +1,9 @@
 """The Hierarchical Reasoning Model, and its tiny sibling TRM.
 
-Two states, one slow (z_h) and one fast (z_l), are updated in turn for one *segment*. Whoever calls the model keeps
-the states and calls it again, with the same puzzle, until the answer is good enough.
+Two states, a slow one (z_h) and a fast one (z_l), are updated in turn for one *segment*. The caller keeps the states
+and calls the model again with the same puzzle until the answer is good enough.
 
-Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own vector, W width, H heads, V symbols.
+Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own vector, W width, V symbols.
 """
 
 from __future__ import annotations
@@ -17,100 +17,110 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lockstep.recipes.hrm.score import Question, Score, Scoring
-from lockstep.recipes.hrm.sparse import SparseEmbedding
-from lockstep.recipes.rotary import Rotation, rotate, rotation_table
+from lockstep.recipes.hrm.losses import Question, Score, Scoring
+from lockstep.recipes.layers import Rotation, SelfAttention, gated, rotation_table
 
-Update = Callable[..., Tensor]  # a level, or what calls it
+Update = Callable[..., Tensor]  # a level, or a function that calls it
 
 EPS = 1e-5
-CUT_STD = 0.8796256610342398  # the standard deviation of a normal that is cut off at two of its own
+TRUNCATED_STD = 0.8796256610342398  # the standard deviation of a unit normal that is truncated at -2 and 2
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    symbols: int  # V, the padding symbol 0 included
+    """The sizes and the variant of a model."""
+
+    symbols: int  # V, including the padding symbol 0
     cells: int  # S
-    puzzle_ids: int = 1
-    variant: str = "hrm"  # or "trm": one module in both roles, no q_continue
-    width: int = 512
+    puzzle_ids: int = 1  # rows of the table of puzzle vectors
+    variant: str = "hrm"  # or "trm": one module for both levels, and no value of continuing
+    width: int = 512  # W
     heads: int = 8
     layers: int = 4  # blocks of a level
-    expansion: float = 4.0
-    h_cycles: int = 2
-    l_cycles: int = 2
+    expansion: float = 4.0  # of the gated MLPs
+    h_cycles: int = 2  # slow updates of a segment
+    l_cycles: int = 2  # fast updates before each slow one
     grad_cycle: str = "one_step"  # or "full": gradients through the whole last cycle
     positions: str = "rope"  # or "learned"
     mixer: str = "attention"  # or "mlp": positions are mixed by fixed weights
     puzzle_positions: int = 1  # P
 
+    @property
+    def positions_in_all(self) -> int:
+        return self.puzzle_positions + self.cells
+
 
 class Thought(NamedTuple):
-    """What one segment leaves. The states carry no gradient."""
+    """The result of one segment. The states carry no gradient."""
 
     z_h: Tensor  # (B, P + S, W)
-    z_l: Tensor
+    z_l: Tensor  # (B, P + S, W)
     logits: Tensor  # (B, S, V)
-    q: Tensor  # (B, 2): the worth of halting, and of going on; TRM has only the first
-    next_q: Tensor | None  # the same after one more segment, without gradient, where that was asked for
-    score: Score | None  # where there was a question
+    q: Tensor  # (B, 2): the value of halting and of continuing; TRM has only the first
+    next_q: Tensor | None  # q after one more segment, without gradient, if `look_ahead` was set
+    score: Score | None  # if a question was given
 
 
-class Attention(nn.Module):
-    """Every position sees every other."""
+class SparseEmbedding(nn.Module):
+    """A vector for every puzzle id, in a table that autograd does not see as a whole."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, ids: int, width: int):
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.register_buffer("table", torch.zeros(ids, width))
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        B, T, W = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        y = F.scaled_dot_product_attention(q, k, v)  # (B, H, T, W / H)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+    def forward(self, ids: Tensor) -> Tensor:
+        """Copy out the rows (B, W) of `ids` (B,) as a leaf tensor, whose `.grad` the table's optimizer reads."""
+        return self.table[ids.long()].requires_grad_(torch.is_grad_enabled())
 
 
 class SwiGLU(nn.Module):
+    """A gated MLP."""
+
     def __init__(self, width: int, expansion: float):
         super().__init__()
-        inner = -(-round(expansion * width * 2 / 3) // 256) * 256  # a multiple of 256, for the matrix kernels
+        # Three matrices instead of two: two thirds of the inner width give as many parameters as a plain MLP has. It is
+        # rounded up to a multiple of 256 for the matrix kernels.
+        inner = -(-round(expansion * width * 2 / 3) // 256) * 256
         self.up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
+        return self.down(gated(self.up(x)))
 
 
 class Block(nn.Module):
-    """Post-norm: x = rms(x + mix(x)), then x = rms(x + mlp(x)); the norm has no weights.
+    """A post-norm block: x = rms(x + mix(x)), then x = rms(x + mlp(x)). The norm has no weights.
 
-    What it returns has the format that its products are computed in: under autocast, which would have norms return
-    float32, that halves what has to be moved."""
+    The output has the dtype of the block's matrix products. Under autocast norms would return float32; this way half as
+    many bytes move.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        places = config.puzzle_positions + config.cells
         self.attends = config.mixer == "attention"
-        self.mix = Attention(config.width, config.heads) if self.attends else SwiGLU(places, config.expansion)
+        if self.attends:
+            self.mix = SelfAttention(config.width, config.heads)
+        else:
+            self.mix = SwiGLU(config.positions_in_all, config.expansion)
         self.mlp = SwiGLU(config.width, config.expansion)
 
     def reset_parameters(self) -> None:
         draw_weights(self.modules())
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
+        if self.attends:
+            mixed = self.mix(x, rotation)
+        else:
+            # The MLP mixes positions, so they have to be its channels.
+            mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+
         x = rms(x + mixed).to(mixed.dtype)
         change = self.mlp(x)
         return rms(x + change).to(change.dtype)
 
 
 class Level(nn.Module):
-    """One update of a state: add what comes from the other level, then think."""
+    """One update of a state: add the state of the other level, then run the blocks."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -119,6 +129,7 @@ class Level(nn.Module):
     def forward(
         self, state: Tensor, injection: Tensor, rotation: Rotation | None, more: Tensor | None = None
     ) -> Tensor:
+        """Update `state` (B, P + S, W) with `injection`, and with `more` if it is given."""
         x = state + (injection if more is None else injection + more)
         for block in self.blocks:
             x = block(x, rotation)
@@ -126,42 +137,50 @@ class Level(nn.Module):
 
 
 class HierarchicalReasoningModel(nn.Module):
+    """The whole model: one call runs one segment."""
+
     def __init__(self, config: ModelConfig, scoring: Scoring | None = None):
         super().__init__()
-        self.config, self.scoring = config, scoring
-        W, places = config.width, config.puzzle_positions + config.cells
+        self.config = config
+        self.scoring = scoring
+        W = config.width
+        hrm = config.variant == "hrm"
+
         self.embed = nn.Embedding(config.symbols, W)
-        self.places = nn.Embedding(places, W) if config.positions == "learned" else None
+        self.places = nn.Embedding(config.positions_in_all, W) if config.positions == "learned" else None
         self.low = Level(config)
-        self.high = Level(config) if config.variant == "hrm" else None  # TRM: `low` plays both parts
+        self.high = Level(config) if hrm else None  # TRM uses `low` for both levels
         self.head = nn.Linear(W, config.symbols, bias=False)
-        self.q_head = nn.Linear(W, 2 if config.variant == "hrm" else 1)
+        self.q_head = nn.Linear(W, 2 if hrm else 1)
         self.puzzle_emb = SparseEmbedding(config.puzzle_ids, W)
-        self.register_buffer("h_start", _cut_normal(torch.empty(W), 1.0))
-        self.register_buffer("l_start", _cut_normal(torch.empty(W), 1.0))
-        self.turned = config.positions == "rope" and config.mixer == "attention"
-        if self.turned:
-            cos, sin = rotation_table(places, W // config.heads)
+
+        # The initial states are drawn once and stay fixed.
+        self.register_buffer("h_start", _truncated_normal(torch.empty(W), 1.0))
+        self.register_buffer("l_start", _truncated_normal(torch.empty(W), 1.0))
+        # The angles follow from the configuration: they move with the model, and are not saved.
+        self.rotary = config.positions == "rope" and config.mixer == "attention"
+        if self.rotary:
+            cos, sin = rotation_table(config.positions_in_all, W // config.heads)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
         self.initialise()
 
     def initialise(self) -> None:
         draw_weights(self.modules())
-        self._begin_unwilling()
+        self._reset_halting()
 
     def reset_parameters(self) -> None:
-        """What is outside the blocks, for init=meta."""
+        """Initialise what is outside the blocks, for init=meta."""
         draw_weights(filter(None, (self.embed, self.places, self.head, self.q_head)))
-        self._begin_unwilling()
+        self._reset_halting()
 
-    def _begin_unwilling(self) -> None:
-        """Halting begins as something that is hardly ever worth it, whatever the state."""
+    def _reset_halting(self) -> None:
+        """Make halting look worthless at first, whatever the state: an untrained model should not stop early."""
         nn.init.zeros_(self.q_head.weight)
         nn.init.constant_(self.q_head.bias, -5.0)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Its parts: a segment calls a level up to a dozen times, and would be compiled a dozen times over."""
+        """Compile the parts: a segment calls a level up to a dozen times, and each call would be compiled again."""
         for part in filter(None, (self.low, self.high, self.scoring)):
             part.compile(*args, **kwargs)
 
@@ -175,77 +194,106 @@ class HierarchicalReasoningModel(nn.Module):
         begin: Tensor | None = None,
         question: Question | None = None,
     ) -> Thought:
-        """One segment. States (B, P + S, W), `inputs` (B, S), `puzzle` (B, W): the vector of each puzzle's id.
-        `look_ahead` also tells what q would be after one more. Where `begin` (B,) is true the states begin anew.
-        With a `question` the answer is scored."""
-        rotation = (self.cos, self.sin) if self.turned else None
+        """Run one segment.
+
+        z_h, z_l    (B, P + S, W), the states
+        inputs      (B, S), the symbols of the puzzle
+        puzzle      (B, W), the vector of each puzzle's id
+        look_ahead  also compute what q would be after one more segment
+        begin       (B,), the puzzles whose states are reset first
+        question    score the answer
+        """
+        rotation = (self.cos, self.sin) if self.rotary else None
         if begin is not None:
             begin = begin[:, None, None]
             z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)
             z_l = torch.where(begin, self.l_start.to(z_l.dtype), z_l)
+
+        # The segment itself.
         x = self._embedded(inputs, puzzle).to(z_h.dtype)
-        low = _converted(self.low)
-        levels = low, low if self.high is None else _converted(self.high)
-        z_h, z_l = self._segment(levels, z_h, z_l, x, rotation)
-        logits, q = self.head(z_h)[:, self.config.puzzle_positions :], self.q_head(z_h[:, 0])
-        z_h, z_l = z_h.detach(), z_l.detach()
+        low = _with_converted_weights(self.low)
+        high = low if self.high is None else _with_converted_weights(self.high)
+        z_h, z_l = self._segment((low, high), z_h, z_l, x, rotation)
+
+        # The answer stands in the positions of the cells, the values of halting in the first position.
+        logits = self.head(z_h)[:, self.config.puzzle_positions :]
+        q = self.q_head(z_h[:, 0])
+
+        # Gradients end with the segment: the next one starts from detached states.
+        z_h = z_h.detach()
+        z_l = z_l.detach()
         next_q = None
         if look_ahead:
             with torch.no_grad():
-                next_q = self.q_head(self._segment(levels, z_h, z_l, x, rotation)[0][:, 0])
+                next_q = self.q_head(self._segment((low, high), z_h, z_l, x, rotation)[0][:, 0])
+
         score = None
         if question is not None:
-            assert self.scoring is not None, "a question, and nobody to judge the answer"
+            assert self.scoring is not None, "a question needs a model with scoring"
             score = self.scoring(z_h, logits, q, next_q, question)
-            logits, q = logits.detach(), q.detach()  # gradients come through the score, and nowhere else
+            # All gradients come through the score.
+            logits = logits.detach()
+            q = q.detach()
         return Thought(z_h, z_l, logits, q, next_q, score)
 
     def start(self, count: int) -> tuple[Tensor, Tensor]:
-        """The states in which a puzzle begins, in the format that a segment leaves them in."""
-        shape = (count, self.config.puzzle_positions + self.config.cells, self.config.width)
+        """Return the initial states of `count` puzzles, in the dtype that a segment leaves them in."""
+        shape = (count, self.config.positions_in_all, self.config.width)
         device = self.h_start.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.h_start.dtype
-        # Written out: code that was compiled for states of this layout need not be compiled again for others.
+        dtype = self.h_start.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+
+        # Contiguous, as a segment leaves its states: another layout would be compiled for again.
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
 
     def _embedded(self, inputs: Tensor, puzzle: Tensor) -> Tensor:
-        """(B, P + S, W); the puzzle's vector stands first, with zeros in the places that it does not fill."""
-        W, P = self.config.width, self.config.puzzle_positions
+        """Embed the cells behind the puzzle's vector, which is padded with zeros to P positions: (B, P + S, W)."""
+        W = self.config.width
+        P = self.config.puzzle_positions
         lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
         x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
+        # The sum of two has twice the variance.
         if self.places is not None:
             x = 0.5**0.5 * (x + self.places.weight)
+        # Embeddings are drawn with a deviation of W^-0.5: this makes it 1.
         return W**0.5 * x
 
     def _segment(
         self, levels: tuple[Update, Update], z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """h_cycles times: l_cycles fast updates, then a slow one. Only the last ones are remembered for gradients."""
-        config, (low, high) = self.config, levels
+        """Run h_cycles times l_cycles fast updates and a slow one. Only the last updates keep their gradients."""
+        config = self.config
+        low, high = levels
         cycle = ["l"] * config.l_cycles + ["h"]
-        with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
         updates = cycle * config.h_cycles
-        for place, which in enumerate(updates):
-            remember = torch.is_grad_enabled() and place >= len(updates) - with_gradient
-            with torch.set_grad_enabled(remember):
+        with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
+
+        # Autograd would otherwise keep the activations of all updates.
+        for number, which in enumerate(updates):
+            keep = torch.is_grad_enabled() and number >= len(updates) - with_gradient
+            with torch.set_grad_enabled(keep):
                 if which == "l":
-                    z_l = low(z_l, z_h, rotation, x if remember else x.detach())
+                    z_l = low(z_l, z_h, rotation, x if keep else x.detach())
                 else:
                     z_h = high(z_h, z_l, rotation)
         return z_h, z_l
 
 
-def _converted(level: Level) -> Update:
-    """Compiled, a level would convert its weights to autocast's format in each of a dozen calls: once is enough.
-    Otherwise autocast remembers them by itself."""
+def _with_converted_weights(level: Level) -> Update:
+    """Return a function that calls `level`, with its weights converted to autocast's dtype once if it is compiled.
+
+    A compiled level would convert them in each of a dozen calls. Eager autocast caches converted weights by itself.
+    """
     weights = dict(level.named_parameters())
     device = next(iter(weights.values())).device.type
-    cut = any(hasattr(weight, "placements") for weight in weights.values())
-    if level._compiled_call_impl is None or cut or not torch.is_autocast_enabled(device):
+    # Sharded weights (DTensors) would have to be gathered first.
+    sharded = any(hasattr(weight, "placements") for weight in weights.values())
+    if level._compiled_call_impl is None or sharded or not torch.is_autocast_enabled(device):
         return level
     dtype = torch.get_autocast_dtype(device)
-    ready = {name: weight.to(dtype) for name, weight in weights.items()}
-    return lambda *args: functional_call(level, ready, args)
+    converted = {name: weight.to(dtype) for name, weight in weights.items()}
+    return lambda *args: functional_call(level, converted, args)
 
 
 def rms(x: Tensor) -> Tensor:
@@ -255,12 +303,13 @@ def rms(x: Tensor) -> Tensor:
 def draw_weights(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, nn.Linear):
-            _cut_normal(module.weight, module.in_features**-0.5)
+            _truncated_normal(module.weight, module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
-            _cut_normal(module.weight, module.embedding_dim**-0.5)
+            _truncated_normal(module.weight, module.embedding_dim**-0.5)
 
 
-def _cut_normal(tensor: Tensor, std: float) -> Tensor:
-    """A normal without tails whose standard deviation is really `std`: cutting makes it smaller."""
-    nn.init.trunc_normal_(tensor, std=std / CUT_STD, a=-2 * std / CUT_STD, b=2 * std / CUT_STD)
+def _truncated_normal(tensor: Tensor, std: float) -> Tensor:
+    """Fill `tensor` from a truncated normal whose standard deviation is really `std`: truncation makes it smaller."""
+    untruncated = std / TRUNCATED_STD
+    nn.init.trunc_normal_(tensor, std=untruncated, a=-2 * std / TRUNCATED_STD, b=2 * std / TRUNCATED_STD)
     return tensor

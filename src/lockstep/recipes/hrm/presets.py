@@ -1,4 +1,4 @@
-"""Named sets of settings. `tiny` is for tests; the CPU ones reach their target in minutes on two cores."""
+"""Named sets of settings. `tiny` is for tests; the `cpu` presets reach their goals in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ TINY_MODEL: dict[str, Any] = {
     "width": 32, "heads": 2, "layers": 1, "positions": "learned", "halt_max_steps": 2, "loss": "softmax",
     "weight_decay": 0.1,
 }  # fmt: skip
-# A loader process makes 19,000 puzzles a second (a small model takes 40,000); a line of the log waits for the device.
+SMALL_MODEL: dict[str, Any] = {
+    "width": 256, "heads": 4, "layers": 2, "lr": 5e-4, "puzzle_emb_lr": 5e-4, "weight_decay": 0.1,
+    "puzzle_emb_weight_decay": 0.1,
+}  # fmt: skip
+
+# A loader process makes 19,000 puzzles a second, and a small model takes 40,000. Each line of the log makes the host
+# wait for the device, so there are few.
 GPU: dict[str, Any] = {
     "precision": "bf16", "global_batch": 384, "data": {"workers": 8}, "log": {"every": 100},
     "checkpoint": {"minutes": 4},
 }  # fmt: skip
 SUDOKU9: dict[str, Any] = {"puzzle": "sudoku9", "train_size": 1000, "test_size": 2000}
-SMALL_MODEL: dict[str, Any] = {
-    "width": 256, "heads": 4, "layers": 2, "lr": 5e-4, "puzzle_emb_lr": 5e-4, "weight_decay": 0.1,
-    "puzzle_emb_weight_decay": 0.1,
-}  # fmt: skip
+
 ID_GRID: dict[str, Any] = {
     "steps": 600, "global_batch": 64, "micro_batch": 32, "evaluate": {"every": 100, "batch": 100},
 }  # fmt: skip
 ID_GRID_TASK: dict[str, Any] = {
     **TINY_MODEL, "puzzle": "idgrid", "width": 64, "heads": 4, "halt_max_steps": 4, "lr": 1e-3,
-    # Most grids are done after one segment: without more exploration the later ones would be unknown land.
+    # Most grids are solved after one segment: without more exploration the model would never see the later ones.
     "halt_exploration": 0.4, "train_size": 6400,
 }  # fmt: skip
 
 
 def table(rate: float) -> dict[str, Any]:
-    """How the vectors of the puzzles learn."""
+    """Return the options of the table of puzzle vectors, which learns at `rate`."""
     return {"puzzle_emb_lr": rate, "puzzle_emb_weight_decay": 0.1}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Seconds: learns which digits there are.
+    # Takes seconds: the model learns which digits there are.
     "tiny": {
         "steps": 30,
         "global_batch": 24,
@@ -54,23 +57,24 @@ PRESETS: dict[str, dict[str, Any]] = {
             **TINY_MODEL, **table(1e-3), "width": 96, "heads": 4, "halt_max_steps": 8, "holes": 9, "lr": 1e-3,
         },
     },
-    # Only the id tells the rule.
+    # Grids whose rule follows from the puzzle id alone.
     "cpu-idgrid": {**ID_GRID, "goals": ["exact >= 0.9"], "task": {**ID_GRID_TASK, **table(3e-3)}},
-    # The control: with a table that stays zero, nothing can be learned.
+    # The control: with a table that stays zero nothing can be learned.
     "cpu-control": {
         **ID_GRID, "goals": ["exact <= 0.01", "cell <= 0.25"], "task": {**ID_GRID_TASK, "puzzle_emb_frozen": True},
     },
-    # Sudoku 9 x 9 in one piece of less than ten minutes: a small model.
+    # Sudoku 9 x 9 with a small model, in less than ten minutes.
     "gpu-short": {
         **GPU,
         "steps": 18_000,
         "lr": {"warmup": 500},
         "evaluate": {"every": 1000, "batch": 500},
         "goals": ["exact >= 0.5", "cell >= 0.9"],
-        # The table is not averaged with the weights, and all Sudokus share one row: a slow one stays in tune with them.
+        # The average covers the weights but not the table, and all Sudokus share one row of it: if that row learns
+        # slowly, it still fits the averaged weights.
         "task": {**SUDOKU9, **SMALL_MODEL, "puzzle_emb_lr": 1e-4, "loss": "softmax", "ema": 0.999},
     },
-    # The published size and schedule (27 million parameters), for several pieces.
+    # The published size and schedule (27 million parameters), for a run in several parts.
     "gpu": {
         **GPU,
         "steps": 52_080,

@@ -1,12 +1,12 @@
-"""The families of puzzles, made from a seed: nothing is downloaded.
+"""The families of puzzles, generated from a seed: nothing is downloaded.
 
-`family(kind, ...)` gives the splits for training and testing. Symbol 0 is padding in all of them.
+`make_splits(options)` gives the splits for training and testing. Symbol 0 is padding in all families.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,192 +17,254 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm import maze, sudoku
-from lockstep.recipes.hrm.data import Array, Puzzles, sample
+from lockstep.recipes.hrm import sudoku
+from lockstep.recipes.hrm.data import Array, Puzzles, read_puzzles, sample
 
-SUDOKU9 = Path(__file__).parent / "sudoku9.npz"  # made by make_sudoku9: it takes minutes
-SUDOKU9_PARTS, SUDOKU9_TRAIN, SUDOKU9_TEST = 10, 100, 200  # each part has a generator of its own
-COLOURS = 6  # of IdGrid
+KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
+SUDOKUS = KINDS[:3]
+
+WALL, FREE, START, GOAL, WAY = 1, 2, 3, 4, 5  # symbols of a maze
+MAZE_SYMBOLS = 6
+DIRECTIONS = ((-1, 0), (0, -1), (0, 1), (1, 0))
+MAZE_TRIES = 2000  # grids that are generated for one maze before giving up
+
+COLOURS = 6  # of an id grid
+
+Cell = tuple[int, int]  # row and column
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the task's options say about its data."""
+@dataclass(frozen=True, kw_only=True)
+class PuzzleOptions:
+    """Which puzzles to train on."""
 
-    kind: str
-    train_size: int
-    test_size: int
-    seed: int
-    holes: int | None = None  # sudoku: empty cells; None: until no clue can go
-    least_guesses: float = 0.0  # sudoku: how hard it must be
-    size: int = 20  # maze: cells of a side
-    longer_than: int = 0  # maze: the way has more cells than this
-    rules: int = 16  # idgrid
-    moves: bool = False  # idgrid: rules also turn and mirror
+    # The family to generate: one of KINDS.
+    puzzle: str = "sudoku4"
+    # A folder with puzzles in the published layout, instead of generated ones.
+    data_path: str = ""
+    # The number of puzzles for training and for evaluation, and the seed that they are generated from.
+    train_size: int = 2400
+    test_size: int = 600
+    data_seed: int = 0
+    # Empty cells of a Sudoku. None: remove clues until no more can go.
+    holes: int | None = None
+    # Keep only Sudokus for which a solver needs at least so many guesses, on average.
+    least_guesses: float = 0.0
+    # Cells of a side of a maze, and a number of cells that its way must exceed.
+    maze_size: int = 20
+    maze_longer_than: int = 0
+    # The number of rules of idgrid, and whether rules also turn and mirror the grid.
+    rules: int = 16
+    rule_moves: bool = False
+    # Vary training puzzles by their symmetries.
     augment: bool = True
 
+    @property
+    def shipped(self) -> bool:
+        """Whether the puzzles come with the recipe: minimal 9 x 9 Sudokus take too long to generate."""
+        return self.puzzle == "sudoku9" and self.holes is None and not self.least_guesses
 
-def family(asked: Asked) -> tuple[Any, Puzzles]:
-    """(for training: Puzzles, or a dataset that draws for itself; for testing: Puzzles)."""
-    if asked.kind.startswith("sudoku"):
-        return _sudoku(asked)
-    return {"maze": _maze, "idgrid": _id_grid}[asked.kind](asked)
+
+def make_splits(options: PuzzleOptions) -> tuple[Any, Puzzles]:
+    """Return (training, test). The training split is `Puzzles`, or a dataset that draws its own puzzles."""
+    if options.data_path:
+        folder = Path(options.data_path)
+        return read_puzzles(folder / "train"), read_puzzles(folder / "test")
+    if options.puzzle in SUDOKUS:
+        return _sudoku_splits(options)
+    if options.puzzle == "maze":
+        return _maze_splits(options)
+    return _id_grid_splits(options)
 
 
 # ---- Sudoku ---------------------------------------------------------------------------------------------
 
 
 @cache
-def _sudoku(asked: Asked) -> tuple[Puzzles, Puzzles]:
-    n = int(asked.kind.removeprefix("sudoku"))
-    if n == 9 and asked.holes is None and not asked.least_guesses:
-        train, test = _shipped(asked.train_size, asked.test_size)
+def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
+    n = int(options.puzzle.removeprefix("sudoku"))
+    if options.shipped:
+        pairs = sudoku.load_shipped(options.train_size, options.test_size)
     else:
-        rng = random.Random(asked.seed)
-        train, test = split_by_class(n, asked.holes, asked.train_size, asked.test_size, rng, asked.least_guesses)
+        rng = random.Random(options.data_seed)
+        pairs = sudoku.split_by_class(
+            n, options.holes, options.train_size, options.test_size, rng, options.least_guesses
+        )
+
     splits = []
-    for grids, solutions in (train, test):
-        none = np.zeros(len(grids), dtype=np.int64)  # every Sudoku has the same rule, so the same id
-        splits.append(Puzzles.single(grids + 1, solutions + 1, none, symbols=n + 2, id_count=1))
-    if asked.augment:
-        splits[0].augment = SudokuMoves(n)
+    for grids, solutions in pairs:
+        same_id = np.zeros(len(grids), dtype=np.int64)  # all Sudokus have the same rule
+        splits.append(Puzzles.single(grids + 1, solutions + 1, same_id, symbols=n + 2, id_count=1))
+    if options.augment:
+        splits[0].augment = SudokuSymmetry(n)
     return splits[0], splits[1]
 
 
-Pair = tuple[Array, Array]  # puzzles and solutions, [count, cells] uint8
-
-
-def split_by_class(
-    n: int, holes: int | None, train: int, test: int, rng: random.Random, least_guesses: float = 0.0
-) -> tuple[Pair, Pair]:
-    """Which side a puzzle goes to follows from its canonical form: no test puzzle is a training puzzle in disguise."""
-    sides: tuple[dict, dict] = {}, {}
-    tries, hardest = 0, 0.0
-    while len(sides[0]) < train or len(sides[1]) < test:
-        grid, solution = sudoku.puzzle(n, holes, rng)
-        share = hashlib.blake2b(sudoku.canonical(grid, n), digest_size=2).digest()
-        side = int(int.from_bytes(share, "little") < 2**16 * test / (train + test))
-        guesses = sudoku.difficulty(grid, n, rng) if least_guesses else 0.0
-        hardest = max(hardest, guesses)
-        if guesses >= least_guesses and len(sides[side]) < (train, test)[side]:
-            sides[side][grid] = solution
-        tries += 1
-        if tries > 100 * (train + test):
-            kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
-            asked = f"{train} + {test} different {kind}"
-            found = f"{len(sides[0])} + {len(sides[1])} after {tries} tries"
-            raise _too_few(asked, found, least_guesses, hardest)
-    first, second = (
-        (np.array(list(side), dtype=np.uint8), np.array(list(side.values()), dtype=np.uint8)) for side in sides
-    )
-    return first, second
-
-
-def _too_few(asked: str, found: str, least_guesses: float, hardest: float) -> UserError:
-    """Because they are all easy, or because there are no more of them."""
-    fix = "type a smaller task.train_size and task.test_size"
-    if not least_guesses:
-        return UserError(asked, found, fix)
-    asked = f"{asked}, of task.least_guesses={least_guesses:g}"
-    if hardest < least_guesses:
-        fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
-        return UserError(asked, f"{found}: the hardest took {hardest:g} guesses", fix)
-    return UserError(asked, found, f"type a smaller task.least_guesses; or {fix.removeprefix('type ')}")
-
-
-def _shipped(train: int, test: int) -> tuple[Pair, Pair]:
-    with np.load(SUDOKU9, allow_pickle=False) as file:
-        puzzles, solutions = file["puzzles"], file["solutions"]
-    if train + test > len(puzzles):
-        raise UserError(
-            f"{train} + {test} Sudokus of 9 x 9",
-            f"{len(puzzles)} that come with the recipe",
-            f"type a task.train_size and task.test_size of {len(puzzles)} together; or task.holes=50, or your own "
-            "task.data_path",
-        )
-    return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
-
-
-def sudoku9_part(part: int) -> tuple[Pair, Pair]:
-    return split_by_class(9, None, SUDOKU9_TRAIN, SUDOKU9_TEST, random.Random(f"sudoku9/{part}"))
-
-
-def make_sudoku9(path: Path, parts: list[tuple[Pair, Pair]]) -> None:
-    """The file that comes with the recipe, from all parts: minimal puzzles, those for training first."""
-    pairs = [part[side] for side in (0, 1) for part in parts]
-    puzzles, solutions = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    np.savez_compressed(path, puzzles=puzzles, solutions=solutions)
-
-
 @dataclass
-class SudokuMoves:
-    """Digits, lines, bands and sides of the grid exchanged at random."""
+class SudokuSymmetry:
+    """A random symmetry of the game: it permutes digits, rows, columns and bands, and may transpose the grid."""
 
     n: int
 
-    def __call__(self, cells: Array, labels: Array) -> Pair:
-        places, digits = sudoku.shuffled(self.n)
+    def __call__(self, cells: Array, labels: Array) -> tuple[Array, Array]:
+        sources, digits = sudoku.random_symmetry(self.n)
         symbols = np.concatenate((np.zeros(1, dtype=np.uint8), digits + 1))  # padding and the empty cell stay
-        return symbols[cells[places]], symbols[labels[places]]
+        return symbols[cells[sources]], symbols[labels[sources]]
 
 
 # ---- mazes ----------------------------------------------------------------------------------------------
 
 
 @cache
-def _maze(asked: Asked) -> tuple[Puzzles, Puzzles]:
+def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     splits = []
-    for count, split in ((asked.train_size, "train"), (asked.test_size, "test")):
-        rng = random.Random(f"{asked.seed}/{split}")
-        pairs = [maze.maze(asked.size, asked.longer_than, rng) for _ in range(count)]
-        cells, labels = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
-        splits.append(Puzzles.single(cells, labels, np.zeros(count, dtype=np.int64), maze.SYMBOLS, id_count=1))
-    if asked.augment:
-        splits[0].augment = turned_alike
+    for count, split in ((options.train_size, "train"), (options.test_size, "test")):
+        # A generator for each split: the size of one does not change the other.
+        rng = random.Random(f"{options.data_seed}/{split}")
+        pairs = [make_maze(options.maze_size, options.maze_longer_than, rng) for _ in range(count)]
+        cells = np.stack([pair[0] for pair in pairs])
+        labels = np.stack([pair[1] for pair in pairs])
+        splits.append(Puzzles.single(cells, labels, np.zeros(count, dtype=np.int64), MAZE_SYMBOLS, id_count=1))
+    # Test puzzles stay as they are.
+    if options.augment:
+        splits[0].augment = turn_randomly
     return splits[0], splits[1]
 
 
-def turned(move: int, cells: Array) -> Array:
-    """One of the 8 symmetries of a square."""
+def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Array]:
+    """Return a maze of n x n cells and its labels, the same maze with the shortest way drawn in. Both are flat."""
+    for _ in range(MAZE_TRIES):
+        grid = _carve(n, rng)
+        free = [(row, column) for row, column in np.argwhere(grid == FREE).tolist()]
+
+        # Try again if there is no way, a second one as short, or only a short one.
+        start, goal = rng.sample(free, 2)
+        way = shortest_way(grid, start, goal)
+        if way is not None and len(way) > longer_than:
+            break
+    else:
+        raise UserError(
+            f"no maze of {n} x {n} was found whose only shortest way has more than {longer_than} cells",
+            f"{MAZE_TRIES} tries",
+            "type a smaller task.maze_longer_than, or a larger task.maze_size",
+        )
+
+    grid[start] = START
+    grid[goal] = GOAL
+    labels = grid.copy()
+    for cell in way[1:-1]:
+        labels[cell] = WAY
+    return grid.reshape(-1), labels.reshape(-1)
+
+
+def _carve(n: int, rng: random.Random) -> Array:
+    """Carve a tree of corridors by depth-first search, and a few more openings so that ways differ in length."""
+    grid = np.full((n, n), WALL, dtype=np.uint8)
+    grid[0, 0] = FREE
+    stack = [(0, 0)]
+    while stack:
+        row, column = stack[-1]
+        # Corridors lie on every second row and column: (cell beyond the wall, the wall itself).
+        steps = [
+            ((row + 2 * dr, column + 2 * dc), (row + dr, column + dc))
+            for dr, dc in DIRECTIONS
+            if 0 <= row + 2 * dr < n and 0 <= column + 2 * dc < n and grid[row + 2 * dr, column + 2 * dc] == WALL
+        ]
+        if not steps:
+            stack.pop()
+            continue
+        target, wall = rng.choice(steps)
+        grid[wall] = grid[target] = FREE
+        stack.append(target)
+
+    # In a tree every way would be the only one.
+    walls = np.argwhere(grid == WALL).tolist()
+    for row, column in rng.sample(walls, len(walls) // 12):
+        grid[row, column] = FREE
+    return grid
+
+
+def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
+    """Return the cells of the shortest way, both ends included.
+
+    The result is None if there is no way, or a second one as short: a turned maze must have the turned way.
+    """
+    n = len(grid)
+    came_from: dict[Cell, list[Cell]] = {start: []}
+    distance = {start: 0}
+    queue = deque([start])
+
+    # Breadth-first search that keeps every predecessor on a shortest way.
+    while queue:
+        here = queue.popleft()
+        for dr, dc in DIRECTIONS:
+            cell = (here[0] + dr, here[1] + dc)
+            if not (0 <= cell[0] < n and 0 <= cell[1] < n) or grid[cell] == WALL:
+                continue
+            if cell not in distance:
+                distance[cell] = distance[here] + 1
+                queue.append(cell)
+                came_from[cell] = []
+            if distance[cell] == distance[here] + 1:
+                came_from[cell].append(here)
+
+    if goal not in distance:
+        return None
+
+    # Backwards from the goal. A cell with two predecessors has two shortest ways.
+    way = [goal]
+    while way[-1] != start:
+        if len(came_from[way[-1]]) > 1:
+            return None
+        way.append(came_from[way[-1]][0])
+    return way[::-1]
+
+
+def turn(move: int, cells: Array) -> Array:
+    """Apply one of the 8 symmetries of a square to a flat grid."""
     side = round(len(cells) ** 0.5)
     grid = np.rot90(cells.reshape(side, side), move % 4)
-    return (grid.T if move >= 4 else grid).reshape(-1)
+    if move >= 4:
+        grid = grid.T
+    return grid.reshape(-1)
 
 
-def turned_alike(cells: Array, labels: Array) -> Pair:
+def turn_randomly(cells: Array, labels: Array) -> tuple[Array, Array]:
     move = random.randrange(8)
-    return turned(move, cells), turned(move, labels)
+    return turn(move, cells), turn(move, labels)
 
 
-# ---- IdGrid ---------------------------------------------------------------------------------------------
+# ---- id grids -------------------------------------------------------------------------------------------
 
 
 class IdRules:
-    """Rule k exchanges colours, and may turn the grid. Nothing in a grid tells which rule: only the id does."""
+    """Rule k permutes the colours, and may turn the grid. Only the id says which rule applies, not the grid."""
 
     cells = 16
 
     def __init__(self, count: int, moves: bool, seed: int):
         rng = random.Random(f"{seed}/rules")
         orders = [rng.sample(range(COLOURS), COLOURS) for _ in range(-(-count // COLOURS))]
-        # Six rules that differ by a shift send a colour to every colour once: no guess is better than another.
+
+        # Six rules that differ by a shift map a colour to every colour once, so without the id no guess beats another.
         shifts = [[(colour + shift) % COLOURS for colour in order] for order in orders for shift in range(COLOURS)]
         self.recolour = np.array(shifts[:count], dtype=np.uint8)
         self.move = [rng.randrange(8) if moves else 0 for _ in range(count)]
 
     def apply(self, rule: int, grid: Array) -> Array:
-        return turned(self.move[rule], self.recolour[rule][grid])
+        return turn(self.move[rule], self.recolour[rule][grid])
 
 
 class IdGrid(Dataset):
-    """Grids drawn when they are asked for, so that none is seen twice. An epoch is `length` of them."""
+    """Training grids that are drawn when they are read, so that none is seen twice. An epoch has `length` of them."""
 
     symbols = COLOURS + 1
     cells = IdRules.cells
 
     def __init__(self, rules: IdRules, length: int):
-        self.rules, self.length = rules, length
-        self.ids = len(rules.recolour) + 1  # 0 is the blank one
+        self.rules = rules
+        self.length = length
+        self.ids = len(rules.recolour) + 1  # id 0 is the blank one
+        # The task replaces it: how long to think is an option of the task.
         self.draw_least: Callable[[], int] = lambda: 1
 
     def __len__(self) -> int:
@@ -214,12 +276,14 @@ class IdGrid(Dataset):
         return sample(grid + 1, self.rules.apply(rule, grid) + 1, rule + 1, self.draw_least())
 
 
-def _id_grid(asked: Asked) -> tuple[IdGrid, Puzzles]:
-    rules = IdRules(asked.rules, asked.moves, asked.seed)
-    drawn = np.random.default_rng(asked.seed)  # another generator than training draws from
-    which = drawn.integers(asked.rules, size=asked.test_size)
-    grids = drawn.integers(COLOURS, size=(asked.test_size, IdRules.cells), dtype=np.uint8)
-    labels = np.stack([rules.apply(rule, grid) for rule, grid in zip(which, grids, strict=True)])
-    training = IdGrid(rules, asked.train_size)
-    test = Puzzles.single(grids + 1, labels + 1, which + 1, training.symbols, training.ids)
+def _id_grid_splits(options: PuzzleOptions) -> tuple[IdGrid, Puzzles]:
+    rules = IdRules(options.rules, options.rule_moves, options.data_seed)
+    training = IdGrid(rules, options.train_size)
+
+    # Training draws from Python's generator, the test split from numpy's.
+    rng = np.random.default_rng(options.data_seed)
+    drawn_rules = rng.integers(options.rules, size=options.test_size)
+    grids = rng.integers(COLOURS, size=(options.test_size, IdRules.cells), dtype=np.uint8)
+    labels = np.stack([rules.apply(rule, grid) for rule, grid in zip(drawn_rules, grids, strict=True)])
+    test = Puzzles.single(grids + 1, labels + 1, drawn_rules + 1, training.symbols, training.ids)
     return training, test

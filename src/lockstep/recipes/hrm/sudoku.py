@@ -1,29 +1,42 @@
-"""Sudokus of 4, 6 and 9: a solver that counts, a generator, and the symmetries of the game.
+"""Sudokus of 4, 6 and 9 rows: a solver that counts solutions, a generator, and the symmetries of the game.
 
 Grids are flat tuples or arrays of digits, 0 for an empty cell. In the solver the candidates of a cell are bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from lockstep.errors import UserError
 
 Grid = tuple[int, ...]
+Pair = tuple[np.ndarray, np.ndarray]  # puzzles and solutions, [count, cells] uint8
+
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
-TRIES = 300  # full grids for one puzzle
+TRIES = 300  # full grids that are generated for one puzzle before giving up
+
+SHIPPED = Path(__file__).parent / "sudoku9.npz"  # made by `write_shipped`, which takes minutes
+SHIPPED_TRAIN = 100  # puzzles of one part of the shipped file
+SHIPPED_TEST = 200
+
+
+# ---- the solver -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rules:
+    """The cells of a grid of n x n that constrain each other."""
+
     n: int
-    peers: tuple[tuple[int, ...], ...]  # of each cell, those that may not hold the same digit
+    peers: tuple[tuple[int, ...], ...]  # of each cell, the cells that may not hold the same digit
     units: tuple[tuple[int, ...], ...]  # rows, columns, boxes
 
     @property
@@ -42,24 +55,31 @@ def rules(n: int) -> Rules:
         for left in range(0, n, width)
     ]
     units = (*rows, *columns, *boxes)
-    peers = tuple(tuple(sorted({c for u in units if cell in u for c in u} - {cell})) for cell in range(n * n))
-    return Rules(n, peers, units)
+
+    # Two cells are peers if some unit has both.
+    peers = []
+    for cell in range(n * n):
+        together = {other for unit in units if cell in unit for other in unit}
+        peers.append(tuple(sorted(together - {cell})))
+    return Rules(n, tuple(peers), units)
 
 
 class Solver:
-    """Propagates naked and hidden singles, then guesses in the cell with the fewest candidates."""
+    """A solver that propagates naked and hidden singles, then guesses in the cell with the fewest candidates."""
 
     def __init__(self, n: int, rng: random.Random | None = None):
-        self.rules, self.rng = rules(n), rng
+        self.rules = rules(n)
+        self.rng = rng
         self.guesses = 0
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:
-        """Up to `most` of them."""
+        """Return up to `most` solutions."""
         return list(itertools.islice(self._search(self._candidates(grid)), most))
 
     def other_solution(self, grid: Grid, cell: int, digit: int) -> bool:
-        """Whether `grid` can be solved with another digit in the empty `cell`."""
+        """Return whether `grid` can be solved with another digit than `digit` in the empty `cell`."""
         start = self._candidates(grid)
+        # Without that candidate, any solution is another one.
         start[cell] &= ~(1 << (digit - 1))
         return next(self._search(start), None) is not None
 
@@ -73,16 +93,21 @@ class Solver:
     def _search(self, candidates: list[int]) -> Iterator[Grid]:
         if not self._propagate(candidates):
             return
+        # bits & (bits - 1) is not 0 if there are two candidates or more.
         open_cells = [cell for cell, bits in enumerate(candidates) if bits & (bits - 1)]
         if not open_cells:
             yield tuple(bits.bit_length() for bits in candidates)
             return
+
+        # With a generator, ties and digits are tried in random order.
         if self.rng:
             self.rng.shuffle(open_cells)
         cell = min(open_cells, key=lambda c: candidates[c].bit_count())
         digits = list(_bits(candidates[cell]))
         if self.rng:
             self.rng.shuffle(digits)
+
+        # Depth first: each candidate in turn, on a copy.
         self.guesses += 1
         for bit in digits:
             branch = list(candidates)
@@ -90,9 +115,10 @@ class Solver:
             yield from self._search(branch)
 
     def _propagate(self, candidates: list[int]) -> bool:
-        """In place. False: some cell or digit has no place left."""
+        """Remove impossible candidates in place. Returns False if a cell or a digit has no possibility left."""
         done = [False] * len(candidates)
         while True:
+            # Naked singles: a cell with one candidate takes it from its peers, which may become single, too.
             fresh = [cell for cell, bits in enumerate(candidates) if not done[cell] and not bits & (bits - 1)]
             while fresh:
                 cell = fresh.pop()
@@ -107,25 +133,31 @@ class Solver:
                         candidates[peer] ^= bit
                         if not candidates[peer] & (candidates[peer] - 1):
                             fresh.append(peer)
-            hidden = self._hidden_singles(candidates)
+
+            # Hidden singles give new naked ones, so both are repeated until nothing changes.
+            hidden = self._fix_hidden_singles(candidates)
             if hidden is None:
                 return False
             if not hidden:
                 return True
 
-    def _hidden_singles(self, candidates: list[int]) -> int | None:
-        """Fixes digits that have one place in a row, column or box; how many, or None if one has no place."""
+    def _fix_hidden_singles(self, candidates: list[int]) -> int | None:
+        """Fix the digits that fit only one cell of a unit.
+
+        Returns how many were fixed, or None if a digit fits no cell of some unit.
+        """
         fixed = 0
         for unit in self.rules.units:
-            once = twice = 0
+            once = twice = 0  # digits that are candidates of at least one cell, and of at least two
             for cell in unit:
                 twice |= once & candidates[cell]
                 once |= candidates[cell]
             if once != self.rules.every_digit:
                 return None
+
             for bit in _bits(once & ~twice):
                 cell = next((c for c in unit if candidates[c] & bit), None)
-                if cell is None:  # two digits had only this one cell
+                if cell is None:  # two digits fit only this one cell
                     return None
                 if candidates[cell] != bit:
                     candidates[cell] = bit
@@ -140,17 +172,25 @@ def _bits(value: int) -> Iterator[int]:
         value ^= bit
 
 
+# ---- generating puzzles ---------------------------------------------------------------------------------
+
+
 def full_grid(n: int, rng: random.Random) -> Grid:
-    """By randomised search: shuffling one grid would stay among its symmetries."""
+    """Draw a full grid by randomised search: shuffling one grid would only reach its symmetries."""
     return Solver(n, rng).solutions((0,) * (n * n), most=1)[0]
 
 
 def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
-    """(puzzle, solution): clues go in random order as long as the solution stays the only one; up to `holes` of them,
-    or until no clue can go."""
+    """Return (puzzle, solution).
+
+    Clues are removed in random order as long as the solution stays unique: `holes` of them, or until no more can go.
+    """
     for _ in range(TRIES):
         solution = full_grid(n, rng)
-        clues, empty = list(solution), 0
+
+        # A clue can go if no other digit is possible in its cell.
+        clues = list(solution)
+        empty = 0
         for cell in rng.sample(range(n * n), n * n):
             if empty == holes:
                 break
@@ -161,15 +201,16 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
                 empty += 1
         if holes is None or empty == holes:
             return tuple(clues), solution
+
     raise UserError(
-        f"Sudokus of {n} x {n} with {holes} empty cells and one solution",
-        f"none in {TRIES} tries",
+        f"no Sudoku of {n} x {n} with {holes} empty cells and one solution was found",
+        f"{TRIES} tries",
         "type a smaller task.holes, or leave it out: then clues go until none can",
     )
 
 
 def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float:
-    """The mean number of guesses over random orders."""
+    """Return the mean number of guesses that the solver needs, over random orders."""
     total = 0
     for _ in range(orders):
         solver = Solver(n, rng)
@@ -178,12 +219,95 @@ def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float
     return total / orders
 
 
+def split_by_class(
+    n: int, holes: int | None, train: int, test: int, rng: random.Random, least_guesses: float = 0.0
+) -> tuple[Pair, Pair]:
+    """Generate puzzles for training and testing.
+
+    The canonical form of a puzzle decides its split, so no test puzzle is a symmetric image of a training puzzle.
+    """
+    wanted = (train, test)
+    splits: tuple[dict[Grid, Grid], dict[Grid, Grid]] = {}, {}
+    tries = 0
+    hardest = 0.0
+    while len(splits[0]) < train or len(splits[1]) < test:
+        grid, solution = puzzle(n, holes, rng)
+        digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
+        split = int(int.from_bytes(digest, "little") < 2**16 * test / (train + test))
+
+        # Measuring the difficulty draws from `rng`, so it is left out if it does not matter.
+        guesses = difficulty(grid, n, rng) if least_guesses else 0.0
+        hardest = max(hardest, guesses)
+        if guesses >= least_guesses and len(splits[split]) < wanted[split]:
+            splits[split][grid] = solution
+
+        # Small grids have few classes: the search may never end.
+        tries += 1
+        if tries > 100 * (train + test):
+            kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
+            found = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
+            raise _too_few(f"{train} + {test} different {kind}", found, least_guesses, hardest)
+
+    return _as_arrays(splits[0]), _as_arrays(splits[1])
+
+
+def _as_arrays(pairs: dict[Grid, Grid]) -> Pair:
+    return np.array(list(pairs), dtype=np.uint8), np.array(list(pairs.values()), dtype=np.uint8)
+
+
+def _too_few(wanted: str, found: str, least_guesses: float, hardest: float) -> UserError:
+    """Say why there are not enough puzzles: all are easy, or there are no more of them."""
+    smaller = "a smaller task.train_size and task.test_size"
+    if not least_guesses:
+        return UserError(f"{wanted} could not be generated", found, f"type {smaller}")
+
+    problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
+    if hardest >= least_guesses:
+        return UserError(problem, found, f"type a smaller task.least_guesses; or {smaller}")
+    fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
+    return UserError(problem, f"{found}: the hardest took {hardest:g} guesses", fix)
+
+
+# ---- the puzzles that come with the recipe --------------------------------------------------------------
+
+
+def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
+    """Read the minimal 9 x 9 puzzles that come with the recipe."""
+    with np.load(SHIPPED, allow_pickle=False) as file:
+        puzzles = file["puzzles"]
+        solutions = file["solutions"]
+    if train + test > len(puzzles):
+        raise UserError(
+            f"only {len(puzzles)} Sudokus of 9 x 9 come with the recipe, not {train} + {test}",
+            "",
+            f"type a task.train_size and task.test_size of {len(puzzles)} together; or task.holes=50, or your own "
+            "task.data_path",
+        )
+    return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
+
+
+def make_shipped_part(part: int) -> tuple[Pair, Pair]:
+    """Make one part of the shipped file. Each part has its own generator, so that parts can be made in parallel."""
+    return split_by_class(9, None, SHIPPED_TRAIN, SHIPPED_TEST, random.Random(f"sudoku9/{part}"))
+
+
+def write_shipped(path: Path, parts: list[tuple[Pair, Pair]]) -> None:
+    """Write the shipped file from its ten parts, training puzzles first."""
+    pairs = [part[split] for split in (0, 1) for part in parts]
+    puzzles = np.concatenate([pair[0] for pair in pairs])
+    solutions = np.concatenate([pair[1] for pair in pairs])
+    np.savez_compressed(path, puzzles=puzzles, solutions=solutions)
+
+
 # ---- symmetries -----------------------------------------------------------------------------------------
 
 
 def canonical(grid: Grid, n: int) -> bytes:
-    """The same for puzzles that are one under relabelling and a set of moves: for 4 all symmetries of the game, for
-    larger ones the orders of bands and stacks (all of 9 would be three million)."""
+    """Return the same bytes for puzzles that differ only by relabelled digits and a set of moves.
+
+    The moves are all symmetries of the game for 4, and the orders of bands and stacks for larger grids: all symmetries
+    of 9 would be three million.
+    """
     array = np.asarray(grid, dtype=np.uint8)
     moved = array[_moves(n)]  # [moves, cells]
     return min(_relabelled(row) for row in moved.tolist())
@@ -191,19 +315,20 @@ def canonical(grid: Grid, n: int) -> bytes:
 
 @cache
 def _moves(n: int) -> np.ndarray:
-    """Cell i of the moved grid is cell moves[i] of the old one."""
+    """Return [moves, cells]: cell i of a moved grid is cell moves[i] of the original one."""
     height, width = BOXES[n]
-    whole = n == 4
-    rows, columns = list(_orders(n, height, whole)), list(_orders(n, width, whole))
+    all_symmetries = n == 4
+    rows = list(_orders(n, height, all_symmetries))
+    columns = list(_orders(n, width, all_symmetries))
     cells = np.arange(n * n).reshape(n, n)
-    found = [cells[np.ix_(r, c)] for r in rows for c in columns]
-    if whole:
-        found += [grid.T for grid in found]
-    return np.stack([grid.reshape(-1) for grid in found])
+    moves = [cells[np.ix_(r, c)] for r in rows for c in columns]
+    if all_symmetries:
+        moves += [grid.T for grid in moves]
+    return np.stack([grid.reshape(-1) for grid in moves])
 
 
 def _orders(n: int, size: int, inside: bool) -> Iterator[list[int]]:
-    """Orders of the n lines that keep bands of `size` together, and, with `inside`, also shuffle within them."""
+    """Yield the orders of n lines that keep bands of `size` together; with `inside` also those within a band."""
     bands = [list(range(start, start + size)) for start in range(0, n, size)]
     for order in itertools.permutations(bands):
         within = [list(itertools.permutations(band)) if inside else [tuple(band)] for band in order]
@@ -212,34 +337,47 @@ def _orders(n: int, size: int, inside: bool) -> Iterator[list[int]]:
 
 
 def _relabelled(cells: list[int]) -> bytes:
+    """Number the digits in the order of their first occurrence."""
     names = {0: 0}
     return bytes(names.setdefault(digit, len(names)) for digit in cells)
 
 
-def shuffled(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """A random symmetry, from Python's generator: (where each cell comes from, what each digit becomes)."""
+def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a symmetry from Python's generator.
+
+    Returns the source of each cell [cells], and the new digit of each digit [n + 1], where 0 stays 0.
+    """
     height, width = BOXES[n]
-    rows, columns = np.array(_random_order(n, height)), np.array(_random_order(n, width))
+    # The order of these draws is part of what a seed means.
+    rows = np.array(_random_lines(n, height))
+    columns = np.array(_random_lines(n, width))
     cells = n * rows[:, None] + columns
+    # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T
-    return cells.reshape(-1), np.array([0, *_in_random_order(list(range(1, n + 1)))], dtype=np.uint8)
+    digits = [0, *_random_order(list(range(1, n + 1)))]
+    return cells.reshape(-1), np.array(digits, dtype=np.uint8)
 
 
-def _random_order(n: int, size: int) -> list[int]:
-    bands = _in_random_order(list(range(0, n, size)))
-    return [start + line for start in bands for line in _in_random_order(list(range(size)))]
+def _random_lines(n: int, size: int) -> list[int]:
+    """Draw an order of n lines that keeps bands of `size` together."""
+    bands = _random_order(list(range(0, n, size)))
+    return [start + line for start in bands for line in _random_order(list(range(size)))]
 
 
-def _in_random_order(left: list[int]) -> list[int]:
-    """What `random.sample(left, len(left))` draws, for up to 21 of them, but faster: every puzzle of every batch takes
-    nine such orders. It uses up `left`."""
-    draw, order = random.getrandbits, []
+def _random_order(left: list[int]) -> list[int]:
+    """Draw what `random.sample(left, len(left))` draws for up to 21 items, but faster. It uses up `left`.
+
+    Every puzzle of every batch takes nine such orders.
+    """
+    draw = random.getrandbits
+    order = []
     while count := len(left):
+        # As random.sample does it: draw bits until they are less than the count, then move the last item into the gap.
         bits = count.bit_length()
-        while (place := draw(bits)) >= count:
+        while (chosen := draw(bits)) >= count:
             pass
-        order.append(left[place])
-        left[place] = left[-1]
+        order.append(left[chosen])
+        left[chosen] = left[-1]
         left.pop()
     return order

@@ -1,10 +1,11 @@
-"""The task: solve puzzles by thinking about each for several segments, and learn when to stop."""
+"""The task of hrm: solve puzzles by thinking about each for several segments, and learn when to stop."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,22 +13,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.hrm.adam_atan2 import AdamATan2
-from lockstep.recipes.hrm.average import MovingAverage
-from lockstep.recipes.hrm.carry import Carry, TrainedBatch, filled
-from lockstep.recipes.hrm.data import PuzzleDataset, PuzzleExamples, Puzzles, collate, least_steps, read_puzzles
-from lockstep.recipes.hrm.exchange import world_size
-from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells, solved
+from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
+from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate, least_steps
+from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
+from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
-from lockstep.recipes.hrm.puzzles import Asked, IdGrid, family
-from lockstep.recipes.hrm.score import COUNTS, Question, Scoring
-from lockstep.recipes.hrm.sparse import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.recipes.options import OnlyWith, warn_unused
+from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, IdGrid, PuzzleOptions, make_splits
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
-KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
-WORDS = {
+CHOICES = {
     "variant": ("hrm", "trm"),
     "grad_cycle": ("one_step", "full"),
     "positions": ("rope", "learned"),
@@ -35,8 +31,23 @@ WORDS = {
     "loss": tuple(LOSSES),
     "puzzle": KINDS,
 }
-SUDOKUS = KINDS[:3]
-GENERATED = (
+# The smallest value of options that count something.
+AT_LEAST = {
+    "train_size": 1, "test_size": 1, "rules": 1, "maze_size": 3, "halt_max_steps": 1, "eval_steps": 1, "layers": 1,
+    "h_cycles": 1, "l_cycles": 1, "puzzle_positions": 1,
+}  # fmt: skip
+# What an option of the model is if it is None.
+VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "hrm": {
+        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
+    },
+    "trm": {
+        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
+    },
+}  # fmt: skip
+
+# Options that have no effect with some values of others.
+OF_GENERATED = (
     "puzzle", "train_size", "test_size", "data_seed", "holes", "least_guesses", "maze_size", "maze_longer_than",
     "rules", "rule_moves", "augment",
 )  # fmt: skip
@@ -46,142 +57,144 @@ OF_PUZZLES = (
     OnlyWith(("rules", "rule_moves"), "puzzle", ("idgrid",), found="puzzles that all have one rule"),
 )
 OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
-AT_LEAST_ONE = ("halt_max_steps", "eval_steps", "layers", "h_cycles", "l_cycles", "puzzle_positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model. None means: as the variant has it."""
+
+    # hrm, or trm: one module for both levels.
+    variant: str = "hrm"
+    width: int = 512
+    heads: int = 8
+    # Blocks of a level.
+    layers: int | None = None
+    # A segment has h_cycles slow updates, each after l_cycles fast ones.
+    h_cycles: int | None = None
+    l_cycles: int | None = None
+    # one_step, or full: gradients through the whole last cycle.
+    grad_cycle: str | None = None
+    # rope or learned.
+    positions: str = "rope"
+    # attention, or mlp: positions are mixed by fixed weights.
+    mixer: str = "attention"
+    # Positions for the vector of the puzzle's id.
+    puzzle_positions: int | None = None
+
+    def filled_in(self) -> ModelOptions:
+        """Return the options with the variant's own values instead of None."""
+        # A wrong variant is reported together with all other problems, so it must not fail here.
+        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltingOptions:
+    """How long the model thinks about a puzzle."""
+
+    # The most segments for one puzzle.
+    halt_max_steps: int = 16
+    # The share of training puzzles that have to run for more than one segment.
+    halt_exploration: float = 0.1
+    # Segments in an evaluation. None: halt_max_steps.
+    eval_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """The loss and the optimizers."""
+
+    # stablemax or softmax.
+    loss: str = "stablemax"
+    lr: float = 1e-4
+    weight_decay: float = 1.0
+    # The same for the table of puzzle vectors.
+    puzzle_emb_lr: float = 1e-4
+    puzzle_emb_weight_decay: float = 1.0
+    # The control that must fail: the table stays zero.
+    puzzle_emb_frozen: bool = False
+    # The rate of a moving average of the weights, which is used in evaluations. 0: none; None: 0.999 for trm.
+    ema: float | None = None
 
 
 class HRM(Task):
-    """A step is one segment of every puzzle in the batch. The loss is that of a puzzle: the mean over its cells."""
+    """A training step runs one segment of every puzzle in the batch. The loss is the mean over a puzzle's cells."""
 
     unit = "puzzle"
     defaults = {
         "preset": "cpu",
-        "tail": "drop",  # a puzzle stays in its slot of the batch: there must be as many in every step
+        "tail": "drop",  # a puzzle stays in its slot of the batch, so every step must have the same slots
         "lr": {"schedule": "cosine", "min_ratio": 0.1},
     }
     presets = PRESETS
-    lasting = ("global_batch",)  # a puzzle stays in its slot
+    lasting = ("global_batch",)  # the slots belong to the state
     option_rules = (
         *OF_PUZZLES,
-        OnlyWith(GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
-        OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are new at every look"),
+        OnlyWith(OF_GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
+        OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew every time"),
         OnlyWith(("heads",), "mixer", ("attention",), found="a mixer by fixed weights, not by attention"),
-        OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, and none to go on to"),
+        OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, after which all halt"),
         OnlyWith(OF_TABLE, "puzzle_emb_frozen", (False,), found="a table that stays as it is"),
     )
     scoring = Scoring
+    """The class that scores training segments. A subclass of the task may replace it."""
 
-    def __init__(
-        self,
-        *,
-        puzzle: str = "sudoku4",
-        data_path: str = "",
-        train_size: int = 2400,
-        test_size: int = 600,
-        data_seed: int = 0,
-        holes: int | None = None,
-        least_guesses: float = 0.0,
-        maze_size: int = 20,
-        maze_longer_than: int = 0,
-        rules: int = 16,
-        rule_moves: bool = False,
-        augment: bool = True,
-        variant: str = "hrm",
-        width: int = 512,
-        heads: int = 8,
-        layers: int | None = None,
-        h_cycles: int | None = None,
-        l_cycles: int | None = None,
-        grad_cycle: str | None = None,
-        positions: str = "rope",
-        mixer: str = "attention",
-        puzzle_positions: int | None = None,
-        halt_max_steps: int = 16,
-        halt_exploration: float = 0.1,
-        eval_steps: int | None = None,
-        loss: str = "stablemax",
-        lr: float = 1e-4,
-        weight_decay: float = 1.0,
-        puzzle_emb_lr: float = 1e-4,
-        puzzle_emb_weight_decay: float = 1.0,
-        puzzle_emb_frozen: bool = False,
-        ema: float | None = None,
-    ):
-        """`data_path` is a folder in the published layout; without it the puzzles of kind `puzzle` are made from
-        `data_seed`. What is None follows from the variant. `puzzle_emb_frozen` is the control that must fail."""
-        warn_unused(HRM, self.option_rules, locals())
-        trm = variant == "trm"
-        self.puzzle, self.data_path, self.augment = puzzle, data_path, augment
-        self.asked = Asked(
-            kind=puzzle,
-            train_size=train_size,
-            test_size=test_size,
-            seed=data_seed,
-            holes=holes,
-            least_guesses=least_guesses,
-            size=maze_size,
-            longer_than=maze_longer_than,
-            rules=rules,
-            moves=rule_moves,
-            augment=augment,
-        )
-        self.variant, self.width, self.heads = variant, width, heads
-        self.layers = _given(layers, 2 if trm else 4)
-        self.h_cycles, self.l_cycles = _given(h_cycles, 3 if trm else 2), _given(l_cycles, 6 if trm else 2)
-        self.grad_cycle = grad_cycle or ("full" if trm else "one_step")
-        self.positions, self.mixer = positions, mixer
-        self.puzzle_positions = _given(puzzle_positions, 16 if trm else 1)
-        self.halt_max_steps, self.halt_exploration, self.loss_kind = halt_max_steps, halt_exploration, loss
-        self.eval_steps = _given(eval_steps, halt_max_steps)
-        self.lr, self.weight_decay = lr, weight_decay
-        self.puzzle_emb_lr, self.puzzle_emb_weight_decay = puzzle_emb_lr, puzzle_emb_weight_decay
-        self.puzzle_emb_frozen = puzzle_emb_frozen
-        self.changing_buffers = () if puzzle_emb_frozen else ("puzzle_emb.table",)
-        rate = ema if ema is not None else 0.999 * trm
-        self.average = MovingAverage(rate) if rate else None
+    @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
+    def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
+        given = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
+        warn_unused(HRM, self.option_rules, given)
+        self.puzzles = puzzles
+        self.model_options = model.filled_in()
+        self.halting = halting
+        self.learning = learning
+
+        # All problems are reported together.
+        problems = [*_problems(given | vars(self.model_options)), *_seed_problems(puzzles)]
+        if problems:
+            raise ConfigError(problems)
+
+        # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
+        self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)
+        ema = learning.ema
+        if ema is None:
+            ema = 0.999 if model.variant == "trm" else 0.0
+        self.average = MovingAverage(ema) if ema else None
         self.carry = Carry()
-        self._check()
 
     # ---- what to train ----
 
     def model(self) -> HierarchicalReasoningModel:
-        training, _ = self._splits()
-        return HierarchicalReasoningModel(
-            ModelConfig(
-                symbols=training.symbols,
-                cells=training.cells,
-                puzzle_ids=training.ids,
-                variant=self.variant,
-                width=self.width,
-                heads=self.heads,
-                layers=self.layers,
-                h_cycles=self.h_cycles,
-                l_cycles=self.l_cycles,
-                grad_cycle=self.grad_cycle,
-                positions=self.positions,
-                mixer=self.mixer,
-                puzzle_positions=self.puzzle_positions,
-            ),
-            self.scoring(self.loss_kind, self.halt_max_steps),
+        training, _ = make_splits(self.puzzles)
+        config = ModelConfig(
+            symbols=training.symbols,
+            cells=training.cells,
+            puzzle_ids=training.ids,
+            **vars(self.model_options),
         )
+        return HierarchicalReasoningModel(config, self.scoring(self.learning.loss, self.halting.halt_max_steps))
 
     def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
-        self._sparse = CastedSparseEmbeddingSignSGD_Distributed(
+        options = self.learning
+        self._table_optimizer = CastedSparseEmbeddingSignSGD_Distributed(
             model.puzzle_emb.buffers(),
-            lr=0.0 if self.puzzle_emb_frozen else self.puzzle_emb_lr,
-            weight_decay=self.puzzle_emb_weight_decay,
+            lr=0.0 if options.puzzle_emb_frozen else options.puzzle_emb_lr,
+            weight_decay=options.puzzle_emb_weight_decay,
             world_size=world_size(),
         )
-        return [AdamATan2(model.parameters(), self.lr, weight_decay=self.weight_decay), self._sparse]
+        return [AdamATan2(model.parameters(), options.lr, weight_decay=options.weight_decay), self._table_optimizer]
 
     def data(self) -> Dataset:
-        training, _ = self._splits()
+        training, _ = make_splits(self.puzzles)
+        most_steps = self.halting.halt_max_steps
+        explore = self.halting.halt_exploration
+        # Id grids draw their own samples, and so the number of segments as well.
         if isinstance(training, IdGrid):
-            training.draw_least = partial(least_steps, self.halt_max_steps, self.halt_exploration)
+            training.draw_least = partial(least_steps, most_steps, explore)
             return training
-        return PuzzleDataset(training, self.halt_max_steps, self.halt_exploration)
+        return PuzzleGroups(training, most_steps, explore)
 
     def eval_data(self) -> Dataset:
-        return PuzzleExamples(self._splits()[1])
+        return PuzzleExamples(make_splits(self.puzzles)[1])
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return collate(samples)
@@ -191,34 +204,33 @@ class HRM(Task):
     def before_batch(self, micro: MicroBatch) -> None:
         self._micro = micro
 
-    def loss(self, model: Any, batch: TrainedBatch) -> Loss:
-        micro, count = self._micro, len(batch["inputs"])
+    def loss(self, model: Any, batch: Slots) -> Loss:
+        """Run one segment of the puzzles in the slots of this micro-batch, and keep their states for the next step."""
+        micro = self._micro
+        count = len(batch["inputs"])
+
+        # A padding batch has no slots of its own: it only keeps this rank in step with the others.
         held = None if micro.padding else self.carry.take(micro.first, count)
-        piece = filled(held, batch, partial(model.start, count))
-        steps = piece["steps"] + 1
-        puzzle = model.puzzle_emb(piece["ids"])
+        slots = refill(held, batch, partial(model.start, count))
+        steps = slots["steps"] + 1
+        puzzle = model.puzzle_emb(slots["ids"])
         thought = model(
-            piece["z_h"], piece["z_l"], piece["inputs"], puzzle,
-            look_ahead=self.variant == "hrm",
-            begin=piece.pop("begin"),
-            question=Question(piece["labels"], steps, piece["least"]),
+            slots["z_h"], slots["z_l"], slots["inputs"], puzzle,
+            look_ahead=self.model_options.variant == "hrm",
+            begin=slots.pop("begin"),
+            question=Question(slots["labels"], steps, slots["least"]),
         )  # fmt: skip
+
+        # The next step continues from here.
         total, halted, counts = thought.score
         if not micro.padding:
-            self._sparse.note(micro.first, piece["ids"], puzzle)
-            now = {"z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
-            self.carry.put(micro.first, piece | now)
+            self._table_optimizer.note(micro.first, slots["ids"], puzzle)
+            states = {"z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+            self.carry.put(micro.first, slots | states)
         return Loss(total, count, _metrics(counts))
 
-    def eval_loss(self, model: Any, batch: TrainedBatch) -> Loss:
-        """All segments, with the average of the weights where there is one. `exact_K` is the share solved after K."""
-        if self.average is None:
-            return self._think(model, batch)
-        with self.average.instead(model):
-            return self._think(model, batch)
-
     def after_step(self, model: nn.Module, step: int) -> None:
-        self._sparse.forget()
+        self._table_optimizer.forget()
         self.carry.end_step()
         if self.average is not None:
             self.average.follow(model, step)
@@ -232,76 +244,72 @@ class HRM(Task):
         if self.average is not None:
             self.average.weights = state["average"]
 
-    def _think(self, model: Any, batch: TrainedBatch) -> Loss:
-        (z_h, z_l), puzzle = model.start(len(batch["inputs"])), model.puzzle_emb(batch["ids"])
+    # ---- evaluation: all segments ----
+
+    def eval_loss(self, model: Any, batch: Slots) -> Loss:
+        """Run all segments, with the average of the weights if there is one. `exact_K` is `exact` after K segments."""
+        if self.average is None:
+            return self._think(model, batch)
+        with self.average.instead(model):
+            return self._think(model, batch)
+
+    def _think(self, model: Any, batch: Slots) -> Loss:
+        labels = batch["labels"]
+        segments = self.halting.eval_steps or self.halting.halt_max_steps
         metrics: dict[str, Metric] = {}
+        z_h, z_l = model.start(len(batch["inputs"]))
+        puzzle = model.puzzle_emb(batch["ids"])
         thought = model(z_h, z_l, batch["inputs"], puzzle)
-        for segment in range(1, self.eval_steps):
-            if segment & (segment - 1) == 0:  # 1, 2, 4, ...
-                metrics[f"exact_{segment}"] = solved(*right_cells(thought.logits, batch["labels"])).sum()
+        for segment in range(1, segments):
+            # Reported after 1, 2, 4, ... segments.
+            if segment & (segment - 1) == 0:
+                metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
             thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
-        asked, right = right_cells(thought.logits, batch["labels"])
-        exact = solved(asked, right)
+
+        # The last segment gives the answer that counts.
+        labelled, correct = correct_cells(thought.logits.argmax(dim=-1), labels)
+        exact = solved(labelled, correct)
         metrics["exact"] = exact.sum()
-        metrics["cell"] = (right.sum(), asked.sum())
+        metrics["cell"] = (correct.sum(), labelled.sum())
         metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
-        total = cell_loss(self.loss_kind, thought.logits, batch["labels"]).sum()
+        total = cell_loss(self.learning.loss, thought.logits, labels).sum()
         return Loss(total.float(), len(exact), metrics)
-
-    # ---- options ----
-
-    def _splits(self) -> tuple[Any, Puzzles]:
-        if not self.data_path:
-            return family(self.asked)
-        training, test = (read_puzzles(Path(self.data_path) / split) for split in ("train", "test"))
-        return training, test
-
-    def _check(self) -> None:
-        """Every wrong option at once."""
-        problems = [
-            UserError(
-                f"task.{name}={value}", f"none of {', '.join(words)}", f"type task.{name}={_nearest(value, words)}"
-            )
-            for name, words in WORDS.items()
-            if (value := self.loss_kind if name == "loss" else getattr(self, name)) not in words
-        ]
-        if self.mixer == "attention" and (self.heads < 1 or self.width % (2 * self.heads)):
-            problems.append(
-                UserError(
-                    f"task.width={self.width} with task.heads={self.heads}",
-                    "each head needs the same even number of channels",
-                    f"type task.width={-(-self.width // (2 * max(1, self.heads))) * 2 * max(1, self.heads)}",
-                )
-            )
-        sizes = {name: getattr(self.asked, name) for name in ("train_size", "test_size", "rules")}
-        sizes |= {name: getattr(self, name) for name in AT_LEAST_ONE}
-        problems += [
-            UserError(f"task.{name}={value}", f"less than {least}", f"type task.{name}={least} or more")
-            for name, value in (sizes | {"maze_size": self.asked.size}).items()
-            if value < (least := 3 if name == "maze_size" else 1)
-        ]
-        asked = self.asked
-        if self.puzzle == "sudoku9" and asked.seed and asked.holes is None and not asked.least_guesses:
-            problems.append(
-                UserError(
-                    f"task.data_seed={asked.seed} with task.puzzle=sudoku9",
-                    "puzzles that come with the recipe, the same ones for every seed",
-                    "leave task.data_seed out, or type task.holes=50: those are made from the seed",
-                )
-            )
-        if problems:
-            raise ConfigError(problems)
 
 
 def _metrics(counts: Tensor) -> dict[str, Metric]:
-    of = dict(zip(COUNTS, counts.unbind(), strict=True))
-    share = {name: (of[name], of["ended"]) for name in ("exact", "q_halt", "segments")}
-    return {**share, "cell": (of["cells"], of["all_cells"])}
+    """Name the COUNTS of a training segment. All are over the puzzles that end with it."""
+    count = dict(zip(COUNTS, counts.unbind(), strict=True))
+    shares: dict[str, Metric] = {name: (count[name], count["ended"]) for name in ("exact", "q_halt", "segments")}
+    return {**shares, "cell": (count["cells"], count["all_cells"])}
 
 
-def _given(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
+def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yield a problem for every option with a wrong value."""
+    for name, known in CHOICES.items():
+        value = options[name]
+        if value not in known:
+            nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
+            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
+
+    width = options["width"]
+    heads = max(1, options["heads"])
+    if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
+        yield UserError(
+            f"task.width={width} cannot be divided among task.heads={options['heads']}",
+            "each head needs the same even number of channels",
+            f"type task.width={-(-width // (2 * heads)) * 2 * heads}",
+        )
+
+    for name, least in AT_LEAST.items():
+        value = options[name]
+        if value is not None and value < least:
+            yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
 
 
-def _nearest(word: str, known: tuple[str, ...]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+def _seed_problems(puzzles: PuzzleOptions) -> Iterator[UserError]:
+    if puzzles.shipped and puzzles.data_seed:
+        yield UserError(
+            f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
+            "puzzles that come with the recipe, the same for every seed",
+            "leave task.data_seed out, or type task.holes=50: those are made from the seed",
+        )

@@ -1,16 +1,20 @@
-"""Named sets of settings: `tiny` for tests, `cpu` and `topics` for minutes on two cores, `gpu` and `gpu-topics` for one
-large GPU, where schooling the readers and training the wire fit into eight minutes together."""
+"""Named sets of settings.
+
+`tiny` is for tests; `cpu` and `topics` take minutes on two cores; `gpu` and `gpu-topics` are for one large GPU, where
+training the readers and then the wire takes less than eight minutes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+# A wire that carries another sample's context must be no better than no context.
 CONTROLS = ["a_other_above_none <= 0.05", "b_other_above_none <= 0.05"]
 GPU: dict[str, Any] = {
     "precision": "bf16",
     "global_batch": 256,
     "data": {"workers": 4},
-    "checkpoint": {"minutes": 1},  # to go on from in the next piece
+    "checkpoint": {"minutes": 1},
 }
 GPU_WIRE: dict[str, Any] = {
     "vectors": 8, "width": 256, "layers": 6, "heads": 8, "near": 8, "spread": True, "latent_adapter": [0, 1, 2, 3],
@@ -50,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "goals": ["a_exact >= 0.90", "b_exact >= 0.90", "a_none <= 0.25", "b_none <= 0.25", *CONTROLS],
         "task": {"world": "topics", "vectors": 8, "near": 8},
     },
-    # Four facts, eight vectors: to find one fact among several is what the readers learn late.
+    # Four facts, eight vectors. Readers learn late to find one fact among several, so they get more steps.
     "gpu": {
         **GPU,
         "steps": 2000,

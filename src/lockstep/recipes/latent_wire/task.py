@@ -1,10 +1,10 @@
-"""The task: train the wire so that two different frozen readers answer from it."""
+"""The task of latent_wire: train the wire so that two different frozen readers answer from it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,97 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.latent_wire.data import MODES, WireData, collate
-from lockstep.recipes.latent_wire.frozen import frozen_reader
-from lockstep.recipes.latent_wire.measures import LETTERS, compression, table
+from lockstep.recipes.eager import run_eagerly
+from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
+from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
-from lockstep.recipes.latent_wire.school import Schooling
-from lockstep.recipes.latent_wire.tokens import TOKENIZERS, Tokenizer
-from lockstep.recipes.latent_wire.topics import TopicWorld
+from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
-from lockstep.recipes.latent_wire.world import KINDS, NAMES, FactWorld
-from lockstep.recipes.options import OnlyWith, warn_unused
-from lockstep.recipes.unprepared import unprepared
+from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
 from lockstep.task import Loss, Task
 
-TEACHER_TEMPERATURE, TEACHER_TOKENS = 2.0, 4
 WORLDS = ("facts", "topics")
-GIST, DRIFT = 0.1, 0.05  # weights of the extra costs
-OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")
+DEFAULT_READERS: list[list[Any]] = [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
+
+# The teacher is softened, and only the first tokens of an answer are compared with it.
+TEACHER_TEMPERATURE = 2.0
+TEACHER_TOKENS = 4
+# Weights of the extra losses.
+GIST = 0.1
+DRIFT = 0.05
+
+OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # options that have no effect on topics
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions:
+    """The contexts and the questions about them."""
+
+    # Contexts are facts or topics.
+    world: str = "facts"
+    # context, or prompt: the question goes through the wire, too.
+    mode: str = "context"
+    # Facts of a context, and questions about each context.
+    facts: int = 1
+    questions: int = 2
+    # The number of contexts for training and for evaluation, and the seed that they are drawn from.
+    size: int = 20_000
+    eval_size: int = 512
+    world_seed: int = 0
+
+    def make(self) -> FactWorld | TopicWorld:
+        if self.world == "topics":
+            return TopicWorld(self.world_seed)
+        return FactWorld(self.facts, self.questions, self.world_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What is added to the readers' cross entropies."""
+
+    # The weight of the KL to the reader that sees the text.
+    teacher: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """The frozen readers, and how they are trained."""
+
+    # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
+    readers: list[list[Any]] | None = None
+    # They are trained on text until they reach this accuracy, for at most so many steps.
+    reader_accuracy: float = 0.985
+    reader_steps: int = 1500
+    # Contexts of a step, the learning rate, and questions about each context (None: as many as for the wire).
+    reader_batch: int = 64
+    reader_rate: float = 3e-3
+    reader_questions: int | None = None
+    # Train on one fact first, then on two, then on four.
+    reader_curriculum: bool = False
+    # The device of each reader, if not this rank's (cuda:1, cpu).
+    reader_homes: list[str] | None = None
+    # The folder of trained readers.
+    frozen: str = "runs/latent_wire/frozen"
+
+    def training(self) -> TrainingOptions:
+        return TrainingOptions(
+            accuracy=self.reader_accuracy,
+            most_steps=self.reader_steps,
+            batch=self.reader_batch,
+            lr=self.reader_rate,
+            warmup=max(20, self.reader_steps // 80),
+            easier_first=self.reader_curriculum,
+        )
 
 
 class LatentWire(Task):
     """Bytes of a text -> M vectors -> two frozen language models answer questions about the text.
 
     The loss is the mean over questions of the readers' cross entropies, added. `a_exact` and `b_exact` are the shares
-    of whole answers that are right, `*_f1` the tokens that are; `*_text` reads the text itself, `*_replay` its
-    embeddings in place of the wire, `*_none` no context, `*_cut` as many tokens of text as the wire has vectors,
+    of answers that are entirely right, `*_f1` the tokens that are right; `*_text` reads the text itself, `*_replay` its
+    embeddings instead of the wire, `*_none` no context, `*_cut` as many tokens of text as the wire has vectors, and
     `*_other` a wire that carries another sample's context.
     """
 
@@ -47,97 +112,61 @@ class LatentWire(Task):
         "preset": "cpu",
         "clip": {"norm": 1.0},
         "lr": {"schedule": "cosine", "min_ratio": 0.05},
-        "checkpoint": {"frozen": False},  # readers are kept where they were trained; a checkpoint has their digests
+        "checkpoint": {"frozen": False},  # readers stay in their folder; a checkpoint has their digests
     }
     presets = PRESETS
     frozen_advice = (
-        "set task.frozen to the folder with the readers of that run; one from before 2026-11-15 goes on only with the "
-        "Lockstep that wrote it: since then readers are trained otherwise, and on other contexts"
+        "set task.frozen to the folder with the readers of that run; a run from before 2026-11-15 resumes only with "
+        "the Lockstep that wrote it: since then readers are trained otherwise, and on other contexts"
     )
     option_rules = (
         OnlyWith(OF_FACTS, "world", ("facts",), found="sentences without facts, and one question about each"),
         OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
     )
 
-    def __init__(
-        self,
-        *,
-        world: str = "facts",
-        mode: str = "context",
-        facts: int = 1,
-        questions: int = 2,
-        vectors: int = 2,
-        private: int = 0,
-        width: int = 64,
-        layers: int = 1,
-        heads: int = 4,
-        near: int = 0,
-        spread: bool = False,
-        refiner: int = 0,
-        deep_prefix: bool = False,
-        latent_adapter: list[int] | None = None,
-        lora: int = 0,
-        gist: bool = False,
-        film: bool = False,
-        colour: bool = False,
-        teacher: float = 0.0,
-        size: int = 20_000,
-        eval_size: int = 512,
-        readers: list[list[Any]] | None = None,
-        reader_steps: int = 1500,
-        reader_accuracy: float = 0.985,
-        reader_batch: int = 64,
-        reader_rate: float = 3e-3,
-        reader_questions: int | None = None,
-        reader_curriculum: bool = False,
-        reader_homes: list[str] | None = None,
-        frozen: str = "runs/latent_wire/frozen",
-        world_seed: int = 0,
-    ):
-        """`world`: facts, of which there are `facts` in a context, with `questions` about each; or topics. `mode`:
-        context, or prompt: the question goes through the wire, too. `vectors` for all readers, and `private` ones for
-        each. `near`: how many positions a layer of the encoder mixes before it attends; `spread`: each vector sees a
-        part of the text best. `refiner` layers over the wire, `deep_prefix` keys and values for every layer of a
-        reader, `latent_adapter` its layers that look at the wire, `lora` the rank of a change to its attention, `gist`
-        its text rebuilt, `film` a scale and shift by the wire, `colour` those of its embeddings; `teacher`: weight of
-        the KL to the reader that sees the text.
-        `readers`: for each its tokens (words, pieces, bytes), width, layers, heads, and, if not none, how many
-        positions near each other a layer mixes; trained on text until `reader_accuracy`, for at most `reader_steps` of
-        `reader_batch` contexts with `reader_questions` questions (`reader_curriculum`: about one fact first, then two,
-        then four), and kept in `frozen`. `reader_homes`: the device of each, if not this rank's (cuda:1, cpu)."""
-        warn_unused(LatentWire, self.option_rules, locals())
-        if world == "topics":  # options of facts, which a preset may hold
-            reader_questions, reader_curriculum = None, False
-        self.kind, self.mode = world, mode
-        self.world = TopicWorld(world_seed) if world == "topics" else FactWorld(facts, questions, world_seed)
-        looks = tuple(latent_adapter or ())
-        self.shape = WireShape(
-            width, vectors, layers, heads, refiner, deep_prefix, gist, film, colour, private, looks, lora, near, spread
-        )
-        given = readers if readers is not None else [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
-        self.teacher, self.size, self.eval_size = teacher, size, eval_size
-        warmup = max(20, reader_steps // 80)
-        self.schooling = Schooling(reader_accuracy, reader_steps, reader_batch, reader_rate, warmup, reader_curriculum)
-        self.frozen = Path(frozen)
-        self.school_questions = reader_questions or self.world.questions
-        self._check([*wrong_readers(given, reader_homes, looks)])
-        self.readers = [ReaderShape(*shape) for shape in given]
-        self.homes: list[str | None] = list(reader_homes) if reader_homes else [None] * len(given)
+    @takes_options(WorldOptions, WireShape, LossOptions, ReaderOptions)
+    def __init__(self, questions: WorldOptions, wire: WireShape, loss: LossOptions, readers: ReaderOptions):
+        given = vars(questions) | vars(wire) | vars(loss) | vars(readers)
+        warn_unused(LatentWire, self.option_rules, given)
+        # A preset may hold options of facts for a world of topics.
+        if questions.world == "topics":
+            readers = replace(readers, reader_questions=None, reader_curriculum=False)
+
+        self.questions = questions
+        self.world = questions.make()
+        self.shape = wire
+        self.teacher = loss.teacher
+        self.reader_folder = Path(readers.frozen)
+        self.reader_training = readers.training()
+        self.reader_questions = readers.reader_questions or self.world.questions
+
+        # All problems are reported together.
+        shapes = DEFAULT_READERS if readers.readers is None else readers.readers
+        problems = [*self._world_problems(), *_shape_problems(wire)]
+        problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
+        if problems:
+            raise ConfigError(problems)
+        self.readers = [ReaderShape(*shape) for shape in shapes]
+        self.devices: list[str | None] = [*readers.reader_homes] if readers.reader_homes else [None] * len(shapes)
+
+    # ---- what to train ----
 
     def model(self) -> WireModel:
-        school = replace(self.world, questions=self.school_questions)
+        # The readers may be trained with more questions about a context than the wire.
+        world = replace(self.world, questions=self.reader_questions)
         readers = [
-            frozen_reader(self.frozen, shape, school, self.schooling, home)
-            for shape, home in zip(self.readers, self.homes, strict=True)
+            frozen_reader(self.reader_folder, shape, world, self.reader_training, device)
+            for shape, device in zip(self.readers, self.devices, strict=True)
         ]
-        lengths = [self.data()[0][f"text_{number}"].shape[0] for number in range(len(readers))]
+        sample = self.data()[0]
+        lengths = [len(sample[f"text_{number}"]) for number in range(len(readers))]
         return WireModel(self.shape, readers, lengths)
 
     def data(self) -> WireData:
-        return WireData(self.world, "train", self.size, self._tokenizers(), self.mode)
+        return WireData(self.world, "train", self.questions.size, self._tokenizers(), self.questions.mode)
 
     def eval_data(self) -> WireData:
-        return WireData(self.world, "test", self.eval_size, self._tokenizers(), self.mode)
+        return WireData(self.world, "test", self.questions.eval_size, self._tokenizers(), self.questions.mode)
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return collate(samples)
@@ -146,113 +175,126 @@ class LatentWire(Task):
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
 
+    def _tokenizers(self) -> list[Tokenizer]:
+        return [TOKENIZERS[shape.tokens](self.world.words) for shape in self.readers]
+
+    # ---- the loss ----
+
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        total, rows, _ = self._cost(model, batch)
+        total, rows, _ = self._total(model, batch)
         return Loss(total, rows)
 
     def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
-        with unprepared(model):  # six ways to ask, each of another length
-            total, rows, mine = self._cost(model, batch, write=True)
-            return Loss(total, rows, table(_readers(model), batch, mine, model(batch, "other"), blanks, self.shape))
+        # Each question is put in six ways, each of another length.
+        with run_eagerly(model):
+            total, rows, mine = self._total(model, batch, write=True)
+            other = model(batch, "other")
+            metrics = evaluation_metrics(_readers(model), batch, mine, other, blanks, self.shape)
+        return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
-        """How much smaller the wire is than what it carries."""
+        """Describe how much smaller the wire is than what it carries."""
         return compression(self.eval_data(), self.shape)
 
-    def _cost(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
-        """The sum over questions, their number, and what each reader said."""
+    def _total(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
+        """Return the loss as a sum over questions, their number, and what each reader made of the batch."""
         read = model(batch, write=write)
         rows = read[0].answered.cost.shape[0]
         device = batch["context"].device
         total = torch.zeros((), device=device)
         for number, one in enumerate(read):
             total = total + one.answered.cost.sum().to(device) + DRIFT * rows * one.drift.to(device)
+            # A mean over wires, of which there may be fewer than questions.
             if one.gist is not None:
-                total = total + GIST * rows * one.gist.mean().to(device)  # of wires, which may be fewer than questions
+                total = total + GIST * rows * one.gist.mean().to(device)
             if self.teacher and torch.is_grad_enabled():
                 total = total + self.teacher * self._from_teacher(model, batch, number, one).to(device)
         return total, rows, read
 
     def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
-        """KL(teacher || student), the teacher being the same reader with the text before it, on the first tokens of the
-        answers; a sum over rows."""
-        reader = list(_readers(model))[number]
+        """Return KL(teacher || student), summed over rows. The teacher is the same reader with the text before it."""
+        reader = _readers(model)[number]
+        # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
         taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        said = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        kl = F.kl_div(said.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
+        student = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
+        kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
 
-    def _tokenizers(self) -> list[Tokenizer]:
-        return [TOKENIZERS[shape.tokens](self.world.words) for shape in self.readers]
+    # ---- wrong options ----
 
-    def _check(self, others: list[UserError]) -> None:
-        """Every wrong option at once."""
-        if problems := [*self._wrong_world(), *self._wrong_shape(), *others]:
-            raise ConfigError(problems)
-
-    def _wrong_world(self) -> Iterator[UserError]:
-        for option, value, known in (("world", self.kind, WORLDS), ("mode", self.mode, MODES)):
+    def _world_problems(self) -> Iterator[UserError]:
+        for name, value, known in (("world", self.questions.world, WORLDS), ("mode", self.questions.mode, MODES)):
             if value not in known:
-                near = difflib.get_close_matches(value, known, 1, 0.0)[0]
-                yield UserError(f"task.{option}={value}", f"known are {', '.join(known)}", f"type task.{option}={near}")
+                nearest = difflib.get_close_matches(value, known, 1, 0.0)[0]
+                yield UserError(
+                    f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}"
+                )
         if isinstance(self.world, TopicWorld):
             return
-        if not 1 <= self.world.facts <= len(NAMES):
-            yield UserError(f"task.facts={self.world.facts}", f"{len(NAMES)} people to tell of", "type task.facts=1")
+
+        facts = self.world.facts
+        if not 1 <= facts <= len(NAMES):
+            yield UserError(f"task.facts={facts} is not between 1 and {len(NAMES)}", "", "type task.facts=1")
             return
-        most = KINDS * self.world.facts
-        for option, count in (("questions", self.world.questions), ("reader_questions", self.school_questions)):
+        most = KINDS * facts
+        for name, count in (("questions", self.world.questions), ("reader_questions", self.reader_questions)):
             if not 1 <= count <= most:
                 yield UserError(
-                    f"task.{option}={count}",
-                    f"{most} different questions about {self.world.facts} facts",
-                    f"type task.{option}={most} or less",
+                    f"task.{name}={count} is not between 1 and {most}",
+                    f"a context with task.facts={facts} has {most} different questions",
+                    f"type task.{name}={most} or less",
                 )
 
-    def _wrong_shape(self) -> Iterator[UserError]:
-        shape = self.shape
-        if shape.heads < 1 or shape.width % (2 * shape.heads):
-            yield UserError(
-                f"task.width={shape.width} with task.heads={shape.heads}",
-                "each head needs the same even number of channels",
-                "type a task.width that is a multiple of twice task.heads",
-            )
-        for option, count in (("private", shape.private), ("lora", shape.rank), ("near", shape.near)):
-            if count < 0:
-                yield UserError(f"task.{option}={count}", "less than nothing", f"type task.{option}=0 for none")
-        if len(set(shape.looks)) < len(shape.looks):
-            yield UserError(f"task.latent_adapter={list(shape.looks)}", "a layer twice", "name each layer once")
+
+def _shape_problems(shape: WireShape) -> Iterator[UserError]:
+    if shape.heads < 1 or shape.width % (2 * shape.heads):
+        yield UserError(
+            f"task.width={shape.width} cannot be divided among task.heads={shape.heads}",
+            "each head needs the same even number of channels",
+            "type a task.width that is a multiple of twice task.heads",
+        )
+    for name, count in (("private", shape.private), ("lora", shape.lora), ("near", shape.near)):
+        if count < 0:
+            yield UserError(f"task.{name}={count} is negative", "", f"type task.{name}=0 for none")
+    looks = shape.latent_adapter or []
+    if len(set(looks)) < len(looks):
+        yield UserError(f"task.latent_adapter={looks} names a layer twice", "", "name each layer once")
 
 
-def wrong_readers(readers: list[list[Any]], homes: list[str] | None, looks: tuple[int, ...]) -> Iterator[UserError]:
+def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks: list[int]) -> Iterator[UserError]:
     if not 1 <= len(readers) <= len(LETTERS):
-        yield UserError(f"task.readers with {len(readers)} of them", "one or two are supported", "give one or two")
+        yield UserError(f"task.readers has {len(readers)} readers, and one or two are supported", "", "give one or two")
     for shape in readers:
-        if not _fits(shape):
+        if not _is_reader(shape):
             example = '[["words", 64, 2, 4], ["pieces", 96, 2, 4]]'
             yield UserError(
-                f"a reader {shape}",
-                f"not [tokens, width, layers, heads] or [.., near], tokens of {', '.join(TOKENIZERS)}, "
-                "width a multiple of twice the heads",
+                f"the reader {shape} is not [tokens, width, layers, heads] or [tokens, width, layers, heads, near]",
+                f"tokens are one of {', '.join(TOKENIZERS)}, and the width is a multiple of twice the heads",
                 f"type task.readers='{example}'",
             )
-    layers = min((shape[2] for shape in readers if _fits(shape)), default=None)
+
+    layers = min((shape[2] for shape in readers if _is_reader(shape)), default=None)
     if layers is not None and not all(0 <= layer < layers for layer in looks):
         yield UserError(
-            f"task.latent_adapter={list(looks)}",
+            f"task.latent_adapter={looks} names a layer that a reader does not have",
             f"a reader with the layers 0 to {layers - 1}",
             f"type task.latent_adapter='[{layers - 1}]'",
         )
-    if homes is not None and len(homes) != len(readers):
-        yield UserError(f"task.reader_homes={homes}", f"{len(readers)} readers", "give one device for each reader")
+    if devices is not None and len(devices) != len(readers):
+        yield UserError(
+            f"task.reader_homes={devices} has {len(devices)} devices for {len(readers)} readers",
+            "",
+            "give one device for each reader",
+        )
 
 
-def _fits(shape: list[Any]) -> bool:
+def _is_reader(shape: list[Any]) -> bool:
     tokens, *sizes = shape or [None]
     if tokens not in TOKENIZERS or len(sizes) not in (3, 4) or not all(isinstance(size, int) for size in sizes):
         return False
-    return min(sizes[:3]) > 0 and min(sizes) >= 0 and sizes[0] % (2 * sizes[2]) == 0
+    width, _, heads = sizes[:3]
+    return min(sizes[:3]) > 0 and min(sizes) >= 0 and width % (2 * heads) == 0
 
 
 def _readers(model: nn.Module) -> list[Reader]:

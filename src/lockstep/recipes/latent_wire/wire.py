@@ -1,4 +1,4 @@
-"""What is trained: bytes of a context to a few vectors (the wire), and those to what each frozen reader takes.
+"""The trained model: the bytes of a context become a few vectors (the wire), and those become inputs of frozen readers.
 
 Shapes in comments: B samples, Q questions each, L bytes, M wire vectors, Z their width, W a reader's width.
 """
@@ -13,28 +13,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.aids import Aids
 from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, decode
+from lockstep.recipes.latent_wire.reader_additions import Additions
+from lockstep.recipes.layers import merge_heads, split_heads
 
-SLOPE = 8.0  # of the first head that sees best what is near its centre
+SLOPE = 8.0  # of the first head: how much its attention falls with the distance from a query's centre
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WireShape:
-    width: int = 64  # Z
-    vectors: int = 2  # M
+    """The wire, and what it adds to the readers. The fields are options of the task."""
+
+    # M vectors of width Z for all readers, and further vectors for each reader alone.
+    vectors: int = 2
+    private: int = 0
+    width: int = 64
+    # Layers and heads of the encoder.
     layers: int = 1
     heads: int = 4
-    refiner: int = 0  # layers
+    # Positions that a layer of the encoder mixes before it attends, as in a reader.
+    near: int = 0
+    # Each vector has a part of the text that it sees best.
+    spread: bool = False
+    # Layers over the wire.
+    refiner: int = 0
+    # Keys and values for every layer of a reader.
     deep_prefix: bool = False
+    # The layers of the readers that attend to the wire.
+    latent_adapter: list[int] | None = None
+    # The rank of a change to the readers' attention.
+    lora: int = 0
+    # Rebuild the reader's embeddings of the text from the wire, as a further loss.
     gist: bool = False
+    # Scale and shift the adapter's output by the wire.
     film: bool = False
+    # Give the adapter's output the mean and deviation of the reader's embeddings.
     colour: bool = False
-    private: int = 0  # vectors for each reader alone, beside the M
-    looks: tuple[int, ...] = ()  # layers of the readers that look at the wire
-    rank: int = 0  # of a change to the readers' attention
-    near: int = 0  # positions that each layer of the encoder mixes, as in a reader
-    spread: bool = False  # each vector has a part of the text that it sees best
 
     @property
     def read(self) -> int:
@@ -42,17 +56,23 @@ class WireShape:
         return self.vectors + self.private
 
     def sent(self, readers: int) -> int:
+        """Vectors that the wire has in all."""
         return self.vectors + self.private * readers
 
     def centres(self, readers: int) -> list[float] | None:
-        """Where in the text, from 0 to 1, each vector looks first: every group of them goes from end to end."""
+        """Return where in the text, from 0 to 1, each vector looks first. Every group of vectors covers all of it."""
+        if not self.spread:
+            return None
         groups = (self.vectors, *[self.private] * readers)
-        return [(i + 0.5) / count for count in groups for i in range(count)] if self.spread else None
+        return [(i + 0.5) / count for count in groups for i in range(count)]
 
 
 class CrossAttention(nn.Module):
-    """Learned queries that look at a sequence: (B, L, Z) to (B, queries, Z). One that has a centre sees less of what is
-    far from it: most so in the first head, half as much so in each that follows, and in the last not at all."""
+    """Learned queries that attend to a sequence: (B, L, Z) to (B, queries, Z).
+
+    A query with a centre sees less of what is far from it: most so in the first head, half as much in each following
+    one, and not at all in the last.
+    """
 
     def __init__(self, queries: int, width: int, heads: int, centres: list[float] | None = None):
         super().__init__()
@@ -65,27 +85,32 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, _, Z = x.shape
-        q = self.q(self.queries).expand(B, -1, -1)
+        # The queries are the same for every row.
+        q = self.q(self.queries).expand(len(x), -1, -1)
         k, v = self.kv(self.norm(x)).chunk(2, -1)
-        q, k, v = (t.view(B, -1, self.heads, Z // self.heads).transpose(1, 2) for t in (q, k, v))
-        mask = far(self.centres, self.heads, x.shape[1]).to(q.dtype) if self.centres is not None else None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(B, -1, Z)
-        return self.queries + self.out(y)
+        q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
+        bias = None
+        if self.centres is not None:
+            bias = distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.queries + self.out(merge_heads(y))
 
 
-def far(centres: Tensor, heads: int, length: int) -> Tensor:
-    """What a query's centre adds to its scores: (1, heads, queries, length). Distances are in shares of the
-    sequence, of which each query has one."""
-    place = (torch.arange(length, device=centres.device) + 0.5) / length
-    distance = (place - centres[:, None]).abs() * len(centres)
+def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
+    """Return what the centres (queries,) add to attention scores: (1, heads, queries, length).
+
+    The unit of distance is one query's share of the sequence.
+    """
+    position = (torch.arange(length, device=centres.device) + 0.5) / length
+    distance = (position - centres[:, None]).abs() * len(centres)
+    # The last head has no slope: it sees the whole text alike.
     head = torch.arange(heads, device=centres.device)
     slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
     return -(slope[:, None, None] * distance)[None]
 
 
 class Encoder(nn.Module):
-    """Bytes (B, L) to the wire (B, M, Z)."""
+    """The encoder from bytes (B, L) to the wire (B, M, Z)."""
 
     def __init__(self, shape: WireShape, readers: int):
         super().__init__()
@@ -101,9 +126,9 @@ class Encoder(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The wire as input vectors of one reader, at the size of its own embeddings.
+    """Turns the wire (B, M, Z) into input vectors (B, M, W) of one reader, at the scale of its own embeddings.
 
-    Without the size a frozen model sees noise: its embeddings may be a hundred times smaller or larger.
+    At another scale a frozen model sees noise: its embeddings may be a hundred times smaller or larger.
     """
 
     def __init__(self, width: int, reader: Reader, film: bool, colour: bool):
@@ -114,11 +139,15 @@ class Adapter(nn.Module):
         self.skip = nn.Linear(width, into, bias=False)
         self.film = nn.Linear(width, 2 * into) if film else None
         self.out_norm = nn.LayerNorm(into, elementwise_affine=False)
+
+        # Learned as a logarithm, so that it stays positive.
         weight = reader.embed.weight.detach().float()
         size = float(weight.pow(2).mean().sqrt())
         self.log_size = nn.Parameter(torch.tensor(size).log())
         self.first_size = size
-        # Per channel what the reader's own embeddings have, in units of their size; from the reader, so never saved.
+
+        # The deviation and mean of each channel of the reader's embeddings, relative to their size. They follow from
+        # the reader, so they are not saved.
         std, mean = torch.std_mean(weight, 0) if colour else (None, None)
         self.register_buffer("std", std / size if std is not None else None, persistent=False)
         self.register_buffer("mean", mean / size if mean is not None else None, persistent=False)
@@ -128,18 +157,19 @@ class Adapter(nn.Module):
         y = self.out_norm(self.mlp(x) + self.skip(x))
         if self.film is not None:
             scale, shift = self.film(latents).chunk(2, -1)
+            # A scale between 0 and 2, which is 1 for an output of 0.
             y = y * 2 * torch.sigmoid(scale) + shift
         if self.std is not None:
             y = y * self.std + self.mean
         return y * self.log_size.exp()
 
     def drift(self) -> Tensor:
-        """How far the learned size has gone from the reader's own, squared."""
+        """Return the squared distance of the learned log size from the reader's own."""
         return (self.log_size - torch.tensor(self.first_size).log()).square()
 
 
 class Gist(nn.Module):
-    """The reader's embeddings of the text, rebuilt from the wire: (B, T, W)."""
+    """The reader's embeddings of the text (B, T, W), rebuilt from the wire."""
 
     def __init__(self, width: int, reader: Reader, length: int, heads: int):
         super().__init__()
@@ -152,96 +182,126 @@ class Gist(nn.Module):
 
 @dataclass
 class Read:
-    """What one reader made of a batch through the wire, and what its parts cost beside."""
+    """What one reader made of a batch through the wire, and the extra losses of its parts."""
 
     answered: Answered  # (B * Q,) rows
-    gist: Tensor | None  # one for each wire
-    drift: Tensor
-    seen: Tensor  # (rows, M, Z) what of the wire was for it
-    written: Tensor | None = None  # (B * Q, tokens) the answers, written freely
+    gist: Tensor | None  # the error of the rebuilt text, one for each wire
+    drift: Tensor  # of the adapter's size
+    seen: Tensor  # (rows, M, Z), the vectors that this reader got
+    written: Tensor | None = None  # (B * Q, tokens), the answers by greedy decoding
 
 
 class WireModel(nn.Module):
-    """Encoder and one set of trainable parts per reader, around the frozen readers themselves."""
+    """The encoder and one set of trained parts per reader, around the frozen readers themselves."""
 
     def __init__(self, shape: WireShape, readers: Sequence[Reader], text_lengths: Sequence[int]):
         super().__init__()
         Z = shape.width
-        self.shared, self.private = shape.vectors, shape.private
+        self.shared = shape.vectors
+        self.private = shape.private
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.encoder = Encoder(shape, len(readers))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
-        pairs = zip(readers, text_lengths, strict=True)
-        self.gists = nn.ModuleList(Gist(Z, *pair, shape.heads) for pair in pairs) if shape.gist else None
-        self.aids = nn.ModuleList(Aids(Z, one, shape.deep_prefix, shape.looks, shape.rank) for one in readers)
+
+        self.gists = None
+        if shape.gist:
+            pairs = zip(readers, text_lengths, strict=True)
+            self.gists = nn.ModuleList(Gist(Z, reader, length, shape.heads) for reader, length in pairs)
+        # The name is part of the parameter names in checkpoints.
+        self.aids = nn.ModuleList(
+            Additions(Z, one, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for one in readers
+        )
         self.readers = nn.ModuleList(readers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Its blocks, one by one: those of a reader share a graph, and so do the encoder's. The whole model would be a
-        long one. Shapes are fixed, or the second reader would be compiled for any length."""
-        here: list[Reader] = [one for one in self.readers if one.home is None]  # pyrefly: ignore[bad-assignment]
-        for block in (*self.encoder.blocks, *self.refiner, *(block for reader in here for block in reader.blocks)):
+        """Compile the blocks, one by one: the blocks of a reader share a graph, and so do the encoder's.
+
+        A graph of the whole model would be long. Shapes are static: otherwise the second reader would be compiled for
+        any length.
+        """
+        # Readers on another device are left out.
+        blocks = [*self.encoder.blocks, *self.refiner]
+        for reader in self.readers:
+            if reader.fixed_device is None:
+                blocks += reader.blocks  # pyrefly: ignore[unsupported-operation]
+        for block in blocks:
             block.compile(*args, dynamic=False, **kwargs)
 
     def forward(self, batch: dict[str, Tensor], carries: str = "context", write: bool = False) -> list[Read]:
-        """`carries`: which text goes through the wire. `write`: let the readers write their answers, too."""
+        """Return what each reader makes of a batch.
+
+        carries  the text that goes through the wire
+        write    also let the readers write their answers
+        """
         latents = self.latents(batch[carries])
         return [self._read(number, latents, batch, write) for number in range(len(self.readers))]
 
     def latents(self, carried: Tensor) -> Tensor:
-        """Bytes (B, L), or (B, Q, L) if every question has a wire of its own, to (rows, vectors sent, Z)."""
+        """Map bytes (B, L), or (B, Q, L) if every question has its own wire, to (rows, all vectors, Z)."""
         return self.refiner(self.encoder(carried.flatten(0, -2)))
 
     def seen_by(self, number: int, latents: Tensor) -> Tensor:
-        """The shared vectors, and those that are for this reader alone."""
+        """Return the shared vectors and those that are for this reader alone."""
         first = self.shared + number * self.private
         return torch.cat((latents[:, : self.shared], latents[:, first : first + self.private]), 1)
 
     def _read(self, number: int, latents: Tensor, batch: dict[str, Tensor], write: bool) -> Read:
         reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
         adapter: Adapter = self.adapters[number]  # pyrefly: ignore[bad-assignment]
-        seen, home = self.seen_by(number, latents), reader.device
-        question, expected = ids_of(batch, number, home, "after")
-        before = put_before(reader, adapter(seen).to(home), len(question))
-        aids = self.aids[number](seen, len(question) // len(seen), home)
-        answered = answer(reader, before, question, expected, aids)
-        written = decode(reader, before, question, expected.shape[1], aids) if write else None
+        seen = self.seen_by(number, latents)
+        question, expected = ids_of(batch, number, reader.device, "after")
+        # Inputs that stand where the text would stand, and additions to the layers.
+        before = put_before(reader, adapter(seen).to(reader.device), len(question))
+        added = self.aids[number](seen, len(question) // len(seen), reader.device)
+
+        answered = answer(reader, before, question, expected, added)
+        written = decode(reader, before, question, expected.shape[1], added) if write else None
         gist = self._gist(number, seen, batch[f"text_{number}"]) if self.gists is not None else None
         return Read(answered, gist, adapter.drift(), seen, written)
 
     def _gist(self, number: int, seen: Tensor, text: Tensor) -> Tensor:
+        """Return the mean squared error of the rebuilt text, for each wire."""
         assert self.gists is not None
         reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
+        # In mode `prompt` a text has several wires.
         rebuilt = self.gists[number](seen).to(reader.device)
         embedded = reader.embed(text.to(reader.device)).repeat_interleave(len(rebuilt) // len(text), 0)
         return F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
 
 
+# ---- questions for a reader -----------------------------------------------------------------------------
+
+
 def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
-    """The beginning and `vectors` (B, T, W), before each of `rows` questions, as many for each row of `vectors`."""
+    """Put the beginning and `vectors` (B, T, W) before each of `rows` questions, as many for each row of `vectors`."""
     before = torch.cat((reader.beginning(len(vectors)), vectors.to(reader.embed.weight.dtype)), 1)
     return before.repeat_interleave(rows // len(vectors), 0)
 
 
 def ids_of(batch: dict[str, Tensor], number: int, device: torch.device, asked: str) -> tuple[Tensor, Tensor]:
-    """Ids by row, one row for each question: what is asked (`question`, or what of it comes `after` the wire), and the
-    answer."""
-    question, expected = batch[f"{asked}_{number}"].to(device), batch[f"answer_{number}"].to(device)
+    """Return the ids of questions and answers, one row for each question.
+
+    `asked` is `question`, or `after` for the part of it that follows the wire.
+    """
+    question = batch[f"{asked}_{number}"].to(device)
+    expected = batch[f"answer_{number}"].to(device)
     return question.flatten(0, 1), expected.flatten(0, 1)
 
 
 @torch.no_grad()
 def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int | None = None) -> Answered:
-    """The same questions with the text itself before them, or its first `most` tokens (0: no context at all)."""
+    """Answer the same questions with the text itself before them, or its first `most` tokens (0: no context)."""
     question, expected = ids_of(batch, number, reader.device, "question")
     text = batch[f"text_{number}"].to(reader.device)[:, :most]
+    # Token 0 begins every sequence.
     ids = torch.cat((text.new_zeros(len(text), 1), text), 1)
     return answer(reader, reader.embed(ids.repeat_interleave(len(question) // len(ids), 0)), question, expected)
 
 
 @torch.no_grad()
 def from_replay(reader: Reader, batch: dict[str, Tensor], number: int) -> Answered:
-    """The reader's embeddings of the text, put where a wire's vectors go: shows whether that way in loses anything."""
+    """Answer with the reader's embeddings of the text instead of the wire: does that way in lose anything?"""
     question, expected = ids_of(batch, number, reader.device, "question")
     vectors = reader.embed(batch[f"text_{number}"].to(reader.device))
     return answer(reader, put_before(reader, vectors, len(question)), question, expected)

@@ -1,4 +1,7 @@
-"""Shapes as analytic masks on a noisy grey background, in bytes: what is generated is what a PNG holds."""
+"""Shapes as analytic masks on a noisy grey background, in bytes: a generated picture is what a PNG holds.
+
+Shapes in comments: pictures are (3, size, size), masks and planes cover some rows and columns of one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ COLOURS = {
     "orange": (1.0, 0.55, 0.05),
     "cyan": (0.1, 0.95, 0.95),
 }
-NOISE = 0.06  # standard deviation
+
+# Standard deviation of the noise on every pixel.
+NOISE = 0.06
+
+# No shape reaches further from its centre, in radii: the foot of a triangle does.
+REACH = 1.03
 
 Mask = NDArray[np.bool_]
 Plane = NDArray[np.float32]
@@ -27,7 +35,7 @@ Plane = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Thing:
-    """One object; lengths in pixels."""
+    """One object of a picture; x, y and radius are in pixels."""
 
     colour: str
     shape: str
@@ -39,10 +47,12 @@ class Thing:
 
 
 def draw(things: Sequence[Thing], size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """(3, size, size). The background's level, its noise and nothing else is drawn from `rng` here."""
+    """Return the picture (3, size, size). Only the level and the noise of the background come from `rng`."""
     image = np.full((3, size, size), rng.uniform(0.05, 0.35), np.float32)
     for thing in things:
         _put(thing, image)
+
+    # In place throughout: a worker of the data loader spends most of its time here.
     noise = rng.standard_normal(image.shape, np.float32)
     noise *= np.float32(NOISE)
     image += noise
@@ -53,9 +63,12 @@ def draw(things: Sequence[Thing], size: int, rng: np.random.Generator) -> NDArra
 
 
 def _put(thing: Thing, image: Plane) -> None:
-    """Only the pixels around it are looked at: no shape reaches further than 1.03 radii, the foot of a triangle."""
-    size, reach = image.shape[-1], 1.03 * thing.radius + 1
-    columns, rows = _span(thing.x, reach, size), _span(thing.y, reach, size)
+    """Draw a thing into `image` (3, size, size), looking only at the pixels around it."""
+    size = image.shape[-1]
+    reach = REACH * thing.radius + 1
+    columns = _span(thing.x, reach, size)
+    rows = _span(thing.y, reach, size)
+    # Relative to the centre of the thing, in float32 like the mask's formulas.
     across, down = _grid(size)
     mask = _textured(thing, across[:, columns] - np.float32(thing.x), down[rows] - np.float32(thing.y))
     rgb = _rgb(thing.colour) * np.float32(thing.brightness)
@@ -73,14 +86,16 @@ def _rgb(colour: str) -> Plane:
 
 @cache
 def _grid(size: int) -> tuple[Plane, Plane]:
-    """Centres of the pixels."""
+    """Return the x (1, size) and y (size, 1) of the centres of the pixels."""
     middle = np.arange(size, dtype=np.float32) + np.float32(0.5)
     return middle[None, :], middle[:, None]
 
 
 def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
+    """Return which of the points (x, y), relative to its centre, a thing covers."""
     mask = _inside(thing.shape, x, y, thing.radius)
     if thing.texture == "striped":
+        # Stripes of less than a pixel would be grey.
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
     if thing.texture == "outlined":
@@ -89,8 +104,8 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
 
 
 def _hollow(shape: str, x: Plane, y: Plane, r: float) -> Mask:
-    """What an outlined shape lacks: a smaller copy of it. A ring has two edges, and a copy of it would leave the very
-    pixels of an outlined circle."""
+    """Return what an outlined shape lacks: a smaller copy of it."""
+    # A ring has two edges. A smaller copy of it would leave the very pixels of an outlined circle.
     if shape == "ring":
         square = x * x + y * y
         return (square > 0.3 * r * r) & (square < 0.64 * r * r)
@@ -98,20 +113,24 @@ def _hollow(shape: str, x: Plane, y: Plane, r: float) -> Mask:
 
 
 def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
-    """The points of a shape of radius `r` around the origin; y points down."""
+    """Return the points of a shape of radius `r` around the origin; y points down."""
     if shape == "circle":
         return x * x + y * y <= r * r
     if shape == "square":
         return np.maximum(np.abs(x), np.abs(y)) <= 0.85 * r
-    if shape == "triangle":  # its tip is up
+    if shape == "triangle":
+        # Its tip is up.
         return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
     if shape == "cross":
-        thin, far = np.minimum(np.abs(x), np.abs(y)), np.maximum(np.abs(x), np.abs(y))
-        return (thin <= 0.3 * r) & (far <= r)
+        near = np.minimum(np.abs(x), np.abs(y))
+        far = np.maximum(np.abs(x), np.abs(y))
+        return (near <= 0.3 * r) & (far <= r)
     if shape == "ring":
         square = x * x + y * y
         return (square <= r * r) & (square >= 0.16 * r * r)
+
+    # A star, whose radius follows the angle from straight up.
     assert shape == "star", shape
-    angle = np.arctan2(x, -y)  # from straight up
+    angle = np.arctan2(x, -y)
     distance = np.sqrt(x * x + y * y)
     return distance <= r * (0.65 + 0.35 * np.cos(5 * angle))

@@ -1,7 +1,7 @@
 """Pictures and captions in a folder, read and written.
 
-Either one list, `captions.json` = [{"image": "0001.png", "caption": "a red square"}, ...], or beside every `x.png` its
-caption in `x.txt`.
+A folder holds either a list, `captions.json` = [{"image": "0001.png", "caption": "a red square"}, ...], or a caption
+`x.txt` for every picture `x.png`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -22,26 +23,33 @@ from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, S
 from lockstep.recipes.pixel_llm.words import Words
 
 LIST = "captions.json"
-HELD_OUT = 10  # one picture in ten is for evaluation
+LIST_FORM = '[{"image": "x.png", "caption": "..."}]'
+
+# One picture in ten is for evaluation.
+HELD_OUT = 10
 
 
 @dataclass(frozen=True)
 class Entry:
+    """A picture and its caption."""
+
     image: Path
     caption: str
 
     @property
     def held_out(self) -> bool:
-        """By its name: the same picture stays on its side when others come or go."""
+        """Whether it is for evaluation. Its name decides, so that it stays there when other pictures come or go."""
         digest = blake2b(self.image.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % HELD_OUT == 0
 
 
 class ImageFolder(Dataset[Sample]):
-    """Its pictures at one size, whatever size they have on disk."""
+    """Pictures of a folder, all resized to `size`."""
 
     def __init__(self, entries: list[Entry], words: Words, size: int):
-        self.entries, self.words, self.size = entries, words, size
+        self.entries = entries
+        self.words = words
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -49,30 +57,33 @@ class ImageFolder(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         entry = self.entries[index]
         image = torch.from_numpy(read_png(entry.image))
+        # An exported scene keeps its very bytes.
         if image.shape[1:] != (self.size, self.size):
             image = _resized(image, self.size)
         ids = self.words.encode(entry.caption.split())
-        nothing = torch.zeros(self.words.length, dtype=torch.int64)  # nobody has said which words are slots
-        return Sample(image, ids, nothing, torch.tensor(False), torch.tensor(0))
+
+        # Which words the picture decides, and how many things it shows, is not known.
+        no_slots = torch.zeros(self.words.length, dtype=torch.int64)
+        return Sample(image, ids, no_slots, torch.tensor(False), torch.tensor(0))
 
 
-def _resized(image: torch.Tensor, size: int) -> torch.Tensor:
+def _resized(image: Tensor, size: int) -> Tensor:
     scaled = F.interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)
     return scaled[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def read_folder(folder: Path) -> list[Entry]:
-    """All pictures with their captions, in the order of the list, or of their names."""
+    """Return all pictures with their captions, in the order of the list, or of their names."""
+    # The list wins where there are both.
     listed = folder / LIST
     entries = _from_list(listed) if listed.exists() else _from_pairs(folder)
+    fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
+    if not entries:
+        raise UserError(f"task.folder={folder} holds no picture with a caption", "", fix)
     missing = [entry.image for entry in entries if not entry.image.exists()]
-    if missing or not entries:
-        found = f"{len(missing)} of {len(entries)} pictures missing, first {missing[0]}" if missing else "no picture"
-        raise UserError(
-            f"task.folder={folder}",
-            found,
-            f'a folder with {LIST} ([{{"image": "x.png", "caption": "..."}}]), or with pairs x.png and x.txt',
-        )
+    if missing:
+        problem = f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}"
+        raise UserError(problem, "", fix)
     return entries
 
 
@@ -81,26 +92,29 @@ def _from_list(path: Path) -> list[Entry]:
         return [Entry(path.parent / row["image"], row["caption"]) for row in json.loads(path.read_text())]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"the captions in {path}",
-            f"{type(error).__name__}: {error}",
-            'write [{"image": "x.png", "caption": "..."}]',
+            f"{path} is not a list of pictures and captions: {type(error).__name__}: {error}",
+            "",
+            f"write {LIST_FORM}",
         ) from None
 
 
 def _from_pairs(folder: Path) -> list[Entry]:
+    # By name: the order of a folder differs from machine to machine.
     texts = sorted(folder.glob("*.txt"))
     return [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
 
 
 def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
-    """Write generated scenes as the files that `read_folder` reads: the same pictures, byte by byte."""
+    """Write generated scenes as files that `read_folder` reads: the same pictures, byte by byte."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index in range(len(data)):
         name = f"{data.split}-{index:06d}.png"
-        sample, caption = data[index], " ".join(data.scene(index).caption)
-        write_png(folder / name, sample.image.numpy())
+        caption = " ".join(data.scene(index).caption)
+        write_png(folder / name, data[index].image.numpy())
         rows.append({"image": name, "caption": caption})
+
+        # One text for each picture, or one list for all of them.
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
     if form == "json":
@@ -112,12 +126,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--scenes", choices=sorted(KINDS), default="one")
-    parser.add_argument("--image", type=int, default=32, help="pixels of a side")
+    parser.add_argument("--image", type=int, default=32, help="pixels on each side")
     parser.add_argument("--split", choices=[TRAIN, IID, COMP], default=TRAIN)
     parser.add_argument("--form", choices=["json", "txt"], default="json")
-    asked = parser.parse_args()
-    export(ShapeScenes(KINDS[asked.scenes], asked.image, asked.split, asked.count), asked.folder, asked.form)
-    print(f"{asked.count} pictures in {asked.folder}")
+    options = parser.parse_args()
+    scenes = ShapeScenes(KINDS[options.scenes], options.image, options.split, options.count)
+    export(scenes, options.folder, options.form)
+    print(f"{options.count} pictures in {options.folder}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writing captions, one word at a time: the likeliest word, a drawn one, or the likeliest caption of a beam."""
+"""Writing captions word by word: the likeliest word, a sampled one, or the likeliest caption of a beam."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
-from lockstep.recipes.unprepared import unprepared
 
-Choose = Callable[[Tensor], Tensor]  # logits (B, V) to the next word (B,)
+# From logits (B, V) to the next word (B,).
+Choose = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -26,21 +27,27 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Captions (B, max_len) without <bos>, <pad> after <eos>. Temperature 0 takes the likeliest word each time."""
-    assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to draw"
-    with unprepared(model):
+    """Return captions (B, max_len) of images (B, 3, S, S), without <bos>, and with <pad> after <eos>.
+
+    Temperature 0 takes the likeliest word each time.
+    """
+    assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to sample"
+
+    def choose(logits: Tensor) -> Tensor:
+        if temperature == 0.0:
+            return logits.argmax(-1)
+        return _sampled(logits, temperature, top_k, top_p, generator)
+
+    with run_eagerly(model):
         if beam > 1:
-            return _beam(model, images, max_len, beam)
-
-        def choose(logits: Tensor) -> Tensor:
-            return logits.argmax(-1) if temperature == 0.0 else _drawn(logits, temperature, top_k, top_p, generator)
-
+            return _beam_search(model, images, max_len, beam)
         return _one_by_one(model, images, max_len, choose)
 
 
 def next_word(logits: Tensor) -> Tensor:
-    """(B, T, V) to those of the last position (B, V). <pad> and <bos> are no words: nobody has trained theirs."""
+    """Return the logits of the last position, (B, T, V) -> (B, V)."""
     last = logits[:, -1].float()
+    # They are no words, and their logits were never trained.
     last[:, [PAD, BOS]] = float("-inf")
     return last
 
@@ -52,41 +59,55 @@ def _one_by_one(model: nn.Module, images: Tensor, max_len: int, choose: Choose) 
     written = []
     for _ in range(max_len):
         word = choose(next_word(model(images, word, cache)))[:, None]
+        # Every caption is written to the end: a batch ends as a whole.
         word = word.masked_fill(ended, PAD)
         ended = ended | (word == EOS)
         written.append(word)
     return torch.cat(written, dim=1)
 
 
-def _drawn(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+def _sampled(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
-    """On the CPU in float32, so that one generator serves every device."""
+    """Sample a word (B,) from logits (B, V)."""
+    # On the CPU in float32, so that one generator serves every device.
+    device = logits.device
     logits = logits.cpu() / temperature
     if top_k is not None and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+
+    # The fewest likeliest words that make up `top_p`; always at least one.
     chance, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)
-    if top_p is not None:  # the fewest likeliest words that make up `top_p`; always at least one
+    if top_p is not None:
         chance = chance.masked_fill(chance.cumsum(-1) - chance >= top_p, 0.0)
-    place = torch.multinomial(chance, 1, generator=generator)
-    return order.gather(1, place)[:, 0].to(logits.device)
+    drawn = torch.multinomial(chance, 1, generator=generator)
+    return order.gather(1, drawn)[:, 0].to(device)
 
 
-def _beam(model: nn.Module, images: Tensor, max_len: int, beam: int) -> Tensor:
-    """The likeliest of the captions that were among the best `beam` after every word. No prize for length."""
+def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> Tensor:
+    """Return the likeliest of the captions that were among the best `beam` after every word; length is not rewarded."""
     batch, device = len(images), images.device
     cache = Cache()
     first = next_word(model(images, images.new_full((batch, 1), BOS, dtype=torch.int64), cache))
     score, word = first.log_softmax(-1).topk(beam)  # (B, beam)
+
+    # From here on the model's batch has B * beam rows.
     rows = torch.arange(batch, device=device)[:, None]
     cache.pick(rows.expand(batch, beam).flatten())
     written = word[:, :, None]  # (B, beam, words so far)
     for _ in range(max_len - 1):
         logits = next_word(model(images, word.reshape(-1, 1), cache)).log_softmax(-1)
         vocabulary = logits.shape[-1]
+
+        # A caption that has ended continues with <pad> only, and stays as likely as it is.
         ended = (word == EOS) | (word == PAD)
         after = logits.view(batch, beam, vocabulary).masked_fill(ended[:, :, None], float("-inf"))
-        after[:, :, PAD] = torch.where(ended, 0.0, after[:, :, PAD])  # an ended caption stays as likely as it is
+        after[:, :, PAD] = torch.where(ended, 0.0, after[:, :, PAD])
+
         score, best = (score[:, :, None] + after).flatten(1).topk(beam)
         came_from, word = best // vocabulary, best % vocabulary
         written = torch.cat((written[rows, came_from], word[:, :, None]), dim=2)

@@ -1,4 +1,4 @@
-"""An image encoder, and a decoder that reads its memory through cross-attention.
+"""An image encoder, and a decoder that reads the encoder's memory through cross-attention.
 
 Shapes in comments: B images of S x S pixels, M memory tokens, T words, W width, H heads, D = W / H, V vocabulary.
 """
@@ -11,47 +11,97 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Pixels on each side of a token of the convolutional stem.
+CONV_STRIDE = 8
+
+KeysAndValues = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
-class Sizes:
-    image: int
-    stem: str  # conv or patch
-    patch: int  # pixels; only of the stem `patch`
-    width: int
-    heads: int
-    vision_layers: int
-    text_layers: int
-    vocabulary: int
-    words: int  # positions of the decoder
+class ModelOptions:
+    """How large the model is, and what its encoder begins with."""
+
+    image: int = 32
+    """Pixels on each side of a picture."""
+
+    stem: str = "conv"
+    """`conv`: three convolutions with 8 x 8 pixels a token; `patch`: one linear map of each patch."""
+
+    patch: int = 8
+    """Pixels on each side of a patch, for the stem `patch`."""
+
+    width: int = 96
+    """Width of encoder and decoder."""
+
+    heads: int = 4
+    """Attention heads of both."""
+
+    vision_layers: int = 2
+    """Layers of the encoder."""
+
+    text_layers: int = 2
+    """Layers of the decoder."""
+
+    vocabulary: int | None = None
+    """Rows of the embedding, if more than the captions have words."""
+
     spatial_pool: bool = False
-    place_std: float = 0.02  # of the vectors that tell the encoder where a token lies, at the start
+    """One more attention of the memory to itself, before the decoder reads it."""
+
+    place_std: float = 0.02
+    """Standard deviation, at the start, of the vectors that tell the encoder where in the picture a token lies."""
+
+    @property
+    def pixels_per_token(self) -> int:
+        return CONV_STRIDE if self.stem == "conv" else self.patch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(ModelOptions):
+    """The options of a model, and what its captions ask of it."""
+
+    vocabulary: int
+
+    # Positions of the decoder.
+    words: int
 
     @property
     def tokens(self) -> int:
-        return (self.image // (8 if self.stem == "conv" else self.patch)) ** 2
+        return (self.image // self.pixels_per_token) ** 2
 
 
 @dataclass
 class LayerCache:
     """What one decoder layer has computed so far: its own keys and values, and those of the memory; (B, H, ., D)."""
 
-    own: tuple[Tensor, Tensor] | None = None
-    memory: tuple[Tensor, Tensor] | None = None
+    own: KeysAndValues | None = None
+    memory: KeysAndValues | None = None
+
+    def append(self, new: KeysAndValues) -> KeysAndValues:
+        """Append the keys and values of a word to the layer's own. Returns all of them."""
+        if self.own is not None:
+            new = torch.cat((self.own[0], new[0]), dim=2), torch.cat((self.own[1], new[1]), dim=2)
+        self.own = new
+        return new
 
     def pick(self, rows: Tensor) -> None:
-        self.own = None if self.own is None else (self.own[0][rows], self.own[1][rows])
-        self.memory = None if self.memory is None else (self.memory[0][rows], self.memory[1][rows])
+        if self.own is not None:
+            self.own = self.own[0][rows], self.own[1][rows]
+        if self.memory is not None:
+            self.memory = self.memory[0][rows], self.memory[1][rows]
 
 
 @dataclass
 class Cache:
-    """Of a caption that is being written: one more word costs one position, and the image is encoded once."""
+    """The cache of a caption that is being written: a word costs one position, and the image is encoded once."""
 
     layers: list[LayerCache] = field(default_factory=list)
-    length: int = 0  # words read so far
+
+    # Words read so far.
+    length: int = 0
 
     def pick(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order: what a beam search does after every word."""
+        """Keep these rows of the batch in this order, as a beam search does after every word."""
         for layer in self.layers:
             layer.pick(rows)
 
@@ -66,12 +116,15 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
-    def keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, source: Tensor) -> KeysAndValues:
+        """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
         B, N, W = source.shape
+        # (2, B, H, N, D): keys first, then values.
         both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        return both[0], both[1]  # (B, H, N, D)
+        return both[0], both[1]
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
+        """Attend from `x` (B, T, W) to keys and values (B, H, N, D)."""
         B, T, W = x.shape
         query = self.query(x).view(B, T, self.heads, W // self.heads).transpose(1, 2)
         y = F.scaled_dot_product_attention(query, keys, values, is_causal=causal)  # (B, H, T, D)
@@ -83,34 +136,48 @@ def mlp(width: int) -> nn.Sequential:
 
 
 class EncoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.mlp_norm, self.mlp = nn.LayerNorm(width), mlp(width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Normed once: queries, keys and values come from the same tensor.
         normed = self.attention_norm(x)
         x = x + self.attention(normed, *self.attention.keys_and_values(normed))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention to the memory, and an MLP, each added to its input."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.self_norm, self.self_attention = nn.LayerNorm(width), Attention(width, heads)
-        self.cross_norm, self.cross_attention = nn.LayerNorm(width), Attention(width, heads)
-        self.mlp_norm, self.mlp = nn.LayerNorm(width), mlp(width)
+        self.self_norm = nn.LayerNorm(width)
+        self.self_attention = Attention(width, heads)
+        self.cross_norm = nn.LayerNorm(width)
+        self.cross_attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = mlp(width)
 
     def forward(self, x: Tensor, memory: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        """`x` (B, T, W). With a cache T is 1, and `memory` may be None once its keys and values are kept."""
+        """Decode `x` (B, T, W) with the memory (B, M, W).
+
+        With a cache T is 1, and `memory` may be None once the cache holds its keys and values.
+        """
         normed = self.self_norm(x)
         own = self.self_attention.keys_and_values(normed)
+        if cache is None:
+            x = x + self.self_attention(normed, *own, causal=True)
+        else:
+            # The one new word may look at every word before it: nothing has to be masked.
+            x = x + self.self_attention(normed, *cache.append(own))
+
         seen = None if cache is None else cache.memory
-        if cache is not None:
-            if cache.own is not None:
-                own = torch.cat((cache.own[0], own[0]), dim=2), torch.cat((cache.own[1], own[1]), dim=2)
-            cache.own = own
-        x = x + self.self_attention(normed, *own, causal=cache is None)
         if seen is None:
             assert memory is not None
             seen = self.cross_attention.keys_and_values(memory)
@@ -121,11 +188,12 @@ class DecoderLayer(nn.Module):
 
 
 class SpatialPool(nn.Module):
-    """One more look of the memory at itself."""
+    """One more attention of the memory (B, M, W) to itself."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.attention, self.norm = Attention(width, heads), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, memory: Tensor) -> Tensor:
         return self.norm(memory + self.attention(memory, *self.attention.keys_and_values(memory)))
@@ -136,8 +204,12 @@ class Encoder(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        width, self.place_std = sizes.width, sizes.place_std
-        self.stem = _conv_stem(width) if sizes.stem == "conv" else nn.Conv2d(3, width, sizes.patch, sizes.patch)
+        width = sizes.width
+        self.place_std = sizes.place_std
+        if sizes.stem == "conv":
+            self.stem: nn.Module = _conv_stem(width)
+        else:
+            self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
         self.positions = nn.Parameter(torch.empty(sizes.tokens, width))
         self.layers = nn.ModuleList(EncoderLayer(width, sizes.heads) for _ in range(sizes.vision_layers))
         self.norm = nn.LayerNorm(width)
@@ -147,26 +219,29 @@ class Encoder(nn.Module):
         nn.init.normal_(self.positions, std=self.place_std)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Scenes are dark: the mean of a pixel is about 0.25. The stem learns about twice as fast for it.
-        x = self.stem((images.float() / 255 - 0.25) / 0.25)  # (B, W, S', S')
-        x = x.flatten(2).transpose(1, 2) + self.positions
+        # Scenes are dark: the mean of a pixel is about 0.25. Centred like this the stem learns about twice as fast.
+        x = self.stem((images.float() / 255 - 0.25) / 0.25)  # (B, W, rows, columns)
+        x = x.flatten(2).transpose(1, 2) + self.positions  # (B, M, W)
         for layer in self.layers:
             x = layer(x)
         return self.pool(self.norm(x))
 
 
 class Captioner(nn.Module):
-    """Images and words so far (B, T) to logits of the next words (B, T, V)."""
+    """Images (B, 3, S, S) and the words so far (B, T) to logits of the next words (B, T, V)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
+        width = sizes.width
         self.sizes = sizes
         self.encoder = Encoder(sizes)
-        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.positions = nn.Parameter(torch.empty(sizes.words, sizes.width))
-        self.layers = nn.ModuleList(DecoderLayer(sizes.width, sizes.heads) for _ in range(sizes.text_layers))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, sizes.vocabulary)
+        self.embed = nn.Embedding(sizes.vocabulary, width)
+        self.positions = nn.Parameter(torch.empty(sizes.words, width))
+        self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, sizes.vocabulary)
+
+        # The order of these two decides which random numbers each of them draws.
         self.reset_parameters()
         self.encoder.reset_parameters()
 
@@ -175,12 +250,19 @@ class Captioner(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, images: Tensor, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """With a cache, `ids` is the one next word (B, 1), and `images` counts only the first time."""
+        """Return the logits after each of the words `ids`.
+
+        With a cache, `ids` is the one next word (B, 1), and `images` is read the first time only.
+        """
         start = 0 if cache is None else cache.length
+        # The caller makes an empty cache, without knowing how many layers there are.
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
+
+        # The picture is encoded for the first word; from then on every layer has its keys and values.
         memory = self.encoder(images) if start == 0 else None
-        x = self.embed(ids) + self.positions[start : start + ids.shape[1]]
+
+        x = self.embed(ids) + self.positions[start : start + ids.shape[1]]  # (B, T, W)
         for number, layer in enumerate(self.layers):
             x = layer(x, memory, None if cache is None else cache.layers[number])
         if cache is not None:
@@ -189,8 +271,12 @@ class Captioner(nn.Module):
 
 
 def _conv_stem(width: int) -> nn.Sequential:
-    """Three convolutions of stride 2: 8 x 8 pixels a token."""
-    parts: list[nn.Module] = []
-    for inside, outside, kernel in ((3, 32, 5), (32, 64, 3), (64, width, 3)):
-        parts += [nn.Conv2d(inside, outside, kernel, 2, kernel // 2), nn.GroupNorm(8, outside), nn.GELU()]
-    return nn.Sequential(*parts)
+    """Return three convolutions of stride 2, so that a token is 8 x 8 pixels."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, kernel in ((3, 32, 5), (32, 64, 3), (64, width, 3)):
+        layers += [
+            nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2),
+            nn.GroupNorm(8, outputs),
+            nn.GELU(),
+        ]
+    return nn.Sequential(*layers)

@@ -1,6 +1,6 @@
 """ShapeScenes: pictures of simple things, with the one caption that describes each.
 
-Sample `index` of a split is a pure function of (seed, split, index): any rank makes any sample, nothing is stored.
+Sample `index` of a split is a pure function of (seed, split, index): any rank makes any sample, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from lockstep.recipes.pixel_llm.drawing import COLOURS, Thing, draw
 from lockstep.recipes.pixel_llm.words import Words
 
-PLACES = {  # in shares of the image
+# Centres of the places that captions name, as shares of the picture.
+PLACES = {
     "upper-left": (0.27, 0.27),
     "upper-right": (0.73, 0.27),
     "lower-left": (0.27, 0.73),
@@ -27,50 +28,71 @@ PLACES = {  # in shares of the image
     "centre": (0.5, 0.5),
 }
 RELATIONS = ("above", "below", "left-of", "right-of")
-SLOTS = ("size", "texture", "colour", "shape", "place", "relation")  # the words that a picture decides
+
+# The kinds of words that a picture decides; 0 stands for all other words.
+SLOTS = ("size", "texture", "colour", "shape", "place", "relation")
 SLOT_NUMBERS = {None: 0, **{slot: 1 + number for number, slot in enumerate(SLOTS)}}
-HELD_OUT_SHARE = 0.1  # of all combinations
+
+# The share of all combinations that training never shows, and the names of the splits.
+HELD_OUT_SHARE = 0.1
 TRAIN, IID, COMP = "train", "iid", "comp"
+
+# Radii and distances are given in pixels of a picture of this size, and grow with it.
+REFERENCE_SIZE = 32
+
+Spot = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What scenes are made of. Radii are in pixels of a 32-pixel image, and grow with it."""
+    """What scenes are made of."""
 
     colours: tuple[str, ...]
     shapes: tuple[str, ...]
-    radii: dict[str, tuple[float, float]]  # by size word
+
+    # The smallest and the largest radius by size word.
+    radii: dict[str, tuple[float, float]]
     says_size: bool = True
     textures: tuple[str, ...] = ()
+
+    # How many things a scene has.
     fewest: int = 1
     most: int = 1
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Those of SLOTS that its captions have."""
+        """The members of SLOTS that its captions have."""
         has = (self.says_size, bool(self.textures), True, True, self.fewest == 1, self.most > 1)
         return tuple(slot for slot, here in zip(SLOTS, has, strict=True) if here)
 
     @property
     def words(self) -> Words:
-        relations = RELATIONS if self.most > 1 else ()
         places = ("in", "the", *PLACES) if self.fewest == 1 else ()
         sizes = tuple(self.radii) if self.says_size else ()
-        each = 3 + self.says_size + bool(self.textures)  # a, size, texture, colour, shape
-        longest = max(self.most * each + self.most - 1, each + 3 if self.fewest == 1 else 0)
-        return Words(("a", *places, *sizes, *self.textures, *self.colours, *self.shapes, *relations), longest)
+        relations = RELATIONS if self.most > 1 else ()
+        words = ("a", *places, *sizes, *self.textures, *self.colours, *self.shapes, *relations)
+
+        # A thing takes: a, size, texture, colour, shape. Between two things is a relation, and one thing has a place.
+        each = 3 + self.says_size + bool(self.textures)
+        several = self.most * each + self.most - 1
+        one = each + 3 if self.fewest == 1 else 0
+        return Words(words, max(several, one))
 
 
-COLOUR_NAMES, SHAPES = tuple(COLOURS), ("circle", "square", "triangle", "cross", "star", "ring")
+COLOUR_NAMES = tuple(COLOURS)
+SHAPES = ("circle", "square", "triangle", "cross", "star", "ring")
 KINDS = {
     "few": Kind(COLOUR_NAMES[:4], SHAPES[:2], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
     "one": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
     "pair": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"any": (3.0, 5.0)}, says_size=False, fewest=2, most=2),
     "many": Kind(
-        COLOUR_NAMES, SHAPES, {"small": (2.4, 3.0), "large": (4.2, 5.2)},
-        textures=("solid", "striped", "outlined"), most=4,
+        COLOUR_NAMES,
+        SHAPES,
+        {"small": (2.4, 3.0), "large": (4.2, 5.2)},
+        textures=("solid", "striped", "outlined"),
+        most=4,
     ),
-}  # fmt: skip
+}
 
 
 class Part(NamedTuple):
@@ -82,6 +104,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
+    """The things of a picture, and the words of its caption."""
+
     things: tuple[Thing, ...]
     parts: tuple[Part, ...]
 
@@ -91,17 +115,34 @@ class Scene:
 
 
 class Sample(NamedTuple):
-    image: Tensor  # (3, size, size) uint8
-    ids: Tensor  # (length + 1,) int32
-    slots: Tensor  # (length,) int64: of the words to write, 1 + the number in SLOTS, 0 elsewhere
-    held_out: Tensor  # (): a combination that training never shows
-    things: Tensor  # (): how many
+    """One sample, or a batch of them with one more dimension in front."""
+
+    # (3, size, size) uint8
+    image: Tensor
+
+    # (length + 1,) int32
+    ids: Tensor
+
+    # (length,) int64: SLOT_NUMBERS of the words to write.
+    slots: Tensor
+
+    # () bool: whether training never shows this combination.
+    held_out: Tensor
+
+    # () int64: the number of things.
+    things: Tensor
 
 
 class ShapeScenes(Dataset[Sample]):
+    """Scenes of one kind, made when they are read."""
+
     def __init__(self, kind: Kind, size: int, split: str, length: int, seed: int = 0, unrelated_captions: bool = False):
-        """`unrelated_captions` is the control: every picture gets the caption of another one."""
-        self.kind, self.size, self.split, self.length, self.seed = kind, size, split, length, seed
+        """With `unrelated_captions` every picture gets the caption of another one, as a control."""
+        self.kind = kind
+        self.size = size
+        self.split = split
+        self.length = length
+        self.seed = seed
         self.unrelated_captions = unrelated_captions
         self.words = kind.words
 
@@ -112,22 +153,26 @@ class ShapeScenes(Dataset[Sample]):
         return Sample(*(rows[0] for rows in self.__getitems__([index])))
 
     def __getitems__(self, indices: Sequence[int]) -> Sample:
-        """A whole batch, collated: every sample is the one that `__getitem__` gives."""
-        if outside := [index for index in indices if not 0 <= index < self.length]:
-            raise IndexError(outside[0])
+        """Return a collated batch, of the very samples that `__getitem__` gives."""
+        for index in indices:
+            if not 0 <= index < self.length:
+                raise IndexError(index)
         count, length = len(indices), self.words.length
         images = np.empty((count, 3, self.size, self.size), np.uint8)
-        ids, slots = np.empty((count, length + 1), np.int32), np.zeros((count, length), np.int64)
+        ids = np.empty((count, length + 1), np.int32)
+        slots = np.zeros((count, length), np.int64)
         things = np.empty(count, np.int64)
+
         shown = Stream(self.seed, self.split)
-        told = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
+        other = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
         for row, index in enumerate(indices):
             scene = self._draw(index, shown)
             images[row] = draw(scene.things, self.size, shown.rng)
             things[row] = len(scene.things)
-            parts = (self._draw(index, told) if told else scene).parts
-            ids[row] = self.words.numbers([part.word for part in parts])
-            slots[row, : len(parts)] = [SLOT_NUMBERS[part.slot] for part in parts]
+
+            described = self._draw(index, other) if other else scene
+            ids[row] = self.words.ids(described.caption)
+            slots[row, : len(described.parts)] = [SLOT_NUMBERS[part.slot] for part in described.parts]
         held_out = np.full(count, self.split == COMP)
         return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
 
@@ -135,7 +180,7 @@ class ShapeScenes(Dataset[Sample]):
         return self._draw(index, Stream(self.seed, self.split))
 
     def _draw(self, index: int, stream: Stream) -> Scene:
-        """The first scene of the sample's own random stream whose combination belongs to the split."""
+        """Draw scenes from the sample's own random stream until one has a combination of this split."""
         for attempt in range(10_000):
             scene = draw_scene(self.kind, self.size, stream.at(index, attempt))
             if is_held_out(scene) == (self.split == COMP):
@@ -144,86 +189,95 @@ class ShapeScenes(Dataset[Sample]):
 
 
 class Stream:
-    """Random numbers keyed by seed, name, sample and attempt. One generator is moved: making one takes far longer."""
+    """Random numbers keyed by seed, name, sample and attempt."""
 
     def __init__(self, seed: int, name: str):
         number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        philox = np.random.Philox(key=np.array([seed, number], dtype=np.uint64), counter=0)
-        self.rng, self._philox, self._start = np.random.Generator(philox), philox, philox.state
+        self._philox = np.random.Philox(key=np.array([seed, number], dtype=np.uint64), counter=0)
+        self._start = self._philox.state
+        self.rng = np.random.Generator(self._philox)
 
     def at(self, index: int, attempt: int) -> np.random.Generator:
+        """Return the generator at the beginning of a sample's attempt."""
+        # One generator is moved around: making a new one takes far longer.
         self._start["state"]["counter"][2:] = attempt, index
         self._philox.state = self._start
         return self.rng
 
 
 def is_held_out(scene: Scene) -> bool:
-    """By a keyed hash of the words that the picture decides, so that it depends on nothing else."""
-    said = " ".join(part.word for part in scene.parts if part.slot)
-    digest = blake2b(said.encode(), digest_size=8, key=b"compositions").digest()
+    """Return whether training never shows this combination: a keyed hash of the words that the picture decides."""
+    decided = " ".join(part.word for part in scene.parts if part.slot)
+    digest = blake2b(decided.encode(), digest_size=8, key=b"compositions").digest()
     return int.from_bytes(digest, "little") < HELD_OUT_SHARE * 2**64
 
 
 def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
-    """Things are named in the order of the list of colours, which differ: one picture has one right caption."""
+    """Draw a scene. Its colours differ and its things are named in their order: a picture has one right caption."""
+    # The order of these draws decides every picture. It must never change.
     count = int(rng.integers(kind.fewest, kind.most + 1))
     colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())
     shapes = choices(kind.shapes, count, rng)
     size_names = choices(tuple(kind.radii), count, rng)
-    textures = choices(kind.textures, count, rng) if kind.textures else []
-    scale = size / 32
+    textures = choices(kind.textures, count, rng) if kind.textures else ["solid"] * count
+    scale = size / REFERENCE_SIZE
     radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
     spots = [_near(place, size, rng)] if place else _apart(radii, size, rng)
     brightness = [between(0.75, 1.0, share) for share in rng.random(count).tolist()]
-    things, parts = [], []
+
+    things: list[Thing] = []
+    parts: list[Part] = []
     for i, (x, y) in enumerate(spots):
-        colour, shape = kind.colours[colours[i]], shapes[i]
-        texture = textures[i] if textures else "solid"
-        things.append(Thing(colour, shape, texture, x, y, radii[i], brightness[i]))
+        thing = Thing(kind.colours[colours[i]], shapes[i], textures[i], x, y, radii[i], brightness[i])
+        things.append(thing)
         if i:
             parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
-        sized = [Part(size_names[i], "size")] if kind.says_size else []
-        textured = [Part(texture, "texture")] if textures else []
-        parts += [Part("a"), *sized, *textured, Part(colour, "colour"), Part(shape, "shape")]
+        parts.append(Part("a"))
+        if kind.says_size:
+            parts.append(Part(size_names[i], "size"))
+        if kind.textures:
+            parts.append(Part(thing.texture, "texture"))
+        parts += [Part(thing.colour, "colour"), Part(thing.shape, "shape")]
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
     return Scene(tuple(things), tuple(parts))
 
 
 def choices(names: tuple[str, ...], count: int, rng: np.random.Generator) -> list[str]:
-    """One after another: for so few, an array of random numbers takes longer."""
+    """Choose `count` names, one after another: for so few, an array of random numbers takes longer."""
     return [names[rng.integers(len(names))] for _ in range(count)]
 
 
 def between(low: float, high: float, share: float) -> float:
-    """What `Generator.uniform` computes; numpy takes longer to look at its arguments."""
+    """Return what `Generator.uniform` computes; numpy takes longer to look at its arguments."""
     return low + (high - low) * share
 
 
-Spot = tuple[float, float]
-
-
 def relation(one: Spot, other: Spot) -> str:
-    """Where the first lies, seen from the second, along the longer way."""
-    right, down = one[0] - other[0], one[1] - other[1]
+    """Return where the first spot lies as seen from the second, along the longer way."""
+    right = one[0] - other[0]
+    down = one[1] - other[1]
     if abs(right) > abs(down):
         return "right-of" if right > 0 else "left-of"
     return "below" if down > 0 else "above"
 
 
 def _near(place: str, size: int, rng: np.random.Generator) -> Spot:
+    """Draw a spot within 1.5 reference pixels of a named place."""
     x, y = PLACES[place]
-    right, down = (between(-1.5, 1.5, share) * size / 32 for share in rng.random(2).tolist())
+    right, down = (between(-1.5, 1.5, share) * size / REFERENCE_SIZE for share in rng.random(2).tolist())
     return x * size + right, y * size + down
 
 
 def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot]:
-    """Spots where nothing overlaps or leaves the image, and every relation of neighbours in the caption is plain."""
+    """Draw spots where nothing overlaps or leaves the picture, and where neighbours in the caption relate plainly."""
     while True:
         spots: list[Spot] = []
         for radius in radii:
-            spot = next((s for s in _candidates(radius, size, rng) if _fits(s, radius, spots, radii, size)), None)
+            fitting = (spot for spot in _candidates(radius, size, rng) if _fits(spot, radius, spots, radii, size))
+            spot = next(fitting, None)
+            # There is no room left: begin again with the first thing.
             if spot is None:
                 break
             spots.append(spot)
@@ -237,10 +291,14 @@ def _candidates(radius: float, size: int, rng: np.random.Generator, tries: int =
 
 
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:
-    gap = size / 32
-    if any(math.dist(spot, other) < radius + r + gap for other, r in zip(spots, radii, strict=False)):
-        return False
+    gap = size / REFERENCE_SIZE
+    for other, its_radius in zip(spots, radii, strict=False):
+        if math.dist(spot, other) < radius + its_radius + gap:
+            return False
     if not spots:
         return True
-    right, down = abs(spots[-1][0] - spot[0]), abs(spots[-1][1] - spot[1])
+
+    # Neither "above" nor "left-of" would be plain for things that lie diagonally.
+    right = abs(spots[-1][0] - spot[0])
+    down = abs(spots[-1][1] - spot[1])
     return abs(right - down) > 2 * gap

@@ -1,4 +1,4 @@
-"""Captions as rows of word numbers."""
+"""Captions as rows of word ids."""
 
 from __future__ import annotations
 
@@ -14,47 +14,57 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
 class Words:
-    """The words of a kind of caption, and the longest caption they make."""
+    """The words of a kind of caption, and the length of its longest caption."""
 
     def __init__(self, words: Iterable[str], longest: int):
+        # Every word once, in the order in which it was given.
         self.words = (*SPECIAL, *dict.fromkeys(words))
-        self.longest = longest  # words, without <bos> and <eos>
-        self._number = {word: number for number, word in enumerate(self.words)}
+        self._id_of = {word: number for number, word in enumerate(self.words)}
+
+        # In words, without <bos> and <eos>.
+        self.longest = longest
+
+    @classmethod
+    def of(cls, captions: Sequence[str]) -> Words:
+        """Take all words of these captions, in alphabetical order: the same captions give the same ids."""
+        split = [caption.split() for caption in captions]
+        words = sorted({word for caption in split for word in caption})
+        return cls(words, max(map(len, split), default=1))
 
     def __len__(self) -> int:
         return len(self.words)
 
     @property
     def length(self) -> int:
-        """Positions that a model reads, and the positions that it writes: the words and one mark."""
+        """Positions that a model reads, and positions that it writes: the words and one mark."""
         return self.longest + 1
 
     def encode(self, caption: Sequence[str]) -> Tensor:
-        """(length + 1,): <bos>, the words, <eos>, and <pad> up to one length for all. int32: embeddings take it."""
-        return torch.tensor(self.numbers(caption), dtype=torch.int32)
+        """Return the ids of a caption as a tensor (length + 1,). int32: embeddings take it, and it is half of int64."""
+        return torch.tensor(self.ids(caption), dtype=torch.int32)
 
-    def numbers(self, caption: Sequence[str]) -> list[int]:
+    def ids(self, caption: Sequence[str]) -> list[int]:
+        """Return <bos>, the words, <eos>, and <pad> up to length + 1."""
         if len(caption) > self.longest:
             raise UserError(
-                f"captions of at most {self.longest} words", f"{len(caption)}: {' '.join(caption)}", "shorten it"
+                f"a caption has {len(caption)} words; the longest may have {self.longest}",
+                " ".join(caption),
+                "shorten it",
             )
-        if unknown := [word for word in caption if word not in self._number]:
-            raise UserError(
-                "captions made of known words",
-                f"{unknown[0]!r} in {' '.join(caption)!r}",
-                "take the words from all captions: Words.of(captions)",
-            )
+        for word in caption:
+            if word not in self._id_of:
+                raise UserError(
+                    f"the caption {' '.join(caption)!r} has the unknown word {word!r}",
+                    "",
+                    "take the words from all captions: Words.of(captions)",
+                )
+
+        # One length for all captions, so that batches have one shape.
         padding = [PAD] * (self.longest - len(caption))
-        return [BOS, *(self._number[word] for word in caption), EOS, *padding]
+        return [BOS, *(self._id_of[word] for word in caption), EOS, *padding]
 
     def decode(self, ids: Tensor) -> str:
-        """The words up to <eos>."""
+        """Return the words up to <eos>, with ? for ids that no word has."""
         numbers = ids.tolist()
         end = numbers.index(EOS) if EOS in numbers else len(numbers)
         return " ".join(self.words[number] if number < len(self.words) else "?" for number in numbers[:end])
-
-    @staticmethod
-    def of(captions: Sequence[str]) -> Words:
-        """All words of these captions, in the order of the alphabet: the same captions give the same numbers."""
-        split = [caption.split() for caption in captions]
-        return Words(sorted({word for words in split for word in words}), max(map(len, split), default=1))

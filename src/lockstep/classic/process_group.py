@@ -1,0 +1,74 @@
+"""The process group of a script: found if the script has joined one, joined if not, and left again.
+
+`DDPManager` and `DistributedAMPTrainer` share this. Neither makes up a WORLD_SIZE, and neither continues alone after a
+failed start: ranks that each believe to be alone would all train, and all write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.context import join
+from lockstep.runtime.world import World
+
+
+class Membership:
+    """The membership of this process in a process group. It leaves only a group that it has joined itself."""
+
+    def __init__(self) -> None:
+        self._joined = False
+
+    def join(
+        self,
+        world: World,
+        device: torch.device,
+        backend: str,
+        timeout: timedelta | None = None,
+    ) -> str:
+        """Join the ranks of `world`, unless this process has joined already. Returns the name of the backend.
+
+        `nccl` becomes gloo where ranks have no GPU of their own.
+        """
+        if device.type == "cuda":
+            # Before anything touches CUDA, or every rank opens a context on GPU 0.
+            torch.cuda.set_device(device)
+        if dist.is_initialized():
+            return dist.get_backend()
+        found = join(world, device, asked="gloo" if backend == "gloo" else "auto", timeout=timeout)
+        self._joined = found != "none"
+        return found
+
+    def leave(self, world: World, device: torch.device) -> None:
+        """Leave together with the other ranks. Collective, if this process has joined."""
+        if self._joined:
+            Collectives(world, device).farewell()
+            dist.destroy_process_group()
+            self._joined = False
+
+
+def current_world() -> World:
+    """Return this process's rank and world, from the environment or the process group it has joined."""
+    if dist.is_initialized() and not World.launched():
+        # A script that joined by itself: it may run on one machine only, as far as is known.
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return World(rank, size, rank, size)
+    return World.from_env()
+
+
+def require_world_size(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse an environment that makes this process a rank without saying of how many."""
+    # Continuing alone would let every rank train by itself, and all of them write.
+    given = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
+    if given and "WORLD_SIZE" not in env:
+        raise UserError(
+            f"WORLD_SIZE is not set, but {', '.join(given)} is",
+            "",
+            "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK",
+        )

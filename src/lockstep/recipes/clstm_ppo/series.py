@@ -1,0 +1,294 @@
+"""Series of daily log-returns: generated ones, prices from a CSV file, and what counts as a turbulent day.
+
+A CSV file has the columns date, symbol, open, high, low, close, volume, with one row for each day and symbol.
+
+Shapes in comments: n episodes, K assets.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UserError
+from lockstep.recipes.clstm_ppo import counter_rng
+
+# Environments with numbers from here on are for tests: no training run has that many.
+HELD_OUT = 1_000_000_000
+
+REQUIRED_COLUMNS = ("date", "close")
+
+# The last part of the days of a file is for tests: a policy must not have seen its future.
+TEST_SHARE = 0.2
+
+
+class Series(Protocol):
+    """A source of returns. The returns of an episode are a pure function of (environment, episode)."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def assets(self) -> int: ...
+
+    @property
+    def scale(self) -> float:
+        """The size of a usual daily return; returns are divided by it to be about 1."""
+        ...
+
+    def seeded(self, seed: int) -> Series:
+        """Return the same kind of series with other days in it."""
+        ...
+
+    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
+        """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
+        ...
+
+    def turbulence(self, share: float) -> Turbulence:
+        """Return the measure of turbulence that `share` of all days stay below."""
+        ...
+
+
+# ---- turbulent days --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turbulence:
+    """The turbulence index of a day: the squared Mahalanobis distance of its returns from the usual ones."""
+
+    # The mean (K,) and the inverse covariance (K, K) of usual log-returns.
+    mean: Tensor
+    precision: Tensor
+    # A day is turbulent if its index is above this.
+    limit: float = math.inf
+
+    @classmethod
+    def fitted(cls, returns: Tensor, share: float) -> Turbulence:
+        """Fit to `returns` (days, K), of which `share` are below the limit."""
+        mean = returns.mean(dim=0)
+        # torch.cov of a single asset is a number, not a matrix.
+        covariance = torch.atleast_2d(torch.cov(returns.T))
+        usual = cls(mean, torch.linalg.pinv(covariance))
+        return replace(usual, limit=float(usual.index(returns).quantile(share)))
+
+    def index(self, returns: Tensor) -> Tensor:
+        """Return the index of every day, (..., K) -> (...)."""
+        away = returns - self.mean.to(returns.device)
+        return ((away @ self.precision.to(returns.device)) * away).sum(dim=-1)
+
+    def halted(self, returns: Tensor) -> Tensor:
+        """Return which days (n, days) have no trading, given `returns` (n, days, K): those after a turbulent day."""
+        turbulent = self.index(returns) > self.limit
+        return torch.cat([torch.zeros_like(turbulent[:, :1]), turbulent[:, :-1]], dim=1)
+
+
+# ---- generated returns -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RegimeSeries:
+    """Every asset drifts up or down, by a hidden regime that flips now and then.
+
+    Since the law of this market is known, so is the score of the best policy (`baselines.py`).
+    """
+
+    seed: int
+    assets: int = 1
+    # The probability of a flip of the regime on a day.
+    flip: float = 1 / 40
+    drift: float = 0.004
+    volatility: float = 0.010
+    # The correlation of the noise of any two assets, which comes from one market factor.
+    correlation: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.volatility
+
+    def seeded(self, seed: int) -> RegimeSeries:
+        return replace(self, seed=seed)
+
+    def turbulence(self, share: float) -> Turbulence:
+        # With a fixed seed, so that the rules of the market do not depend on the seed of the run.
+        return _regime_turbulence(replace(self, seed=0), share)
+
+    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
+        keys = self._keys(envs, episodes, length)
+        shock = counter_rng.normal(self.seed, counter_rng.RETURN, *keys)
+        if self.correlation:
+            # -1 is not the number of an asset: the factor is drawn apart from all of them.
+            days = torch.arange(length, device=envs.device)
+            factor = counter_rng.normal(self.seed, counter_rng.RETURN, envs[:, None], episodes[:, None], days, -1)
+            shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * factor[..., None]
+        return self.drift * self.regimes(envs, episodes, length) + self.volatility * shock
+
+    def regimes(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
+        """Return the hidden regimes, +1 or -1 (n, length, K)."""
+        drawn = counter_rng.uniform(self.seed, counter_rng.REGIME, *self._keys(envs, episodes, length))
+        flips = torch.where(drawn < self.flip, -1.0, 1.0).double()
+        # On the first day both regimes are equally likely.
+        flips[:, 0] = torch.where(drawn[:, 0] < 0.5, -1.0, 1.0).double()
+        return flips.cumprod(dim=1)
+
+    def _keys(self, envs: Tensor, episodes: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return keys that broadcast to (n, length, K)."""
+        days = torch.arange(length, device=envs.device)
+        assets = torch.arange(self.assets, device=envs.device)
+        return envs[:, None, None], episodes[:, None, None], days[:, None], assets
+
+
+@lru_cache
+def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
+    episodes = torch.arange(64)
+    returns = series.draw(episodes, torch.zeros_like(episodes), 256)
+    return Turbulence.fitted(returns.flatten(0, 1), share)
+
+
+# ---- prices from a file ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PriceSeries:
+    """Episodes are stretches of the days of a file, with all its symbols; test episodes come from its last part."""
+
+    path: str
+    seed: int = 0
+
+    @cached_property
+    def returns(self) -> Tensor:
+        """Log-returns (days, K), float64."""
+        return read_prices(Path(self.path)).log().diff(dim=0)
+
+    @property
+    def assets(self) -> int:
+        return self.returns.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return float(self.returns[: self.split].std()) or 1.0
+
+    @property
+    def split(self) -> int:
+        """The first day for tests. Nothing that training uses may be computed from this day or a later one."""
+        return round(len(self.returns) * (1 - TEST_SHARE))
+
+    @property
+    def test_days(self) -> int:
+        return len(self.returns) - self.split
+
+    def seeded(self, seed: int) -> PriceSeries:
+        return replace(self, seed=seed)
+
+    def turbulence(self, share: float) -> Turbulence:
+        return Turbulence.fitted(self.returns[: self.split], share)
+
+    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
+        test = envs >= HELD_OUT
+        if bool((~test).any()):
+            self._require("training", self.split, length)
+        if bool(test.any()):
+            self._require("testing", self.test_days, length)
+
+        # An episode may begin on any day of its part from which `length` days are left.
+        lowest = torch.where(test, self.split, 0)
+        room = torch.where(test, self.test_days, self.split) - length + 1
+        drawn = counter_rng.uniform(self.seed, counter_rng.EPISODE, envs, episodes)
+        first = lowest + (drawn * room).long()
+        rows = first[:, None] + torch.arange(length, device=envs.device)
+        return self.returns.to(envs.device)[rows]
+
+    def _require(self, part: str, days: int, length: int) -> None:
+        if days < length:
+            raise UserError(
+                f"an episode takes {length} days (task.window + task.days); {self.path} has {days} days for {part}",
+                "",
+                f"type a task.window and a task.days of {days} together at most, or add days to the file",
+            )
+
+    def too_short(self, window: int, days: int) -> list[UserError]:
+        """Return a problem if one of the two parts cannot hold a whole episode."""
+        # The window of the first day comes before it, from the same part.
+        room = min(self.split, self.test_days) - window
+        if days <= room:
+            return []
+        shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
+        return [
+            UserError(
+                f"an episode takes {window + days} days (task.window={window}, task.days={days}), more than there are",
+                f"{self.path} has {self.split} days for training and {self.test_days} for testing",
+                f"{shorter}, or add days to the file",
+            )
+        ]
+
+
+def read_prices(path: Path) -> Tensor:
+    """Return closing prices (days, K), symbols in alphabetical order; only days with a price for every symbol."""
+    rows = _read_rows(path)
+    symbols = sorted({symbol for _, symbol, _, _ in rows})
+    table: dict[str, dict[str, float]] = {}
+    for date, symbol, close, line in rows:
+        before = table.setdefault(date, {}).setdefault(symbol, close)
+        if before != close:
+            raise UserError(
+                f"{path} has two prices for one day: {date} {symbol}".rstrip(),
+                f"close {close} in line {line}, after {before}",
+                "give it one row for each day and symbol",
+            )
+
+    # An asset without a price could not be traded on that day.
+    complete = [prices for _, prices in sorted(table.items()) if len(prices) == len(symbols)]
+    if len(complete) < 2:
+        raise UserError(
+            f"{path} has {len(complete)} days on which every symbol has a price; at least 2 are needed",
+            f"its symbols are {', '.join(symbols) or 'none'}",
+            "give it a row for every day and symbol",
+        )
+    return torch.tensor([[prices[symbol] for symbol in symbols] for prices in complete], dtype=torch.float64)
+
+
+def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
+    """Return (date, symbol, close, line) of every row. Dates as YYYY-MM-DD sort by themselves."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            columns = list(reader.fieldnames or ())
+            _check_columns(path, columns)
+            rows = []
+            for row in reader:
+                line = reader.line_num
+                rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))
+            return rows
+    except FileNotFoundError:
+        fix = f"check the path; a relative one starts at {Path.cwd()}"
+        raise UserError(f"the price file {path} does not exist", "", fix) from None
+    except OSError as error:
+        problem = f"the price file {path} cannot be read: {error.strerror}"
+        raise UserError(problem, "", "give it a CSV file that can be read") from error
+
+
+def _check_columns(path: Path, columns: list[str]) -> None:
+    for name in REQUIRED_COLUMNS:
+        if name not in columns:
+            raise UserError(
+                f"{path} has no column {name!r}",
+                f"its columns are {', '.join(columns) or 'none'}",
+                "give it a first line such as date,symbol,open,high,low,close,volume",
+            )
+
+
+def _price(path: Path, text: str, line: int) -> float:
+    try:
+        price = float(text)
+    except (TypeError, ValueError):
+        # Refused below, with the same words as a number that is no price.
+        price = math.nan
+    if not 0 < price < math.inf:
+        raise UserError(f"{path} has the close {text!r} in line {line}", "", "give every row a price above 0")
+    return price

@@ -1,0 +1,259 @@
+"""HRM in a loop of plain PyTorch, by the names of its own document, over `lockstep.start`:
+
+with init_train_state(config) as state:
+    for batch in state.batches:
+        metrics = train_batch(config, state, batch, rank, world_size)
+    evaluate(state, state.task.eval_data(), rank, world_size)
+    save_train_state(config, state)
+
+`lockstep train` needs none of this: there the engine decides which rank reads what.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.recipes.hrm import data
+from lockstep.recipes.hrm.commands import PretrainConfig
+from lockstep.recipes.hrm.losses import correct_cells, solved
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel
+from lockstep.recipes.hrm.task import HRM
+from lockstep.task import MicroBatch
+
+Sums = dict[str, tuple[Any, Any]]  # a sum and the number of its terms, which are divided once, at the end
+
+
+# ---- training step by step ------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainState:
+    """A run of HRM between two steps."""
+
+    task: HRM
+    model: Any  # the model to call
+    run: Any  # of `lockstep.start`
+    batches: Iterator[Any]  # global steps; each yields this rank's micro-batches
+    step: int = 0  # steps of the run so far
+
+
+@contextmanager
+def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
+    """Start a run. At the end of the block its weights are saved and the run is closed."""
+    values = {key: value for key, value in config.settings().items() if key not in ("task", "preset")}
+    with lockstep.start({"tail": "drop", **values}) as run:
+        # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
+        task = HRM(**config.options())
+        model = create_model(config, data.read_metadata(Path(config.data_path) / "train"), run.world_size)
+        called, *_ = run.setup(model, *task.optimizer(model))
+        run.register("task", task)
+        yield TrainState(task, called, run, run.steps(task.data(), task.collate))
+
+
+def create_model(
+    config: PretrainConfig, metadata: data.PuzzleDatasetMetadata, world_size: int
+) -> HierarchicalReasoningModel:
+    """Create the model with rank 0's parameters and buffers on every rank. Collective: every rank must call it."""
+    model = HRM(**config.options()).model()
+    ids = len(model.puzzle_emb.table)
+    if ids != metadata.num_puzzle_identifiers:
+        raise UserError(
+            f"the metadata has {metadata.num_puzzle_identifiers} puzzle ids, but {config.data_path} has {ids}",
+            "",
+            "give the metadata of data_path/train",
+        )
+
+    # NCCL cannot send tensors of the CPU, where the model still is.
+    if world_size > 1:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                on_device = tensor.to(device)
+                dist.broadcast(on_device, src=0)
+                tensor.copy_(on_device)
+    return model
+
+
+def train_batch(
+    config: PretrainConfig, train_state: TrainState, batch: Any, rank: int, world_size: int
+) -> dict[str, float] | None:
+    """Take one optimizer step with a step of `train_state.batches`. Rank 0 gets the means over all ranks."""
+    task = train_state.task
+    sums: Sums = {}
+    for micro in batch:
+        task.before_batch(MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, first=batch.first))
+        loss = task.loss(train_state.model, micro)
+        batch.backward(loss.total, loss.weight, **loss.metrics)
+        # A padding batch weighs nothing.
+        factor = 0 if batch.padding else 1
+        sums = _add(sums, {"loss": (loss.total.detach(), loss.weight), **loss.metrics}, factor)
+    batch.apply()
+
+    # The index of the run, not a count of our own: a resumed run does not begin at 0.
+    train_state.step = batch.index + 1
+    task.after_step(train_state.model, train_state.step)
+    return _means_on_rank_0(sums, train_state.run.device, rank, world_size)
+
+
+def evaluate(train_state: TrainState, eval_loader: Any, rank: int, world_size: int) -> dict[str, float] | None:
+    """Evaluate every sample of the loader's dataset once, on all ranks together. Rank 0 gets the metrics."""
+    task = train_state.task
+    dataset = getattr(eval_loader, "dataset", eval_loader)
+    metrics = train_state.run.evaluate(dataset, task.eval_loss, task.collate)
+    return metrics if rank == 0 else None
+
+
+def compute_metrics(predictions: Tensor, labels: Tensor) -> Sums:
+    """Return sums and counts of symbols (B, S), which can be added over batches and ranks."""
+    labelled, correct = correct_cells(predictions, labels)
+    return {"cell": (correct.sum(), labelled.sum()), "exact": (solved(labelled, correct).sum(), len(labels))}
+
+
+def process_aggregated_metrics(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+    """Divide each sum by its count. A metric without terms is NaN."""
+    found = {}
+    for name, (total, weight) in sums.items():
+        found[name] = float(total) / float(weight) if float(weight) else math.nan
+    return found
+
+
+def save_train_state(config: PretrainConfig, train_state: TrainState) -> Path:
+    """Save the weights as one safetensors file, from rank 0.
+
+    What a run needs to resume (optimizers, carry, position) is in the run's own checkpoints, which all ranks write:
+    `use_distributed_checkpoint`.
+    """
+    path = train_state.run.run_dir / f"checkpoint_step_{train_state.step}.safetensors"
+    if train_state.run.rank == 0:
+        from safetensors.torch import save_file
+
+        weights = train_state.model.state_dict()
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+    return path
+
+
+def _add(sums: Sums, more: Mapping[str, Any], factor: int) -> Sums:
+    added = {}
+    for name, (total, weight) in more.items():
+        old_total, old_weight = sums.get(name, (0, 0))
+        added[name] = (old_total + factor * total, old_weight + factor * weight)
+    return added
+
+
+def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: int) -> dict[str, float] | None:
+    """Add the sums over all ranks in one message. The names are sorted, so that all ranks stack alike."""
+    names = sorted(sums)
+    # float64: sums of counts stay exact.
+    parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for name in names for part in sums[name]]
+    stacked = torch.stack(parts)
+    # Not `reduce`: gloo, which ranks that share a GPU use, cannot do that on a GPU.
+    if world_size > 1:
+        dist.all_reduce(stacked)
+    if rank != 0:
+        return None
+    pairs = stacked.view(-1, 2).tolist()
+    return process_aggregated_metrics({name: (s, w) for name, (s, w) in zip(names, pairs, strict=True)})
+
+
+# ---- batches as a stream --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PuzzleDatasetConfig:
+    """The configuration of a `PuzzleDataset`."""
+
+    dataset_path: str
+    global_batch_size: int
+    rank: int = 0
+    num_replicas: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size % self.num_replicas:
+            divisible = -(-self.global_batch_size // self.num_replicas) * self.num_replicas
+            raise UserError(
+                f"global_batch_size={self.global_batch_size} cannot be divided among {self.num_replicas} replicas",
+                "",
+                f"type global_batch_size={divisible}",
+            )
+
+
+class PuzzleDataset(IterableDataset):
+    """One rank's batches of a split, as a stream.
+
+    A pass over `train` visits every group once, in a new order each time, in full batches only. A pass over `test`
+    visits every example once, in order, and the last batch may be shorter. All ranks agree on a global batch, and each
+    takes its slice. Loader processes share the batches; they also count the passes, so let them live on
+    (`persistent_workers=True`).
+    """
+
+    def __init__(self, config: PuzzleDatasetConfig, split: str):
+        self.config = config
+        self.split = split
+        self.rank = config.rank
+        self.num_replicas = config.num_replicas
+        self.local_batch_size = config.global_batch_size // self.num_replicas
+        self.puzzles = data.read_puzzles(Path(config.dataset_path) / split)
+        self.metadata = data.read_metadata(Path(config.dataset_path) / split)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        # A loader process takes every n-th batch.
+        batches = self._iter_train() if self.split == "train" else self._iter_test()
+        worker = get_worker_info()
+        return batches if worker is None else islice(batches, worker.id, None, worker.num_workers)
+
+    def _iter_train(self) -> Iterator[dict[str, Tensor]]:
+        """The example of a group follows from seed, epoch and group, so every rank would draw the same one."""
+        groups = data.PuzzleGroups(self.puzzles, most_steps=1, explore=0.0)
+        seed = self.config.seed
+        batch_size = self.config.global_batch_size
+        epoch = self.epoch
+        self.epoch += 1
+
+        # Every rank shuffles alike, and takes its slice of every global batch.
+        order = list(range(len(groups)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        for start in range(0, len(order) - batch_size + 1, batch_size):
+            samples = []
+            with _keep_python_random_state():
+                for group in order[self._slice(start)]:
+                    random.seed(f"{seed}/{epoch}/{group}")
+                    samples.append(groups[group])
+            yield data.collate(samples)
+
+    def _iter_test(self) -> Iterator[dict[str, Tensor]]:
+        examples = data.PuzzleExamples(self.puzzles)
+        for start in range(0, len(examples), self.config.global_batch_size):
+            # The last global batch may be so short that a rank has no part of it.
+            mine = range(len(examples))[self._slice(start)]
+            if mine:
+                yield data.collate([examples[index] for index in mine])
+
+    def _slice(self, start: int) -> slice:
+        first = start + self.rank * self.local_batch_size
+        return slice(first, first + self.local_batch_size)
+
+
+@contextmanager
+def _keep_python_random_state() -> Iterator[None]:
+    """Restore the state of Python's generator afterwards: the loop around may draw from it."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,136 @@
+"""Trained parts that add to the layers of a frozen reader: LoRA, a deep prefix, cross-attention to the wire.
+
+None of them changes the reader's weights.
+
+Shapes in comments: B rows, T positions, M wire vectors, Z their width, W the reader's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.recipes.latent_wire.reader import EPS, LayerAdditions, Reader
+from lockstep.recipes.layers import merge_heads, split_heads
+
+
+class LowRank(nn.Module):
+    """A change of a linear layer with few parameters: x A B. B begins as zero, so at first nothing changes."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(inputs, rank) * inputs**-0.5)
+        self.b = nn.Parameter(torch.zeros(rank, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.a @ self.b
+
+
+class LowRankLayer(nn.Module):
+    """The changes of the two linear layers of one attention (LoRA)."""
+
+    def __init__(self, width: int, rank: int):
+        super().__init__()
+        self.qkv = LowRank(width, 3 * width, rank)
+        self.out = LowRank(width, width, rank)
+
+
+class DeepPrefix(nn.Module):
+    """Keys and values for every layer of a reader, straight from the wire."""
+
+    def __init__(self, width: int, reader: Reader):
+        super().__init__()
+        shape = reader.shape
+        self.heads = shape.heads
+        self.layers = shape.layers
+        self.make = nn.Linear(width, 2 * shape.layers * shape.width, bias=False)
+
+    def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
+        B, M, _ = latents.shape
+        # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
+        made = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
+        return [(layer[0], layer[1]) for layer in made]
+
+
+class GatedCrossAttention(nn.Module):
+    """Cross-attention from a reader's positions to the wire. The gate begins at tanh(0): closed."""
+
+    def __init__(self, width: int, reader: Reader):
+        super().__init__()
+        into = reader.shape.width
+        self.heads = reader.shape.heads
+        self.norm = nn.RMSNorm(into, EPS)
+        self.q = nn.Linear(into, into, bias=False)
+        self.kv = nn.Linear(width, 2 * into, bias=False)
+        self.out = nn.Linear(into, into, bias=False)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, latents: Tensor) -> Tensor:
+        """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
+        k, v = self.kv(latents).chunk(2, -1)
+        q, k, v = (split_heads(t, self.heads) for t in (self.q(self.norm(x)), k, v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return torch.tanh(self.gate) * self.out(merge_heads(y))
+
+
+class Additions(nn.Module):
+    """Everything that is added to the layers of one reader."""
+
+    def __init__(self, width: int, reader: Reader, deep_prefix: bool, looks: Sequence[int], rank: int):
+        super().__init__()
+        self.layers = reader.shape.layers
+        self.prefix = DeepPrefix(width, reader) if deep_prefix else None
+        self.looking = list(looks)  # the layers with cross-attention
+        self.looks = nn.ModuleList(GatedCrossAttention(width, reader) for _ in looks)
+        lora_layers = range(self.layers) if rank else ()
+        self.lora = nn.ModuleList(LowRankLayer(reader.shape.width, rank) for _ in lora_layers)
+
+    def forward(self, latents: Tensor, asked: int, device: torch.device) -> list[LayerAdditions] | None:
+        """Return the additions for each layer of a reader on `device`.
+
+        Every row of `latents` (B, M, Z) serves `asked` questions.
+        """
+        # Without additions a reader is called as it was trained.
+        if self.prefix is None and not self.looks and not self.lora:
+            return None
+        pairs = self.prefix(latents) if self.prefix is not None else None
+        # The prefix is made once for each wire, and repeated for its questions afterwards.
+        repeated = latents.repeat_interleave(asked, 0) if self.looks else latents
+        return [self._for_layer(layer, pairs, repeated, asked, device) for layer in range(self.layers)]
+
+    def _for_layer(
+        self,
+        layer: int,
+        pairs: list[tuple[Tensor, Tensor]] | None,
+        latents: Tensor,
+        asked: int,
+        device: torch.device,
+    ) -> LayerAdditions:
+        prefix = qkv = out = look = wire = None
+        if pairs:
+            keys, values = (t.to(device).repeat_interleave(asked, 0) for t in pairs[layer])
+            prefix = (keys, values)
+        if self.lora:
+            low: LowRankLayer = self.lora[layer]  # pyrefly: ignore[bad-assignment]
+            qkv = _across_devices(low.qkv, latents.device, device)
+            out = _across_devices(low.out, latents.device, device)
+        if layer in self.looking:
+            look = _across_devices(self.looks[self.looking.index(layer)], latents.device, device)
+            wire = latents
+        return LayerAdditions(prefix, qkv, out, look, wire)
+
+
+def _across_devices(
+    module: Callable[..., Tensor], here: torch.device, reader_device: torch.device
+) -> Callable[..., Tensor]:
+    """Return a function that computes `module` `here`, where its weights are, for a reader on another device.
+
+    On one device it is the module itself: a new function in every step could not be compiled.
+    """
+    if here == reader_device:
+        return module
+    return lambda x, *wire: module(x.to(here), *wire).to(reader_device)

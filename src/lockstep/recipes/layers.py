@@ -1,0 +1,78 @@
+"""Layers that the transformers of several recipes share: rotary positions, self-attention, gating.
+
+Shapes in comments: B rows, T positions, W width, H heads, D = W / H channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) each
+
+
+def rotation_table(length: int, size: int, device: torch.device | None = None) -> Rotation:
+    """Return the rotary angles of `length` positions for heads of `size` channels.
+
+    Position t turns the channel pair j by t * 10000^(-2j/D).
+    """
+    speed = 10000.0 ** -(torch.arange(0, size, 2, device=device) / size)
+    angle = torch.arange(length, device=device)[:, None] * speed
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the channel pairs (j, j + D/2) of x (..., T, D) by their position, so that q.k depends on distance only."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)  # (..., T, D/2) each
+    # The angles are float32: without the conversion so would be the products.
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the output (B, T, 3W) of a joint projection into queries, keys and values (B, H, T, D)."""
+    B, T, width = qkv.shape
+    # Queries, keys and values lie one after another in the channels, and in each of them the heads.
+    q, k, v = qkv.view(B, T, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Reshape (B, T, W) to (B, H, T, D)."""
+    B, T, W = x.shape
+    return x.view(B, T, heads, W // heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Reshape (B, H, T, D) back to (B, T, W)."""
+    B, _, T, _ = x.shape
+    return x.transpose(1, 2).reshape(B, T, -1)
+
+
+def gated(x: Tensor) -> Tensor:
+    """Multiply the second half of the channels by the SiLU of the first half: (..., 2W) to (..., W)."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention without biases, with rotary positions if a rotation is given."""
+
+    def __init__(self, width: int, heads: int, causal: bool = False):
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+
+        # The order of creation fixes the random numbers that a seed gives to each weight.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Map (B, T, W) to (B, T, W)."""
+        q, k, v = split_qkv(self.qkv(x), self.heads)
+        if rotation is not None:
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(merge_heads(y))
