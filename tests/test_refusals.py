@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lockstep.config import parse_overrides, resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.run import Run
+from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.collectives import Collectives
@@ -522,15 +522,15 @@ DATA = {
 TABLE = CONFIGURATION | GRAPHS | GRID | MODEL | BATCH | DATA
 
 
-def attempt(row: Row, folder: Path, train: Callable[[Run, Asked], Any], *fix: str) -> None:
+def attempt(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], Any], *fix: str) -> None:
     values = {"device": "cpu", "compile": False, "run_dir": str(folder / f"run{len(fix)}"), "log.progress": "off"}
     layers = [("task default", values), ("command line", PLAIN | row.values), ("fix", parse_overrides(fix))]
     resolved = resolve(layers)
     with pretended(row.ranks) as runtime:
-        train(Run(resolved, runtime, "asked"), row.task)
+        train(open_run(resolved, runtime, "asked"), row.task)
 
 
-def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) -> None:
+def check_refused(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], Any]) -> None:
     with pytest.raises(UserError) as refused:
         attempt(row, folder, train)
     told = refused.value
@@ -547,11 +547,11 @@ def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) ->
 @pytest.mark.parametrize("name", TABLE)
 def test_refused_before_the_first_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
-    check_refused(TABLE[name], tmp_path, lambda run, task: loop.fit(task, run))
+    check_refused(TABLE[name], tmp_path, lambda builder, task: loop.fit(task, builder))
 
 
-def by_hand(run: Run, task: Asked) -> None:
-    own = OwnRun(run)
+def by_hand(builder: RunBuilder, task: Asked) -> None:
+    own = OwnRun(builder)
     model = task.make()
     own.setup(model, task.optimizer(model))
     for _ in own.steps(task.data()):
@@ -628,7 +628,7 @@ def test_how_the_ranks_share_the_model_is_told(
     values: dict[str, Any], ranks: int, expected: dict[str, str], make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     with pytest.raises(FirstStep):
-        attempt(Row(values, "", "", "", Asked(make), ranks), tmp_path, lambda run, task: loop.fit(task, run))
+        attempt(Row(values, "", "", "", Asked(make), ranks), tmp_path, lambda builder, task: loop.fit(task, builder))
     (start,) = (record for record in read_jsonl(tmp_path / "run0/events.jsonl") if record["event"] == "start")
     plan = json.loads((tmp_path / "run0/plan.json").read_text())
     for told in (start["facts"], plan):
@@ -649,7 +649,7 @@ def test_blocks_may_be_named_for_fp8() -> None:
 def test_places_of_a_batch_that_stay_where_they_are(tmp_path: Path) -> None:
     row = Row({"speed_weights": [1, 2, 1, 1], "micro_batch": 1}, "", "", "", Placed())
     with pytest.raises(FirstStep):
-        attempt(row, tmp_path, lambda run, task: loop.fit(task, run))
+        attempt(row, tmp_path, lambda builder, task: loop.fit(task, builder))
 
 
 def test_a_process_group_of_another_size_than_the_environment_says() -> None:

@@ -210,9 +210,9 @@ def fit(
 @contextmanager
 def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     """Your own loop: see `engine/own_loop.py`. Start it with `lockstep train SCRIPT.py --nproc N` or torchrun."""
+    from lockstep.engine import setup
     from lockstep.engine.diagnose import explained
     from lockstep.engine.own_loop import OwnRun
-    from lockstep.engine.run import Run
     from lockstep.runtime import context
 
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -227,10 +227,10 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         )
     script = Path(sys.argv[0]).stem or "run"
     with context.start(World.from_env(), resolved.config) as runtime:
-        run = Run(resolved, runtime, script)
-        own = OwnRun(run)
+        builder = setup.open_run(resolved, runtime, script)
+        own = OwnRun(builder)
         try:
-            with explained(run):
+            with explained(builder):
                 try:
                     yield own
                 except SystemExit as left:
@@ -241,7 +241,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
                 failure.stamp(error)
-                run.fail(error)
+                builder.fail(error)
             raise
 
 
@@ -273,21 +273,20 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 
 def _fit_here(task: Task, resolved: Any, name: str) -> RunResult:
-    from lockstep.engine import loop
+    from lockstep.engine import loop, setup
     from lockstep.engine.diagnose import explained
-    from lockstep.engine.run import Run
     from lockstep.runtime import context
 
     with context.start(World.from_env(), resolved.config) as runtime:
-        run = Run(resolved, runtime, name, task.unit)
+        builder = setup.open_run(resolved, runtime, name, task.unit)
         try:
-            with explained(run):
-                summary = loop.fit(task, run)
+            with explained(builder):
+                summary = loop.fit(task, builder)
         except BaseException as error:
             failure.stamp(error)
-            run.fail(error)
+            builder.fail(error)
             raise
-    return RunResult(run.run_dir, summary, task)
+    return RunResult(builder.folder.path, summary, task)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ranks.support import (
     assert_user_errors,
     fit,
     flat,
-    watched_run,
+    open_watched,
     weighted_regression,
     windows,
 )
@@ -164,12 +164,12 @@ class TrunkAndHead(nn.Module):
 
 def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
     task = Regression(network=lambda: TrunkAndHead(world.rank))
-    with watched_run(world, store, VALUES) as run:
-        driver = run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
+    with open_watched(world, store, VALUES) as builder:
+        driver = builder.setup_model(task.model(), task.optimizer).driver
+        run = builder.setup_run(task.data(), task.collate)
         frozen = task.net.trunk.linear.weight.clone()
-        for share in run.shares():
-            run.finish(share, run.stepper.step(share, task.loss))
+        for batches in run.step_batches():
+            run.finish(batches, run.stepper.step(batches, task.loss))
         return {
             "names": driver.names,
             "ignored": set(driver.module.parameters_to_ignore),
@@ -318,8 +318,8 @@ def test_find_unused_parameters_is_exact(pool: Pool, world: int, micro_batch: in
 def own(world: World, store: Any, body: Callable[..., None]) -> None:
     """A loop whose body a test gets wrong."""
     task = Regression()
-    with watched_run(world, store, VALUES) as run:
-        loop = OwnRun(run)
+    with open_watched(world, store, VALUES) as builder:
+        loop = OwnRun(builder)
         plain = task.model()
         model, optimizer = loop.setup(plain, task.optimizer(plain))
         for step in loop.steps(task.data()):
@@ -362,9 +362,9 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 MISTAKES = [
     (forgets_apply, ("step 0 ended without it", "call step.apply()")),
     (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
-    (applies_too_early, ("1 of", "batches went backward")),
-    (forgets_backward, ("one step.backward", "0 for batch 0")),
-    (goes_backward_twice, ("one step.backward", "2 for batch 0")),
+    (applies_too_early, ("step.apply() was called after 1 of",)),
+    (forgets_backward, ("step.backward was called 0 times for batch 0",)),
+    (goes_backward_twice, ("step.backward was called twice for batch 0",)),
 ]
 
 

@@ -16,13 +16,14 @@ from torch.utils.data import TensorDataset
 
 from lockstep import faults
 from lockstep.engine import loop
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Regression, Trace, WatchedRun, assert_user_errors, configured, fit, flat, windows
+from ranks.support import Regression, Trace, assert_user_errors, configured, fit, flat, windows
 
 BASE = {"global_batch": 8, "micro_batch": 2, "steps": 12, "checkpoint.at_end": False, "log.every": 1}
 LENGTH = 40  # of Regression's data
@@ -107,11 +108,11 @@ def test_an_error_does_not_throw_away_the_save_in_flight(pool: Pool, tmp_path: P
 def failing(world: World, store: Any, task: Task, values: dict[str, Any], plan: list[dict[str, Any]]) -> None:
     resolved = configured(values)
     with injected(world, plan), context.start(world, resolved.config, store=store) as runtime:
-        run = WatchedRun(resolved, runtime, "test")
+        builder = open_run(resolved, runtime, "test")
         try:
-            loop.fit(task, run)
+            loop.fit(task, builder)
         except ZeroDivisionError as error:
-            run.fail(error)
+            builder.fail(error)
             raise
 
 
@@ -259,12 +260,12 @@ def leaving(world: World, store: Any, values: dict[str, Any], at: int) -> tuple[
     task = SlowlyScored(at if world.rank == 0 else -1)
     resolved = configured(BASE | {"evaluate.every": 4, "evaluate.batch": 2, "resume": "auto"} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = WatchedRun(resolved, runtime, "test")
+        builder = open_run(resolved, runtime, "test")
         task.notice = lambda: setattr(runtime.notice, "signal", "SIGTERM")
         try:
-            loop.fit(task, run)
+            loop.fit(task, builder)
         except Preempted as left:
-            run.fail(left)
+            builder.fail(left)
             return left.step, task.seen, left.code
         return None, task.seen, 0
 

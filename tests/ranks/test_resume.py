@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from lockstep.checkpoint.manager import Resumed
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
@@ -102,18 +103,18 @@ class Part:
     left_at: int | None
 
 
-class LeavingRun(WatchedRun):
+class PreemptedRun(WatchedRun):
     """The last rank alone is told to leave, in the middle of step `leave_at - 1`; all must leave after it."""
 
     leave_at: int | None = None
 
-    def shares(self) -> Iterator[StepBatches]:
+    def step_batches(self) -> Iterator[StepBatches]:
         self.began_with = self.state()
         world = self.runtime.world
-        for share in super().shares():
+        for batches in super().step_batches():
             if self.stepper.counters.step + 1 == self.leave_at and world.rank == world.size - 1:
                 self.runtime.notice.signal = "SIGUSR1"
-            yield share
+            yield batches
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.checkpoints.state.capture()[0].items()}
@@ -123,18 +124,19 @@ def train_part(world: World, store: Any, task: Task, values: dict[str, Any], lea
     """A job: train in `run_dir`, from its newest checkpoint if it has one, and leave at `leave_at`."""
     resolved = configured(BASE | {"resume": "auto"} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run, left_at = LeavingRun(resolved, runtime, "test"), None
-        run.leave_at = leave_at
+        run_class = type("PreemptedRun", (PreemptedRun,), {"leave_at": leave_at})
+        builder = open_run(resolved, runtime, "test", run_class=run_class)
+        summary: dict[str, Any] = {}
+        left_at = None
         try:
-            run.trace.summary = loop.fit(task, run) if leave_at is None else _fit_and_leave(task, run)
+            summary = loop.fit(task, builder)
+            assert leave_at is None, "the run continued to its end"
         except Preempted as left:
             left_at = left.step
+        run = builder.run
+        assert isinstance(run, PreemptedRun)
+        run.trace.summary = summary
         return Part(run.trace, run.began_with, run.state(), run.resumed, left_at)
-
-
-def _fit_and_leave(task: Task, run: LeavingRun) -> dict[str, Any]:
-    loop.fit(task, run)
-    raise AssertionError("the run went on to its end")
 
 
 def ids_by_step(parts: list[Part]) -> list[list[int]]:
@@ -287,7 +289,7 @@ def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path)
     def job(world: World, store: Any, leave: bool) -> tuple[list[int], list[int]]:
         resolved = configured({**BASE, "steps": 6, "run_dir": str(tmp_path), "resume": "auto"})
         with context.start(world, resolved.config, store=store) as runtime:
-            own, task, steps = OwnRun(WatchedRun(resolved, runtime, "own")), Averaged(), []
+            own, task, steps = OwnRun(open_run(resolved, runtime, "own")), Averaged(), []
             counts = CountsUp()
             plain = task.model()
             model, *_ = own.setup(plain, *task.optimizer(plain))

@@ -46,7 +46,7 @@ def ticking(clock: Clock, rank: int) -> Iterator[float]:
 def timed(world: World, store: Any, job: str, task: Any, values: dict[str, Any], clock: Clock) -> Trace:
     """A job whose measurements come from `clock`, twice in a run."""
     ticks = ticking(clock, world.rank)
-    load_balance._now, load_balance.AGAIN = lambda device: next(ticks), 12
+    load_balance._now, load_balance.PERIOD = lambda device: next(ticks), 12
     return JOBS[job](world, store, task, values)
 
 

@@ -1,7 +1,8 @@
 """What one rank of one layout does: the user's training, for a few steps, with everything noted on the way.
 
-The run is a real one, through the same doors as `lockstep train`. Only `Run` is another class here, in this process: it
-writes down what every step found and made. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
+The run is a real one, through the same doors as `lockstep train`. Only `Run` and `RunBuilder` are other classes here,
+in this process: they write down what every step found and made. Tensors go to safetensors files (rank 0), numbers to
+JSON (every rank).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from lockstep import api, worker
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
-from lockstep.engine import run as engine
+from lockstep.engine import setup
 from lockstep.engine.run import Run
+from lockstep.engine.setup import ModelSetup, RunBuilder
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
-from lockstep.parallel.driver import Driver
 from lockstep.runtime.layout import whole
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
@@ -41,36 +42,50 @@ def main(spec: dict[str, Any]) -> NoReturn:
 
 
 def work(spec: dict[str, Any]) -> None:
-    engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
+    recorded = type("RecordedBuilder", (RecordedBuilder,), {"orders": spec["orders"]})
+    setup.RunBuilder = recorded  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
-class RecordedRun(Run):
+class RecordedBuilder(RunBuilder):
     orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
 
-    def adopt(
+    def setup_model(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
-    ) -> Driver:
-        self._task, self._steps, self._snapshots = task, [], []
+    ) -> ModelSetup:
+        self._task = task
         tied = _tied(model)
-        driver = super().adopt(model, optimizers, task, data)
+        made = super().setup_model(model, optimizers, task, data)
         after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
         self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
-        return driver
+        return made
 
-    def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
-        super().open(data, collate)
+    def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
+        self.run_class = RecordedRun
+        run = super().setup_run(data, collate)
+        assert isinstance(run, RecordedRun)
+        run.begin(self.orders, self._task, self._facts)
+        return run
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, SystemExit) or error.code:
+            super().fail(error)
+
+
+class RecordedRun(Run):
+    def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
+        self.orders, self._task, self._steps, self._snapshots = orders, task, [], []
         source, stepper = self.source, self.stepper
-        self._facts |= {
+        self._facts = facts | {
             "global_batch": self.plan.global_batch,
             "micro_batch": self.plan.micro_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
             "samples": self.plan.samples,
             "stream": not isinstance(source, MapSource),
             "strategy": self.config.strategy,
-            "precision": self.precision.name,
+            "precision": stepper.precision.name,
             "device": self.runtime.device.type,
             "backend": self.runtime.backend,
             "replicated": self.driver.placement.replicated,
@@ -85,9 +100,9 @@ class RecordedRun(Run):
         stepper.prepare, stepper.backward = self._note_micro, self._note_loss
         self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
 
-    def shares(self) -> Iterator[StepBatches]:
+    def step_batches(self) -> Iterator[StepBatches]:
         """As many as asked for; the schedule stays that of the whole run."""
-        for number, share in enumerate(super().shares()):
+        for number, batches in enumerate(super().step_batches()):
             self._look(number)
             if self.orders["quiet"]:
                 self.driver.model.eval()
@@ -95,15 +110,15 @@ class RecordedRun(Run):
             if self.orders["nudge"]:
                 self._nudge()
             self._micros: list[dict[str, Any]] = []
-            share.batches = self._note_data(share.batches)
-            yield share
+            batches.batches = self._note_data(batches.batches)
+            yield batches
             if number + 1 == self.orders["steps"]:
                 break
         self._look(len(self._steps))
         self.runtime.collectives.farewell()
         raise SystemExit(0)  # all there is to compare: no evaluation, no saving, no sample at the end
 
-    def finish(self, share: StepBatches, result: StepResult | None) -> None:
+    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
@@ -116,21 +131,17 @@ class RecordedRun(Run):
                 "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
             }
         )
-        super().finish(share, result)
+        super().finish(batches, result)
 
-    def keep(self, evaluation_due: bool = False) -> None:
+    def maintain(self, evaluation_due: bool = False) -> None:
         self.guard.check_structure()  # before a checkpoint could stumble over it
-        super().keep(evaluation_due)
+        super().maintain(evaluation_due)
 
-    def save(self) -> None:
+    def save_weights(self) -> None:
         """Nothing of it is needed, whichever way the loop has ended."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         return {}
-
-    def fail(self, error: BaseException) -> None:
-        if not isinstance(error, SystemExit) or error.code:
-            super().fail(error)
 
     # ---- around a micro-batch ----
 
@@ -173,7 +184,9 @@ class RecordedRun(Run):
         """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
         tensors: dict[str, Tensor] = {}
         room = 4 * sum(p.nbytes for p in self.driver.parameters) + 2**20  # a dataset in `self` is no state
-        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+        own: dict[str, Any] = {
+            f"state.{name}": part.state_dict() for name, part in self.checkpoints.state.others.items()
+        }
         for name, value in getattr(self._task, "__dict__", {}).items():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
@@ -190,7 +203,8 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Every weight moves by up to one unit in the last place of the format that is computed in."""
-        size = 2.0**-10 if self.precision.name == "tf32" else torch.finfo(self.precision.compute).eps
+        precision = self.stepper.precision
+        size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
         with torch.no_grad():
             for p in self.driver.parameters:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
