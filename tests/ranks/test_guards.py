@@ -360,7 +360,7 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 
 MISTAKES = [
-    (forgets_apply, ("step 0 ended without it", "call step.apply()")),
+    (forgets_apply, ("step 0 ended without step.apply()", "call step.apply()")),
     (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
     (applies_too_early, ("step.apply() was called after 1 of",)),
     (forgets_backward, ("step.backward was called 0 times for batch 0",)),

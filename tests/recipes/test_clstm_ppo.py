@@ -132,9 +132,7 @@ class Queue(Task):
 
 def test_where_no_rank_holds_the_model_nobody_can_trade(pool):
     values = {"strategy": "pp", "global_batch": 8, "micro_batch": 2, "steps": 1}
-    assert_user_errors(
-        pool.errors(fit, Queue(), values, world=2), "Rollouts calls the model itself, which a pipeline"
-    )
+    assert_user_errors(pool.errors(fit, Queue(), values, world=2), "Rollouts calls the model itself, which a pipeline")
 
 
 def test_ranks_that_wait_for_each_other_must_trade_alike():

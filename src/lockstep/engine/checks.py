@@ -116,9 +116,9 @@ def check_plain(model: Any) -> None:
         if hasattr(module, "_orig_mod"):
             settings.append("compile=true")
         if settings:
-            where = f" in {name!r}" if name else ""
+            wrapped = repr(name) if name else "the model"
             raise UserError(
-                f"the model is already wrapped: it holds a {type(module).__name__}{where}",
+                f"{wrapped} is already wrapped in {type(module).__name__}",
                 "Lockstep wraps and compiles a plain model itself",
                 f"return the model inside it, and type {settings[0]}",
             )
