@@ -1,4 +1,4 @@
-"""Mistakes that would train a wrong model, or hang: every rank stops with the right words, and nobody waits."""
+"""Mistakes that would train a wrong model, or hang: every rank stops with the right message, and none hangs."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ class Branching(WeightedRegression):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_find_unused_parameters_is_exact(pool: Pool, world: int, micro_batch: int) -> None:
-    """Used by some ranks, in some micro-batches, and in the second epoch's first step by nobody."""
+    """Used by some ranks, in some micro-batches, and in the second epoch's first step by no rank."""
     made = weighted_regression(24, seed=10)
     samples = windows(24, 8, "short", 5)
     made.tensors[0][samples[1], 0] = -1.0

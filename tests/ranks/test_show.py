@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.fsdp.driver import driver, same_parts
+from lockstep.parallel.fsdp import driver, same_parts
 from lockstep.runtime import context
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
@@ -93,8 +93,8 @@ def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, r
         assert found["after_steps"] == [("yours", step) for step in (1, 2, 3)]
         assert gathered == (PARTS if keeps or roomy == 9 else PARTS * WORDS)
         assert found["afterwards"] == (PARTS if keeps else 2 * PARTS)
-        told = [event["event"] for event in found["events"]]
-        assert told == [*(["warning"] if not keeps and roomy < 9 else []), "sample", "end"]
+        names = [event["event"] for event in found["events"]]
+        assert names == [*(["warning"] if not keeps and roomy < 9 else []), "sample", "end"]
 
 
 @pytest.mark.parametrize("fails", [(0, 0), (1, 3)])

@@ -220,7 +220,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
     assert smaller_micro_batch(make_plan(config, 1, samples)) == smaller
 
 
-def test_such_an_end_is_restarted_without_any_checkpoint_and_nobody_is_left_out(tmp_path: Path) -> None:
+def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = Failure.from_json(json.loads((tmp_path / "rank-1.json").read_text()))
     assert failure.kind == SMALLER

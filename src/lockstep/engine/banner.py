@@ -6,6 +6,7 @@ Each fact is one line: a derived value, and the reason for it.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import socket
 import time
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 MAX_PIDS = 16  # that are listed
 
-COMPARE = {">=": lambda value, bound: value >= bound, "<=": lambda value, bound: value <= bound}
+COMPARE = {">=": operator.ge, "<=": operator.le}
 
 
 # ---- before the first step ----
@@ -65,7 +66,7 @@ def describe_run(
     facts["data"] = _data(plan, config)
     facts["learning rate"] = _learning_rate(rate, config, plan)
 
-    # How the ranks share the model. Nothing is printed about what is not used.
+    # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
     mesh = plan_mesh(config, runtime.world)
     sharding = describe_strategy(model, config, mesh, runtime.world)
     if sharding:
@@ -78,6 +79,7 @@ def describe_run(
     if dropout:
         facts["dropout"] = dropout
 
+    # Settings that change what a step costs. What is off is not mentioned.
     if config.speed_weights != "none" and not runtime.world.alone:
         facts["speeds"] = describe_speeds(config.speed_weights, plan)
     if wants_graph(config, runtime):
@@ -101,6 +103,7 @@ def _world(runtime: Runtime) -> str:
 def _pids(runtime: Runtime) -> str:
     """List the process ids of all ranks, for attaching to one or killing it. Collective: every rank must call it."""
     processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
+    # A process id means nothing without its host, if there are several.
     several_hosts = len({host for host, _ in processes}) > 1
     words = []
     for rank, (host, pid) in enumerate(processes[:MAX_PIDS]):
@@ -128,6 +131,7 @@ def _batch(plan: Plan) -> str:
 def _data(plan: Plan, config: RunConfig) -> str:
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
+    # What happens to the samples at the end of an epoch that do not fill a step.
     tail = ""
     rest = plan.samples % plan.global_batch
     if rest and config.tail == "drop":
@@ -151,6 +155,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
     """Return a line if the dropout masks depend on the number of ranks."""
     if not any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return None
+    # Each stage seeds its own stream: only the first one draws what a single process would.
     if mesh.sizes["pp"] > 1:
         return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
     if config.micro_batch in (None, "auto") and not config.exact:
@@ -194,6 +199,7 @@ def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: Wo
     if world.alone:
         return f"{strategy.name}: one process, so nothing is sharded"
 
+    # First what divides the computation, then what divides the state among the ranks that compute the same.
     parts = _describe_model_axes(model, config, mesh)
     if strategy.shards_gradients:
         parts.append(_describe_shards(model, config, strategy, mesh, world))
@@ -215,6 +221,7 @@ def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> lis
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         parts.append(f"{stages} stages over {pp_size} ranks")
     if tp_size > 1:
+        # Of the layers that lie on this rank: another stage may have another number.
         layers = sum(any(map(is_cut_along_tp, module.parameters(recurse=False))) for module in model.modules())
         of_stage = " of the first stage" if pp_size > 1 else ""
         parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
@@ -225,6 +232,7 @@ def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, me
     """Describe what FSDP shards, over how many ranks."""
     replicas = count_copies(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
+    # One rank per shard group is legal, and saves nothing: say so, and what to type.
     if ranks == 1 and replicas > 1:
         return f"{replicas} replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"
     if ranks == 1:
@@ -233,6 +241,7 @@ def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, me
     over = f"sharded over {ranks} ranks"
     if replicas > 1:
         over += f", {replicas} replicas"
+    # FSDP gathers one block at a time. Without blocks it gathers everything.
     blocks = find_blocks(model, config.blocks)
     if blocks:
         return f"{_count_blocks(blocks)}, {over}"

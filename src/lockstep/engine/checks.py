@@ -39,6 +39,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
+    # The default run_dir holds a time, which differs between the ranks; rank 0 chooses it for all.
     own = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
     first, *others = runtime.collectives.gather_json(own)
     for rank, theirs in enumerate(others, start=1):
@@ -113,6 +114,7 @@ def check_plain(model: Any) -> None:
         )
     for name, module in model.named_modules():
         settings = [setting for wrapper, setting in WRAPPERS.items() if isinstance(module, wrapper)]
+        # torch.compile(model) puts the model into a module of a private class.
         if hasattr(module, "_orig_mod"):
             settings.append("compile=true")
         if settings:
@@ -160,6 +162,7 @@ def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
     if plan.micro_batches // plan.world >= 2:
         return
+    # Two micro-batches for each pipeline, if the batch has so many samples.
     if plan.global_batch >= 2 * plan.world:
         fix = f"type micro_batch={plan.global_batch // (2 * plan.world)} or less"
     else:
@@ -191,6 +194,7 @@ class TrainableGuard:
         """Check in every step that no parameter was frozen or unfrozen."""
         if [p.requires_grad for p in self.parameters] == self.trainable:
             return
+        # Only now look for the one that changed: the comparison above is all that every step pays.
         for name, p, before in zip(self.names, self.parameters, self.trainable, strict=True):
             if p.requires_grad != before:
                 raise _trainable_changed(f"{name!r} was {'frozen' if before else 'unfrozen'}")
@@ -216,6 +220,7 @@ def _trainable_changed(change: str) -> UserError:
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Check that all ranks hold the same bits, with a checksum per parameter. Collective."""
+    # Parameters on the meta device have no bits yet: they are initialised after this.
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     if only_frozen:
         named = [(name, p) for name, p in named if not p.requires_grad]
@@ -262,6 +267,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         problem = error
 
     gathered = runtime.collectives.gather_json([data_rank, own, problem and list(problem.args)])
+    # A rank that failed raises its own error, the others a copy of the first one.
     for rank, (_, _, trouble) in enumerate(gathered):
         if trouble:
             raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])

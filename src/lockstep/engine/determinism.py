@@ -71,12 +71,14 @@ class Exactness:
                 "which samples make up a micro-batch would depend on the number of ranks",
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
+        # Cloned only now: resuming may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
         threads = self.platform["threads"]
         parts = [f"the same bits on 1 to {plan.micro_batches} ranks, with {threads} CPU thread(s) each"]
         if self._unfused:
             parts.append("fused optimizers step without their fused kernels")
+        # Other settings may change too, such as the learning rate: the bits then differ because they are meant to.
         changes = [*self._changes, *(change for change in settings if change.key in BATCH_SETTINGS)]
         if changes:
             parts.append(f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}")
@@ -100,6 +102,7 @@ class Exactness:
         return dict(self.platform)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Only the number of threads can be set back. Other changes are reported in the banner.
         threads = self.platform["threads"]
         if state["threads"] != threads:
             raise UserError(
@@ -117,6 +120,7 @@ def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     if isinstance(names, str):
         problem = "is a string, not a tuple of names"
     else:
+        # Declaring such a buffer lets the task be refused before the first step rather than after it.
         for name in names:
             if name in known:
                 raise _changing_buffer(
@@ -133,6 +137,7 @@ def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
 
 def _check_batchnorm(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        # In eval mode, or without running statistics, a forward changes no buffer.
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             raise UserError(
                 f"exact=true needs buffers that training does not change, and {name or type(model).__name__} is a "
@@ -152,6 +157,7 @@ def _changing_buffer(problem: str, reason: str) -> UserError:
 
 def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     """Return what decides about bits outside the program, after checking that all ranks have the same."""
+    # Kernels are chosen by the device's model and the CPU's instruction set, and change with torch's version.
     device = runtime.device
     own = {
         "threads": runtime.threads,
@@ -180,6 +186,7 @@ def _step_unfused(optimizers: Optimizers) -> bool:
     fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
         group["fused"] = False
+    # Only fused kernels divide the gradients and skip the step by themselves.
     optimizers.folds = False
     optimizers.skips_by_itself = False
     return bool(fused)

@@ -44,6 +44,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise _explain_out_of_memory(error, builder) from error
+        # torch raises this where a plain tensor meets a parameter that is sharded.
         driver = builder.driver
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
             raise _explain_sharded_parameters(error, builder) from error
@@ -79,6 +80,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     if driver is None:
         return UserError("the model does not fit into memory", found, "build a smaller one, or type device=cpu")
 
+    # Captured graphs hold memory of their own, so giving them up is the first advice.
     held = _footprint(driver, builder)
     on_host = not isinstance(error, torch.OutOfMemoryError)
     config = builder.config
@@ -125,6 +127,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         # Offloaded tensors lie elsewhere.
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
+    # The optimizers' state, and what their first step has still to make.
     state: list[Any] = []
     to_come = 0
     if optimizers:
@@ -142,6 +145,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     )
     if device.type != "cuda":
         return held
+    # At the peak, whatever was none of these was activations, or buffers that come and go with them.
     peak = torch.cuda.max_memory_allocated(device)
     return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
 
@@ -151,6 +155,7 @@ def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, li
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for group in optimizer.param_groups:
+        # Adam and its relatives keep two, SGD keeps one if it has momentum.
         moments = 2 if "betas" in group else int(bool(group.get("momentum")))
         yield moments, [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
 
@@ -174,6 +179,7 @@ def _note_smaller_micro_batch(run: Run) -> int | None:
     """With micro_batch=auto, note a smaller size for the next attempt, and return it."""
     if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
         return None
+    # The next attempt begins at the last commit, with this size.
     smaller = smaller_micro_batch(run.plan)
     run_dir = run.folder.path
     staged = run_dir / f"micro_batch.json.{run.runtime.world.rank}"  # several ranks may run out of memory at once
@@ -225,6 +231,7 @@ def _free(message: str) -> int | None:
     free = _size(rf"of which ({SIZE}) is free", message)
     allowed = _size(rf"({SIZE}) allowed", message)
     taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
+    # A limit (gpu_memory) counts only what PyTorch itself has allocated.
     if free is None or allowed is None or taken is None:
         return free
     return max(0, min(free, allowed - taken))
@@ -235,5 +242,6 @@ def _size(pattern: str, message: str) -> int | None:
     if found is None:
         return None
     number, unit = found[1].split()
+    # `MiB`, `B` and `bytes` leave `M`, nothing and nothing.
     prefix = unit.removesuffix("bytes").removesuffix("B").removesuffix("i")
     return round(float(number) * UNITS[prefix])

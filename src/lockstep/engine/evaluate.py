@@ -106,6 +106,7 @@ def evaluate_and_log(
 
 def _evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime, step: int) -> Evaluation | None:
     check_data(evaluator.reader.dataset)
+    # Running statistics differ between the ranks: all evaluate with those of rank 0, which are also the ones saved.
     driver.sync_buffers()
 
     # Every module gets its own mode back: a part may be in eval mode on purpose.
@@ -118,6 +119,7 @@ def _evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime, step: int)
         for module, training in modes:
             module.training = training
 
+    # A rank that is not preempted learns here that another one is.
     preempted = evaluator.may_preempt and runtime.notice.signal is not None
     parts = runtime.collectives.gather_json({"rows": rows, "samples": samples, "preempted": preempted})
     if any(part["preempted"] for part in parts):
@@ -132,6 +134,7 @@ def _run_own_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> 
     Ranks run different numbers of batches, so the unwrapped model is called, whose forward is not collective. Where it
     is (a sharded model), ranks with fewer batches repeat one and drop the result.
     """
+    # The batches follow from the length and the batch size alone; only the ranges depend on the rank.
     placement = driver.placement
     length = len(evaluator.reader.dataset)
     count = math.ceil(length / evaluator.batch)
@@ -169,6 +172,7 @@ def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means: dict[str, float] = {}
     weights: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):
+        # fsum rounds once, so the order of the rows does not matter. A metric may be missing in some batches.
         total = math.fsum(row[name][0] for row in rows if name in row)
         weight = math.fsum(row[name][1] for row in rows if name in row)
         means[name] = total / weight if weight else math.nan

@@ -53,6 +53,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
         )
     if plan.world > 1 and plan.micro_batches <= plan.world:
         raise _too_few_to_deal(plan)
+    # With `auto` the first steps are dealt evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
     most = max(apportion(plan.micro_batches, tuple(speeds)))
@@ -60,6 +61,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 
 
 def _too_few_to_deal(plan: Plan) -> UserError:
+    # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
     smaller = max(1, plan.global_batch // (4 * plan.world))
     if smaller < plan.micro_batch:
         fix = f"type micro_batch={smaller}"
@@ -141,10 +143,12 @@ class LoadBalancer:
 
     def _deal_anew(self, step: int, own: Pace) -> None:
         """Change the deal if it pays. Collective: all ranks gather the same figures, and come to the same deal."""
+        # Loader processes have already read batches of the present deal: its end is part of what is gathered.
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         weights = tuple(1.0 / s for s in seconds)
         better = apportion(self._micro_batches, weights)
+        # A step takes as long as its slowest rank.
         now_s = step_seconds(self.dealt, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
@@ -177,6 +181,7 @@ def seconds_each(paces: Sequence[Pace]) -> list[float]:
 
     A rank with one in a step has measured its forward only. The others know how much longer the whole takes.
     """
+    # 1e-9: no division by zero, should a clock not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]
     usual = median(ratios) if ratios else 1.0
     wholes = [pace.forward * usual if pace.whole is None else pace.whole for pace in paces]

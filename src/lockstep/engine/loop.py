@@ -46,6 +46,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
         step = run.stepper.counters.step
+        # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
         if after_step:
             run.runtime.heartbeat.beat("yours", step)
             after_step(run.driver.model, step)
@@ -54,6 +55,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             evaluate()
         run.maintain()
 
+    # The weights first: an error in an evaluation or in `show` must not lose them.
     run.save_weights()
     if held_out is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
         evaluate()
@@ -64,6 +66,7 @@ def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None
     """Return the task's `before_batch` and `after_step`, where it has any, and register its state."""
     if hasattr(task, "state_dict"):
         builder.others["task"] = task
+    # What the task keeps for each part of the global batch must stay on the rank that runs that part.
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:
         assert builder.driver is not None

@@ -58,6 +58,7 @@ class OwnRun:
 
         A model with nothing to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
         """
+        # Without an optimizer nothing is trained: there is nothing to wrap, and nothing to save.
         if not optimizers:
             if any(p.requires_grad for p in model.parameters()):
                 raise UserError(
@@ -75,6 +76,7 @@ class OwnRun:
                 "flight together, and only the last stage knows the loss",
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
+        # A direct optimizer.step() would apply sums that are not yet divided.
         made.optimizers.refuse_direct_steps()
         return made.driver.module, *made.optimizers.all
 
@@ -107,6 +109,7 @@ class OwnRun:
             )
         self._run = run = self._builder.setup_run(dataset, collate)
 
+        # Still True in close() if the user's code leaves the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
             step = OwnStep(run, batches)
@@ -141,6 +144,7 @@ class OwnRun:
             raise UserError(
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
+        # The control word of the next step carries it to the other ranks.
         self._run.stepper.stop_requested = True
 
     def close(self) -> None:
@@ -162,6 +166,7 @@ class OwnRun:
 
     def _meet_after_break(self, run: Run) -> None:
         """Check that all ranks left the loop early: otherwise the others would wait for this one for ever."""
+        # Over the store, which works while other ranks wait in a collective.
         step = run.stepper.counters.step
         if not run.runtime.meet(f"left-at-{step}", BREAK_TIMEOUT):
             raise UserError(
@@ -194,6 +199,8 @@ class OwnStep:
             self._taken += 1
             self.first = micro.first
             stepper.prepare(micro)
+
+            # The loop's body runs here. It must call `backward` once.
             with stepper.precision.autocast():  # on while the loop's body runs
                 yield micro.data
             if stepper.backwards_done != self._taken:
@@ -218,6 +225,7 @@ class OwnStep:
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
         done = self._run.stepper.backwards_done
+        # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
                 f"step.apply() was called after {done} of {self._batches.count} batches of the step",

@@ -68,21 +68,28 @@ class Requests:
 class Run:
     """A run that is ready to train. Every field is a finished piece."""
 
+    # The process and its records.
     config: RunConfig
     runtime: Runtime
     name: str
     started: float  # wall-clock time, moved back by what the run took before it was resumed
     folder: RunFolder
     recorder: Recorder
+
+    # The model.
     driver: Driver
     optimizers: Optimizers
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
+
+    # The data and the step.
     plan: Plan
     source: BatchSource
+    samples: SampleHistory
     stepper: Stepper
     load_balancer: LoadBalancer | None  # with `speed_weights=auto`
-    samples: SampleHistory
+
+    # What outlives a step.
     checkpoints: CheckpointManager
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
@@ -97,21 +104,29 @@ class Run:
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
         while self.stepper.counters.step < self.plan.steps and not self._requests.stop:
             self.guard.check()
+
+            # The digests of the first batches are compared once: later steps follow from the same arithmetic.
             if check_first:
                 batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
                 check_first = False
             else:
                 batches = self.source.take()
+
             batches.batches = self._timed(batches.batches, batches.count)
             self.samples.begin_step(self.stepper.counters.step, batches.span)
             yield batches
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: move the data source on, and log or check what is due."""
+        """End a step: move the data source on, and log or check what is due.
+
+        `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
+        """
+        # From here on a checkpoint would resume after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
         self.samples.end_step(step - 1, self.stepper.tally.pieces)
         self._accept_requests(result)
+
         self._interval.samples += batches.samples
         self._interval.steps += 1
         if self.load_balancer:
@@ -130,6 +145,7 @@ class Run:
 
         if self.exactness:
             self.exactness.end_step()
+        # Walking through all modules is too slow for every step.
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
 
@@ -144,8 +160,10 @@ class Run:
         """
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._requests.save or self._requests.preempt)
+
+        # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
-            self._accept_requests(self.stepper.settle())  # which may show that the step was spoiled
+            self._accept_requests(self.stepper.settle())
         if self.stepper.skips.rewind_wanted:
             self._rewind()
             save_due = False  # the state is that of a checkpoint
@@ -159,9 +177,11 @@ class Run:
             self._save_checkpoint(evaluation_due)
             self._requests.save = False
             self.stepper.save_requested = False
+            # The time of a save is not the time of a step.
             self.recorder.exclude(time.perf_counter() - began)
-        elif self._is_first_step(step):
-            # The optimizers have made their state by now, so the size of a snapshot is known.
+        elif step == (self.resumed.step if self.resumed else 0) + 1:
+            # After the first step of this process the optimizers have their state, so the size of a snapshot is
+            # known: allocating it now keeps the first save short.
             self.checkpoints.prepare()
 
         if self._requests.preempt:
@@ -183,6 +203,7 @@ class Run:
         )
         step = self.stepper.counters.step
         found = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step)
+        # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if found is None:
             self._requests.preempt = True
             self.maintain(evaluation_due=True)
@@ -212,6 +233,7 @@ class Run:
         """Wait for the last outcome, and write the final weights before anything else can go wrong."""
         self.close_loaders()
         self._accept_requests(self.stepper.settle())
+        # Weights that no step has changed must not look like the result of a training.
         self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._check_replicas()
 
@@ -220,6 +242,7 @@ class Run:
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
 
+        # Gathering sharded parameters is collective: all ranks take part, and rank 0 keeps the result.
         self.driver.sync_buffers()
         weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
         on_main(lambda: save_weights(self.folder.path, weights, aliases), self.runtime)
@@ -227,6 +250,7 @@ class Run:
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
+        # The user gets the model and the optimizers back as plain ones.
         self.optimizers.release()
         forget_recordings(self.driver.model)
         self.checkpoints.close()
@@ -259,6 +283,7 @@ class Run:
         """End this process with `Preempted`. All ranks have saved at the same step."""
         step = self.stepper.counters.step
         self.close_loaders()
+        # A checkpoint that could not be committed is no place to resume from.
         newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
         path = self.folder.as_shown(newest) if newest else None
 
@@ -296,18 +321,21 @@ class Run:
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
 
-        # The control word of a step has told all ranks at once that some rank has seen a new metric.
+        # All ranks learn from the control word of the same step that some rank has seen a new metric.
         if stepper.new_metrics:
             self.recorder.agree_on_names(stepper.metrics_seen)
             stepper.metrics_known = set(self.recorder.names)
             stepper.new_metrics = False
 
-        ended, self._interval = self._interval, LogInterval()
+        # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
+        ended = self._interval
+        self._interval = LogInterval()
         self.recorder.interval(stepper.sums, ended.steps, ended.samples, ended.skips, facts)
 
     def report_skip(self, result: StepResult, reason: str) -> str:
         """Log a skipped step, and return `reason` with the samples to blame. Collective: every rank must call it."""
         self._interval.skips += 1
+        # The host waits for the losses here. A skipped step is rare, and worth it.
         totals = self.stepper.settled
         losses = [float(loss) for loss in totals.sums.losses]
         own = blame(totals.pieces, losses, self.runtime.world.rank, spike=is_spike(result))
@@ -317,15 +345,12 @@ class Run:
         self.recorder.event("skip", step=result.step, reason=reason, blame=blamed, **scale)
         return f"{reason} ({'; '.join(blamed[:3])})" if blamed else reason
 
-    def report_many_empty(self, result: StepResult, reason: str) -> None:
-        """Warn that many steps in a row had weight 0."""
-        self.recorder.event("warning", step=result.step, reason=reason)
-
     def _accept_requests(self, result: StepResult | None) -> None:
         """Note what the control word of a step asks of all ranks."""
         if result is None:
             return
         self._requests.add(result)
+        # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()
 
@@ -335,6 +360,7 @@ class Run:
         self.stepper.skips.rewind_wanted = None
         assert result is not None
         resumed = self.checkpoints.rewind(result, self.samples.span_of(result.step))
+        # The log interval is that of the checkpoint again: the steps in between are undone.
         self.recorder.carry_on(self.stepper.sums, resumed.interval)
         self._interval = LogInterval()
         self.recorder.start_clock()
@@ -343,12 +369,10 @@ class Run:
         if self.driver.placement.replicated:
             check_replicas(self.driver.model, self.runtime)
 
-    def _is_first_step(self, step: int) -> bool:
-        """Whether `step` steps are the first one of this process."""
-        return step == (self.resumed.step if self.resumed else 0) + 1
-
     def _save_checkpoint(self, evaluation_due: bool) -> None:
+        # Rank 0's buffers are the ones that are saved.
         self.driver.sync_buffers()
+
         # What checkpoints are compared by: an evaluation of these weights, if there was one.
         metrics: dict[str, float] = {}
         if self.evaluation is not None and self.evaluation_is_current:

@@ -63,6 +63,7 @@ def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> l
 
     Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
     """
+    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
     pairs = list(zip(pieces, losses, strict=True))
     if spike:
         worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []

@@ -122,6 +122,7 @@ class RunBuilder:
             )
         _check_model(model, self.precision, self.runtime)
 
+        # Sharding replaces parameters, so optimizers that were made before it are bound to the new ones by name.
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(forget_recordings, self.driver.model)
@@ -143,34 +144,34 @@ class RunBuilder:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
         assert self.model is not None, "setup_run() before setup_model()"
         config, runtime, recorder = self.config, self.runtime, self.recorder
-        driver = self.model.driver
-        optimizers = self.model.optimizers
+        driver, optimizers = self.model.driver, self.model.optimizers
 
+        # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
         about_data = _attach_source(source, driver, plan, config, runtime)
         samples = SampleHistory(_open_sample_log(config, self.folder, runtime))
         self._on_failure.callback(samples.close)
 
+        # The step. Measuring the speed of a rank ends where its gradient all-reduce begins.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
         stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
         load_balancer = open_load_balancer(config.speed_weights, plan, source, driver, runtime, recorder.event)
         if load_balancer:
             stepper.before_exchange = load_balancer.mark
 
+        # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
         facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
         facts |= driver.placement.facts
         if about_data:
             facts["data"] = about_data
 
+        # Resuming restores the state of all pieces above, so they must exist by now.
         checkpoints = self._open_checkpoints(driver, optimizers, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
-            self._carry_on(resumed, stepper, plan)
-            facts["resumed"] = describe_resume(resumed, self.folder)
+            facts["resumed"] = self._continue_records(resumed, stepper, plan)
         if self.model.exactness:
-            changed = resumed.settings if resumed else []
-            facts["exact"] = self.model.exactness.begin(source, plan, changed)
-
+            facts["exact"] = self.model.exactness.begin(source, plan, resumed.settings if resumed else [])
         self._write_start(facts, plan, driver)
         checkpoints.begin()
 
@@ -195,7 +196,7 @@ class RunBuilder:
             evaluation=self.evaluation,
         )
         stepper.skips.on_skip = run.report_skip
-        stepper.skips.on_many_empty = run.report_many_empty
+        stepper.skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
         return run
 
     def evaluate(
@@ -214,7 +215,7 @@ class RunBuilder:
         return self.evaluation
 
     def fail(self, error: BaseException) -> None:
-        """Release what exists, and leave what is known on disk. The error itself is raised on by the caller."""
+        """Release what exists, and write what is known to disk. The caller raises the error again."""
         with contextlib.suppress(Exception):
             self._on_failure.close()
         with contextlib.suppress(Exception):
@@ -236,6 +237,7 @@ class RunBuilder:
         # Ranks that differ in tp or pp only go through the same samples, so they count as one.
         data_world = World(placement.data_rank, placement.data_size)
 
+        # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
         plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
@@ -279,8 +281,8 @@ class RunBuilder:
         checkpoints.check_space()
         return checkpoints
 
-    def _carry_on(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> None:
-        """Continue the records of a resumed run."""
+    def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
+        """Continue the clock and the log of a resumed run. Returns a line for the banner."""
         step = stepper.counters.step
         check_something_left(plan.steps, step)
         self.started -= resumed.seconds
@@ -288,6 +290,7 @@ class RunBuilder:
         stepper.metrics_known = set(self.recorder.names)
         if step == plan.steps:  # nothing is left but to end it: the summary needs the last log line
             self.recorder.last = on_main(lambda: _last_log_line(self.folder.path, step), self.runtime)
+        return describe_resume(resumed, self.folder)
 
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         """Write the head of the run folder, and print the facts."""
@@ -303,6 +306,7 @@ def open_run(
 ) -> RunBuilder:
     """Open the run folder and its records, and seed the generators for building the model."""
     config = resolved.config
+    # First of all: ranks with different settings might wait for each other in any collective that follows.
     check_same_config(config, runtime)
     precision = choose(config, runtime.device)
     folder = open_run_dir(config, name, runtime)
