@@ -388,6 +388,55 @@ def test_the_refused_step_changes_nothing(pool: Pool) -> None:
     pool.run(own, mends_its_loop, world=2)
 
 
+def refused_states(world: World, store: Any) -> dict[str, str]:
+    """A job: what is refused before `setup`, between `setup` and `steps`, and inside the loop."""
+    task = Regression()
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except UserError as error:
+            found[name] = str(error).splitlines()[0]
+
+    def evaluate() -> Any:
+        return loop.evaluate(task.data(), task.loss)
+
+    with open_watched(world, store, VALUES | {"steps": 1}) as builder:
+        loop = OwnRun(builder)
+        attempt("steps without a model", lambda: next(iter(loop.steps(task.data()))))
+        attempt("evaluate without a model", evaluate)
+        plain = task.model()
+        attempt("no optimizer", lambda: loop.setup(plain))
+        model, _ = loop.setup(plain, task.optimizer(plain))
+        attempt("second model", lambda: loop.setup(task.model(), task.optimizer(plain)))
+        attempt("evaluate without a batch", evaluate)
+        attempt("stop", loop.stop)
+        attempt("no state", lambda: loop.register("part", 3))
+        for step in loop.steps(task.data()):
+            attempt("register late", lambda: loop.register("part", model))
+            attempt("second loop", lambda: next(iter(loop.steps(task.data()))))
+            forgets_apply(task, model, None, step)
+            step.apply()
+        loop.close()
+    return found
+
+
+def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
+    for found in pool.run(refused_states, world=2):
+        assert found == {
+            "steps without a model": "run.steps(dataset) was called before run.setup",
+            "evaluate without a model": "run.evaluate(dataset, loss) was called before run.setup",
+            "no optimizer": "run.setup(model) has no optimizer, and Perceptron has trainable parameters",
+            "second model": "a run trains one model, and a second one was passed to setup",
+            "evaluate without a batch": "an evaluation before the first step has no batch size",
+            "stop": "run.stop() was called before the first step",
+            "no state": "run.register('part', part) needs a part with a state; int has none",
+            "register late": "run.register('part', ...) was called after run.steps(...)",
+            "second loop": "run.steps(dataset) was called a second time",
+        }
+
+
 # ---- replicas -------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,8 @@ def describe_run(
     if not runtime.world.alone:
         facts["pids"] = _pids(runtime)
     facts["parameters"] = _parameters(model)
+
+    # Every number format that a value passes through, since a setting names only one of them.
     facts["precision"] = f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}"
     facts["batch"] = _batch(plan)
     facts["data"] = _data(plan, config)
@@ -115,6 +117,7 @@ def _pids(runtime: Runtime) -> str:
 
 
 def _parameters(model: nn.Module) -> str:
+    # numel() of a sharded parameter (a DTensor) is that of the full tensor.
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     about_frozen = f", {frozen:,} frozen and not exchanged" if frozen else ""
@@ -129,6 +132,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _data(plan: Plan, config: RunConfig) -> str:
+    # A stream does not know its length, so there are no epochs, and no position to resume at exactly.
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
     # What happens to the samples at the end of an epoch that do not fill a step.
@@ -138,6 +142,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
         tail = f", the last {rest} samples of an epoch dropped"
     elif rest:
         tail = f", last one {config.tail}"
+
     epochs = plan.steps / plan.steps_per_epoch
     per_epoch = f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}"
     return f"{per_epoch}; {plan.steps} steps = {epochs:.2f} epochs"
@@ -147,6 +152,8 @@ def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     if config.lr.scaling == "none":
         return landmarks
+
+    # The landmarks above are already scaled: say by which rule, or they look like a mistake.
     rule = f"{config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch}"
     return f"{landmarks} ({rule})"
 
@@ -158,6 +165,8 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
     # Each stage seeds its own stream: only the first one draws what a single process would.
     if mesh.sizes["pp"] > 1:
         return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
+
+    # Random streams are keyed by micro-batch, and the derived size of one depends on the number of ranks.
     if config.micro_batch in (None, "auto") and not config.exact:
         return "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     return None
@@ -166,6 +175,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {_count(resumed.world, 'rank')}"
+    # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
     if resumed.changes:
         text += f"; changed since: {', '.join(resumed.changes)}"
     return text
@@ -213,13 +223,16 @@ def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: Wo
 def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
     """Describe what the pp and tp axes divide."""
     parts = []
+
+    # A rank holds several stages under an interleaved schedule, which has its own default number.
     pp_size = mesh.sizes["pp"]
-    tp_size = mesh.sizes["tp"]
     if pp_size > 1:
         from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
 
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         parts.append(f"{stages} stages over {pp_size} ranks")
+
+    tp_size = mesh.sizes["tp"]
     if tp_size > 1:
         # Of the layers that lie on this rank: another stage may have another number.
         layers = sum(any(map(is_cut_along_tp, module.parameters(recurse=False))) for module in model.modules())
@@ -245,6 +258,7 @@ def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, me
     blocks = find_blocks(model, config.blocks)
     if blocks:
         return f"{_count_blocks(blocks)}, {over}"
+
     part = class_to_name(model)
     suggestion = f" (name some, such as blocks=[{part}])" if part else ""
     return f"no blocks, {over}: the full model is gathered at once, which saves little{suggestion}"
@@ -254,6 +268,7 @@ def describe_remat(model: nn.Module, config: RunConfig) -> str:
     """`full: 4 blocks of Layer`"""
     blocks = find_blocks(model, config.blocks)
     again = recomputed(blocks, config.remat)
+    # remat=every-2 recomputes some of them only.
     of_all = f" (of {len(blocks)})" if len(again) < len(blocks) else ""
     return f"{config.remat}: {_count_blocks(again)}{of_all}"
 
@@ -279,6 +294,8 @@ def _count(number: int, noun: str) -> str:
 def summary_of(run: Run) -> dict[str, Any]:
     """Return what `summary.json` holds: counts, losses, and the goals with their verdict."""
     counters = run.stepper.counters
+
+    # The newest evaluation, even if steps came after it; the loss is that of the last log line.
     metrics = run.evaluation.metrics if run.evaluation else {}
     losses = {
         "loss": run.recorder.last.get("loss"),
@@ -294,6 +311,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "eval_metrics": metrics,
         "world": run.runtime.world.size,
     }
+
     # A metric cannot take the place of a loss: the losses come last.
     goals = judge(run.config.goals, metrics | losses)
     if goals:

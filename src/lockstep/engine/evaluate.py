@@ -86,6 +86,7 @@ def evaluate_and_log(
 ) -> Evaluation | None:
     """Evaluate the weights of `step`, and log the result. None: some rank was preempted, so all have stopped."""
     began = time.perf_counter()
+    # The launcher allows an evaluation more time than a step.
     runtime.heartbeat.beat("evaluate", step)
     found = _evaluate(evaluator, driver, runtime, step)
     if found is None:
@@ -145,10 +146,12 @@ def _run_own_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> 
         most = math.ceil(count / placement.data_size)
         repeated = [range(min(evaluator.batch, length))] * (most - len(ranges))
 
+    # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
     results = []
     requests = ((0, ids) for ids in [*ranges, *repeated])
     for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
         runtime.heartbeat.beat("evaluate")
+
         # Where a forward is collective, a rank that stopped alone would leave the others waiting.
         if evaluator.may_preempt and runtime.notice.signal is not None and not placement.collective_forwards:
             return [], 0

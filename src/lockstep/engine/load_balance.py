@@ -87,6 +87,8 @@ def open_load_balancer(
     """Return a balancer that measures, with `auto`. Given numbers are applied at once, and stay."""
     if speeds == "none" or plan.world == 1:
         return None
+
+    # From here on ranks run different numbers of micro-batches.
     _check_can_be_uneven(source, driver.model)
     assert isinstance(source, MapSource)
     if isinstance(speeds, str):
@@ -130,9 +132,11 @@ class LoadBalancer:
 
     def end_step(self, step: int) -> None:
         """End a step, and deal anew after the last one of a measurement."""
+        # Steps of this process are counted, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])
         self._ended += 1
+
         if self._ended % PERIOD == WARM_UP + MEASURED:
             self._deal_anew(step, pace_of(self._marks[:-1]))
             self._marks = [[]]
@@ -203,6 +207,8 @@ def _now(device: torch.device) -> Any:
     """Return a moment in the device's own time: the host runs ahead of a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
+
+    # An event costs the host nothing: its time is read when the measurement is over.
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -30,6 +30,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
     before_batch, after_step = _hooks(task, builder)
     run = builder.setup_run(data(), task.collate)
+
+    # Checked before the first step, not when the first evaluation is due.
     held_out = _held_out(task, run)
     evaluate_every = run.config.evaluate.every if held_out is not None else None
 
@@ -45,6 +47,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             batches.batches = _call_before_each(batches.batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
+
         step = run.stepper.counters.step
         # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
         if after_step:
@@ -78,6 +81,7 @@ def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None
 
 def _overrides(task: Any, method: str) -> bool:
     """Whether the task has a `method` of its own: Task's own ones do nothing, so no step need call them."""
+    # A task need not be a subclass of Task, and its methods need not be bound ones.
     own = getattr(task, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
 
@@ -132,6 +136,7 @@ def _show(task: Task, run: Run) -> str | None:
 def _location(error: BaseException, task: Task) -> str:
     """Return the last line of the task's own file that led to `error`, or else the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
+
     # The error of the task's own code may have led to another one, elsewhere.
     earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
     code = getattr(inspect.unwrap(task.show), "__code__", None)

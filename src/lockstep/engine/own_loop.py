@@ -85,13 +85,14 @@ class OwnRun:
 
         `part` is anything with `state_dict` and `load_state_dict`, such as a moving average.
         """
-        fix = "pass an object with state_dict() and load_state_dict(state)"
         if name == "data":
-            raise UserError(
-                "run.register('data', ...) uses the name of the data's own state", "", "choose another name"
-            )
+            raise UserError("run.register('data', ...) uses the name of the data's own state", "", "use another name")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise UserError(f"run.register({name!r}, part) got a {type(part).__name__} without a state", "", fix)
+            raise UserError(
+                f"run.register({name!r}, part) needs a part with a state; {type(part).__name__} has none",
+                "",
+                "pass an object with state_dict() and load_state_dict(state)",
+            )
         if self._run is not None:
             raise UserError(
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
@@ -131,6 +132,7 @@ class OwnRun:
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
         self._check_model("run.evaluate(dataset, loss)")
+        # Before the first step there is no Run yet, and evaluate.batch must be set.
         found = (self._run or self._builder).evaluate(dataset, loss, collate)
         return {"loss": found.loss, **found.metrics}
 
@@ -149,6 +151,7 @@ class OwnRun:
 
     def close(self) -> None:
         """Save the weights and write the report, if there was a loop."""
+        # A script that only set up a model has nothing to save.
         if self._run is None:
             return
         if self._in_loop:
@@ -219,6 +222,7 @@ class OwnStep:
         stepper = self._run.stepper
         if stepper.backwards_done == self._taken:
             raise self._miscounted("twice")
+        # Autocast is on in the loop's body, but must not reach into the backward.
         with full_precision(stepper.precision):
             stepper.backward(Loss(loss_sum, weight, metrics))
 
@@ -232,6 +236,7 @@ class OwnStep:
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
+
         self.ended = True
         self.result = self._run.stepper.apply()
         # Here and not after the loop's body, so that the rest of the body finds the step ended.

@@ -14,31 +14,19 @@ MAX_NAMED_IDS = 8  # of one micro-batch, in a message
 Span = tuple[int, int]  # first and last + 1 position in the endless order of samples
 
 
-class SampleLog:
-    """The file `samples/rank-N.jsonl`, with one line per step.
+class SampleHistory:
+    """The samples of this rank's newest steps, and, with `log.samples`, a file with those of all steps.
 
-    A step that was repeated after a restart has several lines; the one of the last attempt counts.
+    The file has one line per step. A step that was repeated after a restart has several; the last attempt's counts.
     """
 
-    def __init__(self, run_dir: Path, rank: int, attempt: int):
-        folder = run_dir / "samples"
-        folder.mkdir(exist_ok=True)
-        self._sink = JsonlSink(folder / f"rank-{rank}.jsonl")
+    def __init__(self, path: Path | None, attempt: int):
+        """`path` is that of the file, or None; `attempt` counts the restarts of the run."""
+        self._sink: JsonlSink | None = None
+        if path is not None:
+            path.parent.mkdir(exist_ok=True)
+            self._sink = JsonlSink(path)
         self._attempt = attempt
-
-    def write(self, step: int, pieces: list[Piece]) -> None:
-        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
-
-    def close(self) -> None:
-        self._sink.close()
-
-
-class SampleHistory:
-    """The samples of the newest steps of this rank, and the log of all of them if there is one."""
-
-    def __init__(self, log: SampleLog | None):
-        self._log = log
         # On a GPU the outcome of a step is read one step late, so two steps may still be asked about.
         self._spans: list[tuple[int, Span | None]] = []
 
@@ -50,12 +38,15 @@ class SampleHistory:
         return next(span for number, span in self._spans if number == step)
 
     def end_step(self, step: int, pieces: list[Piece]) -> None:
-        if self._log:
-            self._log.write(step, pieces)
+        """Log the samples of `step`."""
+        if self._sink is None:
+            return
+        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
     def close(self) -> None:
-        if self._log:
-            self._log.close()
+        if self._sink is not None:
+            self._sink.close()
 
 
 def blame(pieces: list[Piece], losses: list[float], rank: int, spike: bool) -> list[str]:

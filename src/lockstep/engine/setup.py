@@ -42,7 +42,7 @@ from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
 from lockstep.engine.run import Run
-from lockstep.engine.samples import SampleHistory, SampleLog
+from lockstep.engine.samples import SampleHistory
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
@@ -128,11 +128,13 @@ class RunBuilder:
         self._on_failure.callback(forget_recordings, self.driver.model)
         self.others.update(self.driver.extra_state)
 
+        # The optimizers come after the sharding, so that their state is made for the shards.
         made = optimizers(self.driver.model)
         rebind(made, names_before, dict(model.named_parameters()))
         handled = _handle_optimizers(made, model, self.config, self.precision, self.runtime)
         self._on_failure.callback(handled.release)
 
+        # Its state is part of a checkpoint, because a resumed run must compute as before.
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, handled, self.runtime, getattr(task, "changing_buffers", ()))
@@ -149,7 +151,8 @@ class RunBuilder:
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
         about_data = _attach_source(source, driver, plan, config, runtime)
-        samples = SampleHistory(_open_sample_log(config, self.folder, runtime))
+        sample_log = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
+        samples = SampleHistory(sample_log if config.log.samples else None, self.folder.attempt)
         self._on_failure.callback(samples.close)
 
         # The step. Measuring the speed of a rank ends where its gradient all-reduce begins.
@@ -216,6 +219,7 @@ class RunBuilder:
 
     def fail(self, error: BaseException) -> None:
         """Release what exists, and write what is known to disk. The caller raises the error again."""
+        # The original error is the one to see: a second one, while cleaning up, is dropped.
         with contextlib.suppress(Exception):
             self._on_failure.close()
         with contextlib.suppress(Exception):
@@ -326,6 +330,7 @@ def _write_launcher_settings(config: RunConfig) -> None:
     folder = os.environ.get(FOLDER)
     if folder and os.environ.get("RANK") == "0":
         settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
+        # Renamed when it is complete: the launcher may read it at any moment.
         staged = Path(folder) / "settings.json.tmp"
         staged.write_text(json.dumps(settings))
         staged.rename(Path(folder) / "settings.json")
@@ -354,15 +359,10 @@ def _handle_optimizers(
         handled: Optimizers = ShardedOptimizers(made, model, runtime)
     else:
         handled = Optimizers(made, model)
+    # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.way:
         handled.stand_in(MasterWeights(handled.all, model, precision.way, config.seed))
     return handled
-
-
-def _open_sample_log(config: RunConfig, folder: RunFolder, runtime: Runtime) -> SampleLog | None:
-    if not config.log.samples:
-        return None
-    return SampleLog(folder.path, runtime.world.rank, folder.attempt)
 
 
 def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
@@ -377,6 +377,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
 
     Returns the source's own line about its data, or None for any other source.
     """
+    # `attach` is optional in a BatchSource: a dataset does not call the model.
     attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
     if attach is None:
         return None
