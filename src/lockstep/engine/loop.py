@@ -29,6 +29,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
     builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
     before_batch, after_step = _hooks(task, builder)
+    if hasattr(task, "state_dict"):
+        builder.others["task"] = task  # saved with every checkpoint
     run = builder.setup_run(data(), task.collate)
 
     # Checked before the first step, not when the first evaluation is due.
@@ -47,8 +49,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             batches.batches = _call_before_each(batches.batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
-
         step = run.stepper.counters.step
+
         # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
         if after_step:
             run.runtime.heartbeat.beat("yours", step)
@@ -66,9 +68,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
 
 def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None] | None, Callable[..., None] | None]:
-    """Return the task's `before_batch` and `after_step`, where it has any, and register its state."""
-    if hasattr(task, "state_dict"):
-        builder.others["task"] = task
+    """Return the task's own `before_batch` and `after_step`, where it has any."""
     # What the task keeps for each part of the global batch must stay on the rank that runs that part.
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:

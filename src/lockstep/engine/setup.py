@@ -83,6 +83,7 @@ class ModelSetup:
 class RunBuilder:
     """A run before its first step: the pieces that exist so far."""
 
+    # From `open_run`.
     resolved: Resolved
     runtime: Runtime
     name: str
@@ -93,10 +94,16 @@ class RunBuilder:
     run_class: type[Run]
     started: float = field(default_factory=time.time)
     others: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints hold, by name
-    driver: Driver | None = None  # as soon as the model is under it
+
+    # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
+    driver: Driver | None = None
     model: ModelSetup | None = None
     evaluation: Evaluation | None = None  # one from before the first step
+
+    # From `setup_run`.
     run: Run | None = None
+
+    # What each stage has made and `fail` must release, the newest first.
     _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
