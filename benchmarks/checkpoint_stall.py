@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saver import Saver, Slice
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.storage import FileStore, Retention
 from lockstep.runtime.machine import available_cores
 
 TOKEN = "be7c4"
@@ -106,9 +106,9 @@ def work(rank: int, options: argparse.Namespace, root: Path, results: Any) -> No
     address = f"file://{root / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
     state, training = make_state(options.megabytes), Training()
-    store = Store(root / "checkpoints")
+    store = FileStore(root / "checkpoints")
     saver = Saver(store, rank, options.ranks, TOKEN, Retention(last=1))
-    mine = [Slice.whole(name, tensor) for name, tensor in list(state.items())[rank :: options.ranks]]
+    mine = [Slice.full(name, tensor) for name, tensor in list(state.items())[rank :: options.ranks]]
     saver.prepare(mine)
     ways = {
         "torch.save": lambda step: with_torch(state, root / f"everything-{step}.pt", rank, durable=False),

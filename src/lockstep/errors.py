@@ -53,3 +53,9 @@ class Preempted(SystemExit):
     def __init__(self, step: int, signal: str, checkpoint: str | None):
         super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
         self.step, self.signal, self.checkpoint = step, signal, checkpoint
+
+
+def some_names(names: list[str], most: int = 5) -> str:
+    """Return the first few names, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -40,7 +40,7 @@ WHAT_MUST_BE_SAID = {
     "stopped": ("rank 1", "step 12", "phase compute", "stopped by a signal", "To go on"),
     "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To go on"),
     "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
-    "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training goes on", "step-00000005"),
+    "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training continues", "step-00000005"),
 }
 
 

@@ -108,12 +108,12 @@ def digests(run: Path) -> dict[str, str]:
     """Of every tensor of the newest checkpoint, however it was cut."""
     import hashlib
 
-    from lockstep.checkpoint.load import CheckpointReader, find
-    from lockstep.checkpoint.storage import Store
+    from lockstep.checkpoint.load import find
+    from lockstep.checkpoint.storage import FileStore
 
-    found = find(Store(run / "checkpoints"), 0, 1, lambda value: [value])
+    found = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
     assert found is not None
-    reader = CheckpointReader(found.path, found.manifest)
+    reader = found.reader()
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 

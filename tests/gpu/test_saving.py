@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.load import find
+from lockstep.checkpoint.storage import FileStore
 from lockstep.observe.sinks import read_jsonl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,9 +34,9 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = find(Store(run / "checkpoints"), 0, 1, lambda value: [value])
+    found = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
     assert found is not None
-    reader = CheckpointReader(found.path, found.manifest)
+    reader = found.reader()
     return {name: reader.read(name) for name in reader.names()}
 
 

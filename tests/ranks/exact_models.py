@@ -17,7 +17,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
-from lockstep.runtime.layout import whole
+from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from ranks.support import configured
@@ -140,7 +140,7 @@ def digests(run: Run) -> dict[str, Any]:
     tensors, _, _ = run.checkpoints.state.capture()
     if run.config.strategy == "zero1" and not run.runtime.world.alone:  # each rank has the moments of its own part
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
-    held = {name: whole(t).detach().cpu() for name, t in sorted(tensors.items())}
+    held = {name: full_tensor(t).detach().cpu() for name, t in sorted(tensors.items())}
     lines = read_jsonl(run.folder.path / "metrics.jsonl") if run.runtime.is_main else []
     logged = [[line["step"], line["loss"], line["weight"], line["grad_norm"], line["metrics"]] for line in lines]
     return {

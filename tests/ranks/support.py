@@ -37,7 +37,7 @@ QUIET = {"device": DEVICE, "precision": "fp32", "compile": False, "log.progress"
 
 
 @dataclass
-class Piece:
+class TrainedBatch:
     """One micro-batch that a rank was given."""
 
     index: int
@@ -51,7 +51,7 @@ class StepNote:
     """What one step left behind on one rank."""
 
     result: StepResult
-    pieces: list[Piece]
+    pieces: list[TrainedBatch]
     lr: float
     scale: float | None
     grads: dict[str, Tensor | None]  # as the optimizer left them
@@ -83,7 +83,7 @@ class WatchedRun(Run):
     def step_batches(self) -> Iterator[StepBatches]:
         self.trace = Trace(self._weights())
         for batches in super().step_batches():
-            self._pieces: list[Piece] = []
+            self._pieces: list[TrainedBatch] = []
             batches.batches = self._note(batches.batches)
             yield batches
 
@@ -107,7 +107,7 @@ class WatchedRun(Run):
     def _note(self, batches: Any) -> Iterator[Any]:
         for micro in batches:
             ids = [int(i) for i in micro.ids]
-            self._pieces.append(Piece(micro.index, micro.epoch, ids, micro.padding))
+            self._pieces.append(TrainedBatch(micro.index, micro.epoch, ids, micro.padding))
             yield micro
 
     def _weights(self) -> dict[str, Tensor]:

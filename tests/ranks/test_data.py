@@ -20,8 +20,8 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import (
-    Piece,
     Trace,
+    TrainedBatch,
     WeightedRegression,
     assert_exact,
     assert_user_errors,
@@ -57,7 +57,7 @@ class Seen:
     """One micro-batch as the loss saw it; the first column is the sample's id."""
 
     step: int
-    piece: Piece
+    piece: TrainedBatch
     columns: list[list[float]]
 
     @property

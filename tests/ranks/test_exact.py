@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.exact import hook
 from lockstep.parallel.exact.driver import OrderedDDPDriver
 from lockstep.parallel.exact.hook import OrderedHook
-from lockstep.parallel.exact.tree import hook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task

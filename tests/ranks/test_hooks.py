@@ -23,7 +23,7 @@ from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.world import World
-from lockstep.task import Loss, Task
+from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool
 from ranks.support import assert_user_errors, configured, fit, flat
 from ranks.test_strategies import assert_close, final
@@ -68,6 +68,27 @@ class Sent:
         dist.all_reduce = self._original
 
 
+class Control:
+    """The only micro-batch of a step, with a gradient scale and a control word of the test's own."""
+
+    last, backwards_done = True, 0
+
+    def __init__(self, scale: float, word: ControlWord):
+        self._scale, self._word = scale, word
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        pass
+
+    def record(self, loss: Loss) -> float:
+        return self._scale
+
+    def word(self) -> ControlWord:
+        return self._word
+
+    def constant(self, value: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(value, dtype=dtype)
+
+
 Step = tuple[list[list[Tensor]], list[ControlWord], float]  # gradients and word of every rank, loss scale
 
 
@@ -79,13 +100,13 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
         driver = DDPDriver(Linear(steps[0][0][0]), config.ddp, runtime, config.seed)
         for gradients, words, scale in steps:
             driver.begin()
-            driver.arm(last=True)
+            driver.before_forward(MicroBatch(None, 0, 1), Control(scale, words[world.rank]))
             total = driver.module(gradients[world.rank])
             with Sent() as sent:
-                driver.backward(total, torch.tensor(scale), words[world.rank])
+                driver.backward(Loss(total, 1), Control(scale, words[world.rank]))
             sums = [p.grad * driver.gradient_factor for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
-            found["words"].append(driver.codec.unpack(driver.word().tolist()))
+            found["words"].append(driver.codec.unpack(driver.reduced().packed.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
@@ -407,8 +428,9 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         original = driver.hook.exchange
         driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
         driver.begin()
-        driver.arm(last=True)
-        driver.backward(driver.module(torch.ones(2, 30)).sum(), torch.tensor(1.0), ControlWord(weight=1))
+        control = Control(1.0, ControlWord(weight=1))
+        driver.before_forward(MicroBatch(None, 0, 1), control)
+        driver.backward(Loss(driver.module(torch.ones(2, 30)).sum(), 1), control)
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

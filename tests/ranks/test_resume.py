@@ -236,12 +236,12 @@ class Slots(Averaged):
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
-        (Slots(), {"global_batch": 4}, ("to go on with global_batch=4", "goes with that", "type global_batch=")),
+        (Slots(), {"global_batch": 4}, ("cannot resume with global_batch=4", "belongs to", "type global_batch=")),
         (OtherNet(), {}, ("the model of the checkpoint", "missing, first '0.bias'")),
         (OtherOptimizer(), {}, ("2 optimizers, here 1",)),
         (Untied(), {}, ("tied",)),
         (MoreData(), {}, ("45 samples now, 44 when",)),
-        (Averaged(), {"seed": 7}, ("an order of the samples other than", "has changed (seed: 0 -> 7)")),
+        (Averaged(), {"seed": 7}, ("the order of the samples has changed", "has changed (seed: 0 -> 7)")),
         (Averaged(), {"data.shuffle": False}, ("data.shuffle",)),
     ],
 )

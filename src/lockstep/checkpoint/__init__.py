@@ -1,8 +1,10 @@
-"""Never lose a run, never lie about one: tensors and plain values, committed as a whole or not at all.
+"""Checkpoints: tensors and plain values, committed as a whole or not at all, and verified before they are used.
 
     step-00000040/part-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                what is where, with the size and the digest of each file
-    latest                                     the name of the newest one, for people
+    latest                                     the name of the newest checkpoint, for people and the launcher
 
-This area knows nothing about models, and calls no collective.
+`manager` decides when to save and how to resume; `run_state` knows what the state of a run is. Below them, nothing
+knows about models and nothing calls a collective: `saver` and `writer` write, `load` and `inspect` read, and all of
+them reach the disk through the `Store` protocol of `storage`.
 """

@@ -1,48 +1,70 @@
-"""What the command `lockstep ckpt` says about the checkpoints of a run. Looking at them needs no torch."""
+"""The command `lockstep ckpt`: each function returns the text to print and the exit code.
+
+Only `export` imports torch, and only when it is called: looking at checkpoints must be quick.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint import format
-from lockstep.checkpoint.durable import spoken
+from lockstep.checkpoint.format import find_problems
 from lockstep.checkpoint.manifest import NAME, Damaged, Manifest, check_size, read_manifest
-from lockstep.checkpoint.retention import Retention, to_delete
-from lockstep.checkpoint.storage import Store, step_number
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    FileStore,
+    Retention,
+    Store,
+    committed,
+    remove,
+    size_text,
+    to_delete,
+)
 from lockstep.errors import UserError
 
-_MANY = 200  # tensors that `show` lists
+# So many tensors are listed by `show`.
+_MANY = 200
+
+# Of the tensors that `export` writes.
+_PREFIX = "model."
 
 
 def ls(place: Path) -> tuple[str, int]:
-    """A line for each checkpoint, from its manifest and the sizes of its files. `verify` knows about the bytes."""
+    """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
+    rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
+    if not rows:
+        return "no checkpoints", 0
     head = ("step", "when", "size", "tensors", "metrics", "state")
-    rows = [_row(path) for path in _store(place).committed()]
-    return _table([head, *rows]) if rows else "no checkpoints", 0
+    return _table([head, *rows]), 0
 
 
 def show(place: Path) -> tuple[str, int]:
-    """The newest checkpoint, or this one, in detail."""
-    path = choose(place)
+    """Describe the newest checkpoint of a run, or the one given, in detail."""
+    checkpoint = choose(place)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(checkpoint)
     except Damaged as damaged:
         return f"damaged: {damaged}", 1
+
     facts = [
-        ("checkpoint", str(path)),
+        ("checkpoint", str(checkpoint.path)),
         ("step", str(manifest.step)),
         ("when", _when(manifest)),
         ("lockstep", manifest.lockstep),
-        ("size", f"{spoken(manifest.bytes)} in {len(manifest.files)} files"),
+        ("size", f"{size_text(manifest.bytes)} in {len(manifest.files)} files"),
         ("metrics", _metrics(manifest) or "none"),
         ("values", ", ".join(sorted(manifest.values)) or "none"),
     ]
+
+    # One row a tensor; a model of thousands would scroll everything else away.
     rows = [("tensor", "dtype", "shape", "size", "pieces")]
     for name, entry in sorted(manifest.tensors.items()):
-        rows.append((name, entry.dtype, str(list(entry.shape)), spoken(entry.bytes), str(len(entry.pieces))))
+        rows.append((name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces))))
+
     lines = [_table(facts), "", _table(rows[: _MANY + 1])]
     if len(rows) > _MANY + 1:
         lines.append(f"and {len(rows) - 1 - _MANY} more")
@@ -51,87 +73,173 @@ def show(place: Path) -> tuple[str, int]:
 
 
 def verify(place: Path) -> tuple[str, int]:
-    """Read every byte of one checkpoint, or of all of a run; code 1 if any is not what was written."""
-    rows, bad = [], False
-    for path in [place] if _is_checkpoint(place) else _store(place).committed():
-        problems = _problems(path)
-        bad = bad or bool(problems)
-        rows.append((path.name, "damaged" if problems else "ok"))
-        rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
-    return _table(rows) if rows else "no checkpoints", int(bad)
+    """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
+    if _is_checkpoint(place):
+        chosen = [Checkpoint.at(place)]
+    else:
+        chosen = committed(_store(place))
+
+    # One row a checkpoint, and below it one for each bad file.
+    rows = []
+    code = 0
+    for checkpoint in chosen:
+        problems = _problems(checkpoint)
+        rows.append((checkpoint.name, "damaged" if problems else "ok"))
+        for problem in problems:
+            rows.append(("", f"{problem.file}: {problem.why}"))
+            code = 1
+    return _table(rows) if rows else "no checkpoints", code
 
 
 def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
-    """Delete all but the newest `keep`, counting only those that are whole: a damaged one must not push out a good."""
+    """Delete all but the newest `keep` valid checkpoints: a damaged one must not push out a good one."""
+    # First, so that a bad count is refused before anything is read.
+    retention = Retention(last=keep)
+
+    # Every byte is read: only valid checkpoints count.
     store = _store(place)
-    paths = {step_number(path): path for path in store.committed()}
-    damaged = {step for step, path in paths.items() if _problems(path)}
-    doomed = to_delete([(step, {}) for step in paths if step not in damaged], Retention(last=keep))
-    lines = [f"{paths[step].name} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
+    found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
+    damaged = {step for step, checkpoint in found.items() if _problems(checkpoint)}
+    doomed = to_delete([(step, {}) for step in found if step not in damaged], retention)
+
+    lines = [f"{found[step].name} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
     for step in doomed:
         if not dry_run:
-            store.remove(paths[step], secrets.token_hex(8))
-        lines.append(f"{'would delete' if dry_run else 'deleted'} {paths[step].name}")
+            remove(store, found[step].name, secrets.token_hex(8))
+        lines.append(f"{'would delete' if dry_run else 'deleted'} {found[step].name}")
     return "\n".join(lines) or "nothing to delete", 0
 
 
 def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     """Write the weights to one file."""
-    from lockstep.checkpoint.export import export, left_out  # needs torch
+    checkpoint = choose(place, step)
+    default = checkpoint.path.parent.parent / "export" / checkpoint.name
+    lines = [str(export_weights(checkpoint, out or default))]
 
-    path = choose(place, step)
-    target = export(path, out or path.parent.parent / "export" / path.name)
-    missing = left_out(read_manifest(path))
-    note = [f"{len(missing)} frozen parameters are in no checkpoint, and so not in it: {', '.join(missing)}"]
-    return "\n".join([str(target), *(note if missing else [])]), 0
+    # The file is not the whole model if the run keeps frozen parameters out of its checkpoints.
+    missing = _frozen_left_out(read_manifest(checkpoint))
+    if missing:
+        lines.append(
+            f"{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {', '.join(missing)}"
+        )
+    return "\n".join(lines), 0
 
 
-def choose(place: Path, step: int | None = None) -> Path:
-    """The checkpoint `place` itself, or the newest of the run there, or the one of `step`."""
+def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
+    """Write the tensors `model.*` to `out`, or to `out`/model.safetensors. Every byte is verified first.
+
+    Tied weights are written once; the metadata say under which name to find the others.
+    """
+    from safetensors.torch import save_file  # needs torch
+
+    tensors, aliases = _weights(checkpoint)
+    if not tensors:
+        raise UserError(
+            f"cannot export the weights of {checkpoint.path}",
+            f"no tensor whose name begins with {_PREFIX!r}",
+            "look at what is there: lockstep ckpt show CKPT",
+        )
+
+    # An older file is replaced as a whole or not at all.
+    target = out if out.suffix == ".safetensors" else out / "model.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(tensors, draft, metadata={**aliases, "format": "pt"})
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the model's tensors by name, and the other names of tied ones."""
+    from lockstep.checkpoint.load import CheckpointReader  # needs torch
+
+    tensors = {}
+    aliases = {}
+    try:
+        manifest = read_manifest(checkpoint)
+        problems = find_problems(checkpoint, manifest, manifest.files)
+        if problems:
+            raise problems[0]
+
+        # A tensor may be tied to one outside the model; then it is not an alias here.
+        reader = CheckpointReader(checkpoint, manifest)
+        for full_name in reader.names():
+            if not full_name.startswith(_PREFIX):
+                continue
+            name = full_name.removeprefix(_PREFIX)
+            original = reader.original(full_name)
+            if original != full_name and original.startswith(_PREFIX):
+                aliases[name] = original.removeprefix(_PREFIX)
+            else:
+                tensors[name] = reader.read(full_name)
+    except Damaged as damaged:
+        problem = f"cannot export {checkpoint.path}: it is damaged"
+        raise UserError(problem, str(damaged), "choose another checkpoint: lockstep ckpt ls RUN") from None
+    return tensors, aliases
+
+
+def _frozen_left_out(manifest: Manifest) -> list[str]:
+    """Return the frozen parameters that the run keeps out of its checkpoints (checkpoint.frozen=false)."""
+    # Anything may have written the values: `export` also takes checkpoints that are not of a run.
+    found: Any = manifest.values
+    for key in ("state", "model", "left_out"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return sorted(found or ())
+
+
+def choose(place: Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint `place` itself, or the newest of the run there, or the one of `step`."""
     if _is_checkpoint(place) and step is None:
-        return place
-    found = _store(place).committed()
+        return Checkpoint.at(place)
+
+    # A checkpoint's folder and a step: any step of the same run.
+    found = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
     if not found:
-        raise UserError(f"a checkpoint in {place}", "none was committed", "choose another run folder")
+        raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
     if step is None:
-        return found[0]
-    by_step = {step_number(path): path for path in found}
-    if step not in by_step:
-        steps = ", ".join(str(known) for known in sorted(by_step))
-        raise UserError(f"the checkpoint of step {step} in {place}", f"those of steps {steps}", "use one of them")
-    return by_step[step]
+        return found[max(found)]
+    if step not in found:
+        steps = ", ".join(map(str, sorted(found)))
+        raise UserError(f"{place} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
+    return found[step]
 
 
 def _store(place: Path) -> Store:
+    # The run's folder, or the folder of its checkpoints.
     for root in (place / "checkpoints", place):
         if root.name == "checkpoints" and root.is_dir():
-            return Store(root)
-    found = "no folder checkpoints in it" if place.is_dir() else "no such folder"
-    raise UserError(f"the checkpoints of {place}", found, "give the folder of a run, such as runs/char_lm-...")
+            return FileStore(root)
+    why = "has no folder checkpoints" if place.is_dir() else "does not exist"
+    raise UserError(f"{place} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
 
 def _is_checkpoint(place: Path) -> bool:
+    # One that has lost its manifest is still meant to be a checkpoint, and a damaged one.
     return (place / NAME).exists() or place.parent.name == "checkpoints"
 
 
-def _problems(path: Path) -> Sequence[Damaged]:
+def _problems(checkpoint: Checkpoint) -> Sequence[Damaged]:
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(checkpoint)
     except Damaged as damaged:
         return [damaged]
-    return format.problems(path, manifest, manifest.files)
+    return find_problems(checkpoint, manifest, manifest.files)
 
 
-def _row(path: Path) -> tuple[str, ...]:
-    step = str(step_number(path))
+def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the row of `ls`, without reading any part."""
+    step = str(checkpoint.step)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(checkpoint)
         for file in manifest.files:
-            check_size(path, file)
+            check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
-    size, count = spoken(manifest.bytes), str(len(manifest.tensors))
-    return step, _when(manifest), size, count, _metrics(manifest), "not verified"
+    count = str(len(manifest.tensors))
+    return step, _when(manifest), size_text(manifest.bytes), count, _metrics(manifest), "not verified"
 
 
 def _when(manifest: Manifest) -> str:
@@ -139,11 +247,14 @@ def _when(manifest: Manifest) -> str:
 
 
 def _metrics(manifest: Manifest) -> str:
-    found = {name: value for name, value in manifest.metrics.items() if isinstance(value, int | float)}
-    return " ".join(f"{name}={value:.4g}" for name, value in found.items())
+    numbers = {name: value for name, value in manifest.metrics.items() if isinstance(value, int | float)}
+    return " ".join(f"{name}={value:.4g}" for name, value in numbers.items())
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in rows:
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

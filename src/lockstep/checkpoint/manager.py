@@ -1,12 +1,20 @@
-"""Keeps the run: when to write a checkpoint, how to come back from one, and what to do when writing fails.
+"""The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
-Every method is called by all ranks at the same step, except `poll`.
+    check_space, resume, begin      before the first step
+    poll, wants                     after each step, for the control word
+    due, save                       between two steps
+    give_up                         when the control word says that some rank's part has failed
+    rewind                          when a step was spoiled, and its policy is rewind
+    settle, close                   at the end
+
+Collective: all ranks call every method at the same step, except `poll`, `wants` and `close`.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +22,23 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.checkpoint.load import CheckpointReader, Found, find
-from lockstep.checkpoint.reshard import Change, as_saved, check_lasting, config_changes, merged, share_out, sizes_of
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_state import RunState
-from lockstep.checkpoint.saver import Report, Saver, Slice, free_bytes
-from lockstep.checkpoint.storage import Store
-from lockstep.config import RunConfig
+from lockstep.checkpoint.load import Found, find
+from lockstep.checkpoint.reshard import merge_values, plain_sizes, slices_to_write
+from lockstep.checkpoint.run_state import Change, RunState
+from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    FileStore,
+    Retention,
+    Store,
+    clean,
+    committed,
+    set_aside,
+    set_aside_after,
+)
+from lockstep.config import RunConfig, flatten
+from lockstep.config.values import typed
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
@@ -30,22 +48,42 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-AROUND = ("evaluation_due", "interval", "seconds")  # what the loop adds to the state, beside the metrics
+# What the loop adds to the state, with the metrics; `Resumed` has fields of these names.
+LOOP_STATE = ("evaluation_due", "interval", "seconds")
+
+# Settings that may change between two parts of a run without being reported.
+NOT_COMPARED = ("run_dir", "resume", "log.progress")
+
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Resumed:
+    """What a run has resumed from."""
+
     step: int
     path: Path
-    world: int  # that wrote it
-    settings: list[Change]  # that are not as they were
-    changes: list[str]  # these, and what else is not as it was, in words
-    evaluation_due: bool  # the run had to leave before it could evaluate
-    interval: dict[str, Any]  # sums since the last log line
-    seconds: float  # the run has taken so far
+
+    # The number of ranks that wrote it.
+    world: int
+
+    # The settings that have changed since; and these with all other changes, as text.
+    settings: list[Change]
+    changes: list[str]
+
+    # The run was preempted before it could evaluate.
+    evaluation_due: bool
+
+    # Sums since the last log line.
+    interval: dict[str, Any]
+
+    # How long the run has taken so far.
+    seconds: float
 
 
 class CheckpointManager:
+    """Saves and restores one run. A save is in flight until all ranks have agreed on how it ended (`settle`)."""
+
     def __init__(
         self,
         folder: RunFolder,
@@ -53,101 +91,104 @@ class CheckpointManager:
         config: RunConfig,
         plan: Plan,
         runtime: Runtime,
-        tell: Callable[..., None],
+        log_event: Callable[..., None],
+        store: Store | None = None,
     ):
-        self.folder, self.state, self.config, self.plan, self.runtime = folder, state, config, plan, runtime
-        self.tell = tell  # event, **fields
-        self.store = Store(folder.path / "checkpoints")
-        kept = config.checkpoint
+        """`log_event(event, **fields)` logs. Without a `store`, checkpoints are in the run folder."""
+        self.folder = folder
+        self.state = state
+        self.config = config
+        self.plan = plan
+        self.runtime = runtime
+        self.log_event = log_event
+        self.store = store or FileStore(folder.path / "checkpoints")
+
+        # All ranks write; the token keeps their files apart from those of an earlier attempt.
+        settings = config.checkpoint
         self.saver = Saver(
             self.store,
             runtime.world.rank,
             runtime.world.size,
             folder.token,
-            Retention(kept.keep, kept.keep_every, kept.best, kept.best_mode),
-            kept.asynchronous,
+            Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode),
+            settings.asynchronous,
         )
-        state.stepper.before_update = self.saver.let_change
-        self._open = False  # a save has been started, and the ranks have not yet agreed on how it ended
+        # A snapshot may still be copying the optimizers' state when the next step wants to change it.
+        state.stepper.update.before.append(self.saver.let_change)
+
+        # A save has been started, and the ranks have not yet agreed on how it ended.
+        self._in_flight = False
+
+        # The step and the time of the last save, or of the checkpoint that the run has resumed from.
         self._saved_step: int | None = None
-        self._last = time.monotonic()
-        self._rewinds = 0  # since the last checkpoint
+        self._saved_at = time.monotonic()
+
+        # Since the last checkpoint.
+        self._rewinds = 0
         self._saves = 0
 
-    # ---- coming back ----
+    # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """From this run's own newest checkpoint that is whole, or from where the user said."""
+        """Resume from this run's own newest valid checkpoint, or from where the user said (`--resume PATH`).
+
+        Return None if the run starts from scratch.
+        """
         if self.runtime.is_main:
             self.store.claim(self.folder.token)
-            self.store.clean(self.folder.token)
-        found = self._find(self.store, None) if self.folder.continues else None
-        if found is None and self.folder.origin is not None:
-            origin = self.folder.origin
-            one = origin if is_checkpoint(origin) else None
-            found = self._find(Store(run_of(origin) / "checkpoints"), one)
+            clean(self.store, self.folder.token)
+
+        # The run's own checkpoints come first: a restarted attempt must not begin at the origin again.
+        found = self._find(self.store) if self.folder.continues else None
+        origin = self.folder.origin
+        if found is None and origin is not None:
+            if is_checkpoint(origin):
+                one = Checkpoint.at(origin)
+                found = self._find(one.store, one.name)
+            else:
+                found = self._find(FileStore(run_of(origin) / "checkpoints"))
             if found is None:
-                raise UserError(f"--resume {origin}", "a run without a checkpoint", "leave --resume out to start anew")
-        if found is None:
-            return None
-        return self._load(found)
-
-    def _find(self, store: Store, only: Path | None) -> Found | None:
-        world = self.runtime.world
-        self.runtime.heartbeat.beat("load")
-        found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
-        if found is not None:
-            for damage in found.passed_over:
-                aside = store.set_aside(damage.path, "damaged") if self.runtime.is_main else damage.path
-                self.tell(
-                    "warning",
-                    reason=f"checkpoint {damage.path.name} is damaged: {damage.file}: {damage.why}; going on from "
-                    f"{found.path.name}. The damaged one is kept as {aside.name}",
+                raise UserError(
+                    f"cannot resume from {origin}: the run has no checkpoint", "", "leave --resume out to start anew"
                 )
-        return found
-
-    def _load(self, found: Found) -> Resumed:
-        values = found.manifest.values
-        _check_version(values)
-        settings = config_changes(values["config"], self.config)
-        check_lasting(settings, {key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())})
-        others = self.state.restore(CheckpointReader(found.path, found.manifest), values["state"], settings)
-        changes = [*map(str, settings), *others]
-        step = self.state.stepper.counters.step
-        own = found.path.resolve().parent == self.store.root.resolve()
-        if self.runtime.is_main and own:
-            self.store.set_aside_after(step)  # the run goes back: what came after belongs to another history
-        self.runtime.collectives.gather_json(None)  # nobody saves before rank 0 has tidied up
-        self._saved_step = step if own else None
-        self._last = time.monotonic()
-        self._seed_host(step)
-        return Resumed(step, found.path, values["world"], settings, changes, **{key: values[key] for key in AROUND})
+        return None if found is None else self._load(found)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Back to the last checkpoint; the samples that spoiled the step are left out from now on."""
+        """Go back to the last checkpoint, and leave out the samples that spoiled the step from now on.
+
+        `span`: their positions in the order of the data, as (start, stop).
+        """
+        # The save in flight may be the one to go back to.
         self.settle()
+
+        # Without a limit, a run that is spoiled for another reason would go round in circles.
         self._rewinds += 1
         most = self.config.nonfinite.max_in_a_row
         if self._rewinds > most:
             raise UserError(
-                f"to rewind at most {most} times without a new checkpoint (nonfinite.max_in_a_row)",
+                f"step {result.step} was spoiled again, and the run rewinds at most {most} times without a new "
+                "checkpoint (nonfinite.max_in_a_row)",
                 f"step {result.step}: {result.trouble}",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
-        found = self._find(self.store, None)
+
+        found = self._find(self.store)
         if found is None:
             raise UserError(
-                "to go back to the last checkpoint",
-                f"none: it could not be written. Step {result.step}: {result.trouble}",
+                f"step {result.step} cannot be rewound: no checkpoint could be written",
+                f"step {result.step}: {result.trouble}",
                 "make room on the disk, or choose the policy skip or stop",
             )
+
+        # The checkpoint does not know yet of what was left out since it was written.
         source: Any = self.state.source
         assert span is not None
-        spans = [*source.passed_over, span]  # what the checkpoint does not know of yet
+        spans = [*source.passed_over, span]
         resumed = self._load(found)
         for spoiled in spans:
             source.pass_over(spoiled)
-        self.tell(
+
+        self.log_event(
             "rewind",
             step=result.step,
             to=self.state.stepper.counters.step,
@@ -156,193 +197,312 @@ class CheckpointManager:
         )
         return resumed
 
-    # ---- saving ----
+    def _find(self, store: Store, only: str | None = None) -> Found | None:
+        """Find the newest valid checkpoint, and set newer ones aside that are damaged."""
+        self.runtime.heartbeat.beat("load")
+        world = self.runtime.world
+        found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if found is None:
+            return None
+
+        # Renamed by rank 0 only; the event is logged from there, too.
+        for damage in found.damaged:
+            name = aside = damage.checkpoint.name
+            if self.runtime.is_main:
+                aside = set_aside(store, name, "damaged").name
+            self.log_event(
+                "warning",
+                reason=f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from "
+                f"{found.checkpoint.name}. The damaged one is kept as {aside}",
+            )
+        return found
+
+    def _load(self, found: Found) -> Resumed:
+        values = found.manifest.values
+        _check_complete(values)
+
+        # Refuse before anything is changed.
+        settings = config_changes(values["config"], self.config)
+        _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
+
+        others = self.state.restore(found.reader(), values["state"], settings)
+        step = self.state.stepper.counters.step
+
+        # The run goes back to this step: its later checkpoints belong to another history. No rank may save before
+        # rank 0 has set them aside.
+        own = os.path.realpath(found.checkpoint.path.parent) == os.path.realpath(self.store.address)
+        if self.runtime.is_main and own:
+            set_aside_after(self.store, step)
+        self.runtime.collectives.gather_json(None)
+
+        self._saved_step = step if own else None
+        self._saved_at = time.monotonic()
+        self._seed_host(step)
+        return Resumed(
+            step=step,
+            path=found.checkpoint.path,
+            world=values["world"],
+            settings=settings,
+            changes=[*map(str, settings), *others],
+            **{key: values[key] for key in LOOP_STATE},
+        )
+
+    # ---- before the first step ----
 
     def check_space(self) -> None:
-        """Is there room? Asked before any time is spent. The weights are certain, the optimizers' state is a guess."""
-        kept = self.config.checkpoint
-        if kept.every is None and kept.minutes is None and not kept.at_end:
+        """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
+
+        Asked before any time is spent: the size of the weights is known, that of the optimizers' state is a guess.
+        """
+        settings = self.config.checkpoint
+        if settings.every is None and settings.minutes is None and not settings.at_end:
             return
         certain, guess = self.state.bytes_at_start()
 
+        # Rank 0 looks at the disk, and all ranks raise what it raises.
         def check() -> int:
-            free = free_bytes(self.store.root)
+            free = self.store.free_bytes()
             if free < certain:
                 raise UserError(
-                    f"room for a checkpoint in {self.store.root}",
-                    f"{megabytes(free / 2**20)} free, {megabytes(certain / 2**20)} needed for the weights alone",
-                    f"free {megabytes((certain + guess - free) / 2**20)}, or type run_dir=FOLDER on another disk",
+                    f"there is no room for a checkpoint in {self.store.address}: {megabytes(free / MIB)} free",
+                    f"{megabytes(certain / MIB)} needed for the weights alone",
+                    f"free {megabytes((certain + guess - free) / MIB)}, or type run_dir=FOLDER on another disk",
                 )
             return free
 
-        if (free := on_main(check, self.runtime)) < 2 * (certain + guess):
-            self.tell(
+        free = on_main(check, self.runtime)
+        needed = 2 * (certain + guess)
+        if free < needed:
+            self.log_event(
                 "warning",
-                reason=f"the disk has {megabytes(free / 2**20)} free, and two checkpoints, which is what it takes to "
-                f"replace one by the next, need about {megabytes(2 * (certain + guess) / 2**20)}",
+                reason=f"the disk has {megabytes(free / MIB)} free; replacing one checkpoint by the next takes room "
+                f"for two, about {megabytes(needed / MIB)}",
             )
 
     def begin(self) -> None:
-        """What must be there before the first step."""
-        rewinds = "rewind" in (self.config.nonfinite.policy, self.config.spike.policy)
-        if rewinds and not hasattr(self.state.source, "pass_over"):
+        """Make sure that there is a checkpoint to go back to, if a policy is rewind."""
+        if "rewind" not in (self.config.nonfinite.policy, self.config.spike.policy):
+            return
+        if not hasattr(self.state.source, "pass_over"):
             raise UserError(
-                "a policy of rewind", "data that cannot leave out samples (a stream)", "choose the policy skip or stop"
+                "the policy rewind needs data that can leave out samples",
+                "a stream, which cannot",
+                "choose the policy skip or stop",
             )
-        if rewinds and self._saved_step is None:
-            nothing = {"names": ["loss"], "totals": [0.0, 0.0]}
-            self.save({"metrics": {}, "evaluation_due": False, "interval": nothing, "seconds": 0.0})
+
+        # The state before the first step, in the form in which the loop would save it.
+        if self._saved_step is None:
+            no_sums = {"names": ["loss"], "totals": [0.0, 0.0]}
+            self.save({"metrics": {}, "evaluation_due": False, "interval": no_sums, "seconds": 0.0})
             if not self.settle():
                 raise UserError(
-                    "a policy of rewind, which needs a checkpoint to go back to",
-                    "the first one could not be written",
+                    "the policy rewind needs a checkpoint, and the first one could not be written",
+                    "",
                     "make room on the disk, or choose the policy skip or stop",
                 )
-
-    def wants(self, step: int) -> bool:
-        """Whether rank 0's clock asks for a checkpoint; it asks through the control word."""
-        minutes = self.config.checkpoint.minutes
-        return self.runtime.is_main and minutes is not None and time.monotonic() - self._last > 60 * minutes
-
-    def due(self, step: int, asked: bool) -> bool:
-        kept = self.config.checkpoint
-        by_step = kept.every is not None and step % kept.every == 0
-        return (asked or by_step) and step != self._saved_step
-
-    def save(self, around: dict[str, Any]) -> None:
-        """Copy the state, and let it be written while training goes on; `around` is what the loop knows beside it."""
-        self.settle()
-        heartbeat, before = self.runtime.heartbeat, self.runtime.heartbeat.phase
-        step = self.state.stepper.counters.step
-        heartbeat.beat("snapshot", step)
-        tensors, aliases, state = self.state.capture()
-        if not self.state.alike:
-            state = merged(self.runtime.collectives.gather_json(state))
-        if not self._saves:
-            self._check_alike()
-        self._saves += 1
-        values = {
-            "state": state,
-            "config": as_saved(self.config),
-            "plan": self.plan.as_dict(),
-            "world": self.runtime.world.size,
-            "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            **around,
-        }
-        slices = self._share(tensors)
-        self.saver.save(step, slices, aliases, values, self.state.steady())
-        self._open, self._saved_step, self._rewinds = True, step, 0
-        self._last = time.monotonic()
-        self._seed_host(step)
-        heartbeat.beat(before)
-
-    def _check_alike(self) -> None:
-        """What the task and the user's loop keep should be the same on every rank; rank 0's is what is saved."""
-        everybody = self.runtime.collectives.gather_json(self.state.digest_of_others())
-        for name in everybody[0]:
-            if len({one[name] for one in everybody}) > 1:
-                self.tell("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
         tensors, _, _ = self.state.capture_tensors()
-        self.saver.prepare(self._share(tensors))
+        self.saver.prepare(self._slices(tensors))
 
-    def _share(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
-        """What this rank writes."""
-        mine, world = sizes_of(tensors), self.runtime.world
-        everybody = [mine] * world.size if self.state.alike else self.runtime.collectives.gather_json(mine)
-        return share_out(tensors, world.rank, everybody)
+    # ---- saving ----
+
+    def wants(self, step: int) -> bool:
+        """Whether rank 0's clock requests a checkpoint; the request is part of the control word."""
+        # Clocks differ between machines, so only one counts.
+        minutes = self.config.checkpoint.minutes
+        return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+
+    def due(self, step: int, asked: bool) -> bool:
+        """Whether to save after `step`: by its number, or because any rank has `asked` for it."""
+        every = self.config.checkpoint.every
+        by_step = every is not None and step % every == 0
+        return (asked or by_step) and step != self._saved_step
+
+    def save(self, loop_state: dict[str, Any]) -> None:
+        """Copy the state, and let it be written while training continues.
+
+        `loop_state`: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
+        """
+        self.settle()
+        heartbeat = self.runtime.heartbeat
+        phase_before = heartbeat.phase
+        step = self.state.stepper.counters.step
+        heartbeat.beat("snapshot", step)
+
+        # Where ranks hold different parameters, rank 0 writes the values of all.
+        tensors, aliases, state = self.state.capture()
+        if not self.state.replicated:
+            state = merge_values(self.runtime.collectives.gather_json(state))
+
+        # Once: it costs a digest of the user's state.
+        if not self._saves:
+            self._warn_of_differences()
+        self._saves += 1
+
+        # The names are part of the format on disk.
+        values = {
+            "state": state,
+            "config": _as_saved(self.config),
+            "plan": self.plan.as_dict(),
+            "world": self.runtime.world.size,
+            "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
+            **loop_state,
+        }
+        self.saver.save(step, self._slices(tensors), aliases, values, self.state.steady())
+
+        self._in_flight = True
+        self._saved_step = step
+        self._saved_at = time.monotonic()
+        self._rewinds = 0
+        self._seed_host(step)
+        heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
-        """Tell what has been written. Whether this rank's part of a save has failed: the control word carries that."""
+        """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
         for report in self.saver.poll():
-            self._tell(report)
+            self._log(report)
         return self.saver.failed
 
-    def give_up(self) -> None:
-        """Some rank could not write its part: nobody commits it, training goes on."""
-        reasons = self.runtime.collectives.gather_json(self.saver.trouble)
-        if not any(reasons):
-            return  # it has been dealt with already: the control word comes a step late
-        own = {rank: reason for rank, reason in enumerate(reasons) if reason and not reason.startswith("rank ")}
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in own.items()) or next(filter(None, reasons), "")
-        step = self._saved_step
-        self.saver.abandon(told)
-        self.saver.wait()
-        self._open, self._saved_step = False, None
-        for _ in self.saver.poll():
-            pass  # told here, once, with the reasons of all ranks
-        self.tell(
-            "warning",
-            reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {told}. Training goes on; the last good one is "
-            f"{self._newest()}",
-        )
-
     def settle(self) -> bool:
-        """Wait until the save in flight has been committed or given up, on all ranks. Whether all is well."""
-        if not self._open:
+        """Wait until the save in flight is committed or given up on all ranks.
+
+        Return False if it was given up. Without a save in flight, this costs nothing.
+        """
+        if not self._in_flight:
             return True
-        heartbeat, before = self.runtime.heartbeat, self.runtime.heartbeat.phase
+        heartbeat = self.runtime.heartbeat
+        phase_before = heartbeat.phase
         heartbeat.beat("commit")
+
+        # First the parts: rank 0 would otherwise wait for one that has failed.
         self.saver.wait_part()
-        if any(self.runtime.collectives.gather_json(self.saver.trouble)):
-            self.give_up()
-            heartbeat.beat(before)
-            return False
-        for report in self.saver.wait():
-            self._tell(report)
-        well = not any(self.runtime.collectives.gather_json(self.saver.trouble))  # rank 0 may have failed to commit
+        well = not self._any_failed()
+        if well:
+            for report in self.saver.wait():
+                self._log(report)
+
+            # Rank 0 may have failed to commit.
+            well = not self._any_failed()
         if not well:
             self.give_up()
-        self._open = False
-        heartbeat.beat(before)
+
+        self._in_flight = False
+        heartbeat.beat(phase_before)
         return well
 
+    def give_up(self) -> None:
+        """Abandon the save in flight, since some rank could not write its part.
+
+        Training continues: a full disk costs a checkpoint, and not the run.
+        """
+        reasons = self.runtime.collectives.gather_json(self.saver.failure)
+        # The control word comes a step late: it may have been dealt with already.
+        if not any(reasons):
+            return
+
+        # Rank 0 repeats the reasons of others as "rank N: ...": take each from the rank that has it.
+        own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
+        reason = "; ".join(own) or next(filter(None, reasons))
+        step = self._saved_step
+        self.saver.abandon(reason)
+        self.saver.wait()
+        self._in_flight = False
+        self._saved_step = None
+
+        # Drop this rank's report: the failure is logged here, once, with the reasons of all ranks.
+        self.saver.poll()
+        newest = self.newest_path()
+        self.log_event(
+            "warning",
+            reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {reason}. Training continues; the last good one "
+            f"is {newest.name if newest else 'none: there is no checkpoint yet'}",
+        )
+
     def close(self, patience: float = 0.0) -> None:
-        """What is in flight gets `patience` seconds more: after an error it may be all that is left of the run."""
-        if self._open and patience:
+        """End the saver. A save in flight gets `patience` seconds: after an error it may be all that is left."""
+        if self._in_flight and patience:
             self.saver.wait(patience)
         self.saver.close()
 
     def newest_path(self) -> Path | None:
-        return next(iter(self.store.committed()), None)
+        newest = committed(self.store)[:1]
+        return newest[0].path if newest else None
 
-    def _newest(self) -> str:
-        newest = self.newest_path()
-        return newest.name if newest else "none: there is no checkpoint yet"
+    def _any_failed(self) -> bool:
+        return any(self.runtime.collectives.gather_json(self.saver.failure))
 
-    def _tell(self, report: Report) -> None:
+    def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
+        """Return what this rank writes of `tensors`."""
+        world = self.runtime.world
+        mine = plain_sizes(tensors)
+
+        # A rank that knows what all others hold need not ask them.
+        if self.state.replicated:
+            sizes = [mine] * world.size
+        else:
+            sizes = self.runtime.collectives.gather_json(mine)
+        return slices_to_write(tensors, world.rank, sizes)
+
+    def _warn_of_differences(self) -> None:
+        """Warn if the state of the task or of the user's loop differs between ranks: only rank 0's is saved."""
+        digests = self.runtime.collectives.gather_json(self.state.digest_replicated())
+        for name in digests[0]:
+            if len({one[name] for one in digests}) > 1:
+                self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
+
+    def _log(self, report: Report) -> None:
+        # What is not committed is logged by `give_up`, when all ranks know.
         if report.path is None:
-            return  # not committed: `give_up` tells, when all ranks know
+            return
         if report.error:
-            self.tell("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
-        self.tell(
+            self.log_event("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
+        self.log_event(
             "checkpoint",
             step=report.step,
             path=self.folder.as_shown(report.path),
-            mb=_megabytes_in(report.path),
+            mb=report.total_bytes / MIB,
             stall_s=report.stall_s,
             write_s=report.write_s,
         )
 
     def _seed_host(self, step: int) -> None:
-        """Python's and numpy's generators start anew with every checkpoint: a resumed run draws what it would have."""
+        """Seed Python's and numpy's generators anew with every checkpoint, so that a resumed run draws the same."""
         seed_host(derive(self.config.seed, "checkpoint", step))
 
 
-def _megabytes_in(folder: Path) -> float | None:
-    try:
-        return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
-    except FileNotFoundError:  # others are allowed to delete it
-        return None
+def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
+    """Return the settings that differ from those of a checkpoint."""
+    now = _as_saved(config)
+    changes = []
+    for key in {**saved, **now}:
+        if key not in NOT_COMPARED and saved.get(key) != now.get(key):
+            changes.append(Change(key, saved.get(key, "not set"), now.get(key, "not set")))
+    return changes
 
 
-def _check_version(values: dict[str, Any]) -> None:
-    missing = {"state", "config", "world", *AROUND} - values.keys()
+def _as_saved(config: RunConfig) -> dict[str, str]:
+    """Return what a checkpoint keeps of the settings: each as one would type it."""
+    return {key: typed(value) for key, value in flatten(config).items()}
+
+
+def _check_lasting(settings: list[Change], lasting: Collection[str]) -> None:
+    """Refuse a change of settings that the task's own state depends on (`Task.lasting`)."""
+    for key, before, now in settings:
+        if key in lasting:
+            raise UserError(
+                f"cannot resume with {key}={now}: the state that the task has saved belongs to {key}={before}",
+                "",
+                f"type {key}={before}, or start a new run from the exported weights",
+            )
+
+
+def _check_complete(values: dict[str, Any]) -> None:
+    missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
     if missing:
         raise UserError(
-            "a checkpoint of a Lockstep run",
-            f"one without {', '.join(sorted(missing))}",
+            f"cannot resume: the checkpoint is not one of a run, as it has no {', '.join(sorted(missing))}",
+            "",
             "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
         )

@@ -1,82 +1,120 @@
-"""Which rank writes what of a checkpoint."""
+"""What each rank writes of a checkpoint, and what it reads: a checkpoint of any world can be loaded by any other.
+
+A DTensor is sharded: every rank writes its shard, and reads the block that is its shard here. A plain tensor is
+replicated: one of the ranks that hold it writes it, and all that need it read it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.saver import Slice
-from lockstep.config import RunConfig, flatten
-from lockstep.config.values import typed
-from lockstep.errors import UserError
+from lockstep.checkpoint.snapshot import Slice
 from lockstep.runtime.layout import block_of, laid_out, like, only_rows
 
-
-def merged(everybody: list[dict[str, Any]]) -> dict[str, Any]:
-    """The values of all ranks as one. They differ only in whose parameters they hold, and the optimizers state of."""
-    first = dict(everybody[0])
-    first["model"] = {
-        key: {name: kept for values in reversed(everybody) for name, kept in values["model"][key].items()}
-        for key in first["model"]
-    }
-    first["optimizers"] = [
-        {**one, "state": {n: kept for values in everybody for n, kept in values["optimizers"][k]["state"].items()}}
-        for k, one in enumerate(first["optimizers"])
-    ]
-    return first
+# ---- writing ----
 
 
-def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The bytes of those that this rank holds whole."""
+def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of the tensors that this rank holds in full."""
     return {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
 
 
-def without_echoes(tensors: dict[str, Tensor], echoes: frozenset[str]) -> dict[str, Tensor]:
-    """What is whole on several ranks they share out. Of what is cut everybody saves his part. But of `echoes`,
-    parameters by name, and of what an optimizer keeps for them somebody else has the same part."""
+def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
+    """Drop the shards that another rank saves, too: those of the parameters `duplicates`, and of their state."""
+    if not duplicates:
+        return tensors
 
-    def is_echo(key: str, tensor: Tensor) -> bool:
-        own = key.removeprefix("model.") if key.startswith("model.") else key.split(".", 2)[-1].rpartition(".")[0]
-        return isinstance(tensor, DTensor) and own in echoes
+    # A replicated tensor is written once anyway (`slices_to_write`).
+    kept = {}
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) or _parameter_of(key) not in duplicates:
+            kept[key] = tensor
+    return kept
 
-    return {key: tensor for key, tensor in tensors.items() if not is_echo(key, tensor)} if echoes else tensors
+
+def _parameter_of(key: str) -> str:
+    """Return the parameter's name in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
+    if key.startswith("model."):
+        return key.removeprefix("model.")
+    return key.split(".", 2)[-1].rpartition(".")[0]
 
 
-def share_out(tensors: dict[str, Tensor], rank: int, everybody: list[dict[str, int]]) -> list[Slice]:
-    """What is cut, every rank writes its part of. What several ranks hold, they share: about equally many bytes each.
+def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
+    """Return what this rank writes: its shards, and its part of the replicated tensors, about equally many bytes each.
 
-    `everybody`: the names and bytes of the tensors that each rank holds whole.
+    `sizes` has the `plain_sizes` of each rank.
     """
-    holders: dict[str, list[int]] = {}
-    for holder, sizes in enumerate(everybody):
-        for name in sizes:
-            holders.setdefault(name, []).append(holder)
-    loads = [0] * len(everybody)
+    # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
     mine = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             block = block_of(tensor)
             if block.first_copy and block.local.numel():
                 mine.append(Slice(name, block.local, block.shape, block.offset))
-    bytes_of = {name: size for one in everybody for name, size in one.items()}
-    for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        # What the user keeps beside the model may differ between ranks: rank 0's is saved, all of it.
-        writer = 0 if name.startswith("part.") else min(holders[name], key=lambda holder: (loads[holder], holder))
-        loads[writer] += size
+
+    for name, writer in _writers(sizes).items():
         if writer == rank:
-            mine.append(Slice.whole(name, tensors[name]))
+            mine.append(Slice.full(name, tensors[name]))
     return mine
 
 
-# What this rank needs of a saved tensor, and nothing else, is read.
+def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
+    """Return which rank writes each replicated tensor. Every rank computes the same."""
+    # The ranks that hold each tensor, and its bytes.
+    holders: dict[str, list[int]] = {}
+    bytes_of: dict[str, int] = {}
+    for rank, held in enumerate(sizes):
+        for name, size in held.items():
+            holders.setdefault(name, []).append(rank)
+            bytes_of[name] = size
+
+    # The largest first, each to the rank with the least to write.
+    loads = [0] * len(sizes)
+    writers = {}
+    for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
+        # The user's own state may differ between ranks: all of it is rank 0's.
+        if name.startswith("part."):
+            writer = 0
+        else:
+            writer = min(holders[name], key=lambda holder: (loads[holder], holder))
+        loads[writer] += size
+        writers[name] = writer
+    return writers
+
+
+def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the values of all ranks. They differ only in which parameters they hold, and have optimizer state of."""
+    merged = dict(everybody[0])
+
+    # In a pipeline, each rank knows the extra state of its own stage. Of several ranks, the lowest counts.
+    model: dict[str, dict[str, Any]] = {}
+    for key in merged["model"]:
+        model[key] = {}
+        for values in reversed(everybody):
+            model[key].update(values["model"][key])
+    merged["model"] = model
+
+    # With ZeRO-1, each rank has the state of its own parameters.
+    optimizers = []
+    for number, optimizer in enumerate(merged["optimizers"]):
+        state = {}
+        for values in everybody:
+            state.update(values["optimizers"][number]["state"])
+        optimizers.append({**optimizer, "state": state})
+    merged["optimizers"] = optimizers
+    return merged
+
+
+# ---- reading ----
 
 
 def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
-    """This rank's part of `target`."""
+    """Read this rank's shard of `target` (any shape), or all of it if it is replicated, into its memory."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             block = block_of(target)
@@ -85,53 +123,25 @@ def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
             target.copy_(reader.read(name))
 
 
-def read_beside(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
-    """A tensor of an optimizer's state. It is cut as its parameter is, if it has its shape or, where that is cut by
-    rows, its rows; otherwise every rank has all of it."""
+def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
+    """Read a tensor of an optimizer's state, sharded like its parameter if it has its shape.
+
+    If the parameter is sharded by rows only, it is enough that the state has as many rows. Any other state is
+    replicated: every rank reads all of it.
+    """
     shape = reader.shape(name)
     if not isinstance(parameter, DTensor) or not shape:
         return reader.read(name)
+
+    # Such as a moment.
     block = block_of(parameter)
     if shape == tuple(parameter.shape):
         return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
+
+    # Such as a row's statistics: they are sharded with the rows.
     if shape[0] == parameter.shape[0] and only_rows(parameter):
-        offset, size = (block.offset[0], *[0] * (len(shape) - 1)), (len(block.local), *shape[1:])
+        offset = (block.offset[0], *[0] * (len(shape) - 1))
+        size = (len(block.local), *shape[1:])
         return laid_out(reader.read_block(name, offset, size), parameter, shape)
+
     return laid_out(reader.read(name), parameter, shape, whole=True)
-
-
-# What is not as it was when a checkpoint was written.
-
-
-NOT_COMPARED = ("run_dir", "resume", "log.progress")  # may change between two parts of a run without a word
-
-
-class Change(NamedTuple):
-    key: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.before} -> {self.now}"
-
-
-def as_saved(config: RunConfig) -> dict[str, str]:
-    """What a checkpoint keeps of it: every setting as one would type it."""
-    return {key: typed(value) for key, value in flatten(config).items()}
-
-
-def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
-    now = as_saved(config)
-    keys = [key for key in {**saved, **now} if key not in NOT_COMPARED and saved.get(key) != now.get(key)]
-    return [Change(key, saved.get(key, "not set"), now.get(key, "not set")) for key in keys]
-
-
-def check_lasting(settings: list[Change], lasting: set[str]) -> None:
-    """The task said that its own state goes with these settings."""
-    for key, before, now in settings:
-        if key in lasting:
-            raise UserError(
-                f"to go on with {key}={now}",
-                f"a run with {key}={before}, and the state that its task has saved goes with that",
-                f"type {key}={before}, or start a new run from the exported weights",
-            )

@@ -1,29 +1,41 @@
-"""The whole state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
+"""The full state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
 
-Nothing in it knows a rank or a number of ranks: whatever saved it, any world can go on from it.
+Nothing in it knows a rank or a number of ranks: any world can resume from what any other has saved.
+
+    model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
+    optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
+    extra.NAME, part.NAME         tensors of a module's extra state; of the data source, the task, the user's loop
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import Change, fill, read_beside, without_echoes
+from lockstep.checkpoint.reshard import fill, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import CUT_OFF
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.layout import local, whole
+from lockstep.runtime.layout import full_tensor, local
 from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
 
+# Settings that decide which samples come next; those that end in a dot are prefixes.
+DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
+
+# State that common optimizers allocate with their first update, in copies of the parameters.
+STATE_COPIES = {"AdamW8bit": 0.5, "Adafactor": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+
 
 class Stateful(Protocol):
+    """Anything whose state a checkpoint can hold. It may also have `read(name, reader)`, to read only its shard."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
@@ -32,11 +44,31 @@ class Stateful(Protocol):
 class Counted(Stateful, Protocol):
     """The stepper, as far as a checkpoint needs it."""
 
-    counters: Any  # .step, .applied
-    before_update: Callable[[], None]  # called before parameters change, while a snapshot may still be taken
+    # Has `step` and `applied`.
+    counters: Any
+
+    # Has `before`, a list of functions to call before parameters change: a snapshot may still be under way.
+    update: Any
+
+
+class Change(NamedTuple):
+    """A setting that differs from the one in the checkpoint."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}"
 
 
 class RunState:
+    """Captures the state of a run, and restores it.
+
+    Values and tensors are named by parameters, not by ranks or positions: `reshard` decides which rank writes which
+    tensor, and reads for each rank what it holds here.
+    """
+
     def __init__(
         self,
         model: nn.Module,
@@ -47,284 +79,376 @@ class RunState:
         keep_frozen: bool,
         holders: Mapping[str, tuple[int, ...]] = {},
         rank: int = 0,
-        echoes: frozenset[str] = frozenset(),
+        duplicates: frozenset[str] = frozenset(),
     ):
-        self.model, self.optimizers, self.stepper, self.source = model, optimizers, stepper, source
-        self.alike = type(optimizers) is Optimizers and not holders  # every rank knows the same
-        self.elsewhere = {name for name, ranks in holders.items() if rank not in ranks}  # here it is only a name
-        self._echoes = echoes  # of what is cut over these, another rank saves the same part
-        self.others = others  # the task, and what a loop of the user's own has registered
+        """Keep references to the parts of a run; nothing is copied.
+
+        `others`: the task, and what the user's loop has registered.
+        `keep_frozen`: whether frozen parameters are saved, or only their digests.
+        `holders`: the ranks that hold a parameter, where not all do.
+        `duplicates`: the parameters of whose shards another rank saves the same.
+        """
+        self.model = model
+        self.optimizers = optimizers
+        self.stepper = stepper
+        self.source = source
+        self.others = others
+
+        # Every rank has the same values, so that they need not be gathered.
+        self.replicated = type(optimizers) is Optimizers and not holders
+
+        # In a pipeline, the model of a rank has the names of all parameters, and the tensors of its own stage.
+        self._remote = {name for name, ranks in holders.items() if rank not in ranks}
+        self._duplicates = duplicates
         self._device = next(model.parameters()).device
-        self._left_out = set() if keep_frozen else {n for n, p in model.named_parameters() if not p.requires_grad}
+
+        # Frozen parameters that always come from the same file; a checkpoint has their digests.
+        self._left_out = set()
+        if not keep_frozen:
+            self._left_out = {name for name, p in model.named_parameters() if not p.requires_grad}
+
+        # Under all of their names: tied ones have several.
         parameters = model.named_parameters(remove_duplicate=False)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
-        self._initial_groups = [_settings(optimizer) for optimizer in optimizers.all]
+
+        # As the user's code has made them: what differs from this after a resume, the user has changed.
+        self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
+
+    # ---- saving ----
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """(tensors, other names of tied ones, values). The tensors are the live ones: nothing is copied here."""
+        """Return (tensors, aliases of tied ones, values).
+
+        The tensors are the live ones, sharded as they are: nothing is copied here.
+        """
         tensors, aliases, values = self.capture_tensors()
         return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """The same, while the outcome of the last step may still be on its way."""
+        """Return the same without the stepper, whose last outcome may still be on its way from the device."""
+        # Whatever packs state puts its tensors in here.
         tensors: dict[str, Tensor] = {}
+        aliases, extra = self._capture_model(tensors)
+
+        left_out = sorted(self._left_out - self._remote)
+        parts = {"data": self.source.state_dict()}
+        parts |= {name: other.state_dict() for name, other in self.others.items()}
+
+        # The names are part of the format on disk.
+        values: Values = {
+            "model": {
+                "extra": extra,
+                "left_out": {name: digest(full_tensor(self.model.get_parameter(name))) for name in left_out},
+            },
+            "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
+            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
+            "next_samples": next_samples(self.source),
+        }
+        return without_duplicates(tensors, self._duplicates), aliases, values
+
+    def _capture_model(self, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Values]:
+        """Put the model's tensors into `tensors`. Return aliases of tied ones, and the modules' extra state."""
         aliases: dict[str, str] = {}
         extra: Values = {}
         seen: dict[Any, str] = {}
         for name, value in self.model.state_dict().items():
             if name in self._left_out:
                 continue
-            full = f"model.{name}"
+
+            # Extra state may be anything, and is packed like the user's own.
+            full_name = f"model.{name}"
             if is_extra(name):
                 extra[name] = pack(value, f"extra.{name}", tensors)
-            elif (first := seen.setdefault(_identity(value), full)) != full:
-                aliases[full] = first
-            elif name not in self.elsewhere and (best := self._in_full(name, value)) is not None:
-                tensors[full] = best.detach()
-        parts = {"data": self.source.state_dict(), **{k: v.state_dict() for k, v in self.others.items()}}
-        values: Values = {
-            "model": {
-                "extra": extra,
-                "left_out": {n: digest(whole(self._named(n))) for n in sorted(self._left_out - self.elsewhere)},
-            },
-            "optimizers": [self._optimizer(number, tensors) for number in range(len(self.optimizers.all))],
-            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
-            "next_samples": next_samples(self.source),
-        }
-        return without_echoes(tensors, self._echoes), aliases, values
+                continue
 
-    def steady(self) -> set[str]:
-        """What only an update changes, and nobody else has a reason to touch: what the optimizers keep. A model's own
-        tensors may change in any forward, and parameters in any code of the user's."""
-        by_id = self._names()
-        return {
-            f"optimizer.{number}.{by_id[id(p)]}.{key}"
-            for number, optimizer in enumerate(self.optimizers.all)
-            for p, state in optimizer.state.items()
-            for key in state
-        }
+            # Of tied weights, the first name has the bytes.
+            first = seen.setdefault(_identity(value), full_name)
+            if first != full_name:
+                aliases[full_name] = first
+                continue
 
-    def bytes_at_start(self) -> tuple[int, int]:
-        """(of the model, of what its optimizers will keep: a guess, since they allocate later)."""
-        named = self.model.state_dict().items()
-        certain = sum(t.nbytes for name, t in named if not is_extra(name) and name not in self._left_out)
-        if self.optimizers.masters:  # float32, where the model has bfloat16
-            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
-        copies = {"AdamW8bit": 0.5, "Adafactor": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
-        guess = sum(
-            int(copies.get(type(optimizer).__name__, bool(group.get("momentum"))) * p.nbytes)
-            for optimizer in self.optimizers.all
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-        beside: dict[str, Tensor] = {}
-        for name, other in self.others.items():
-            pack(other.state_dict(), name, beside)
-        return certain + sum(t.nbytes for t in beside.values()), guess
+            # The master has all bits of the parameter, and more.
+            master = None if name in self._remote else self._master_of(name, value)
+            if master is not None:
+                tensors[full_name] = master.detach()
+        return aliases, extra
 
-    def digest_of_others(self) -> dict[str, str]:
-        """Of those that every rank holds whole."""
-        whole_ones = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
-        return {name: digest(other.state_dict()) for name, other in whole_ones.items()}
+    def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
+        optimizer = self.optimizers.all[number]
+        names = self._names()
 
-    def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
-        """Put everything back in place. `settings`: those that are not as they were. Returns what else the user has
-        changed since, in words."""
-        self._restore_model(reader, values["model"])
-        changed = []
-        for number, saved in enumerate(_as_many(values["optimizers"], len(self.optimizers.all))):
-            changed += self._restore_optimizer(number, saved, reader)
-        self.stepper.load_state_dict(values["stepper"])
-        parts = {name: self._part(name, state, reader) for name, state in values["parts"].items()}
-        self.source.load_state_dict(parts.pop("data"))
-        _check_next_samples(values["next_samples"], next_samples(self.source), settings)
-        for name, owner in self.others.items():
-            saved, here = parts.pop(name, None), owner.state_dict()
-            if saved:
-                owner.load_state_dict(saved)
-            if saved and not here:
-                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
-            elif here and not saved:
-                changed.append(f"{name}: has no state in the checkpoint, starts afresh")
-        return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in parts.items() if state]
-
-    def _part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Its owner may know better what this rank needs of the saved tensors; without an owner they are not read."""
-        owner = self.others.get(name)
-        if owner is None and name != "data":
-            return state
-        own: Callable[[str, CheckpointReader], Tensor] | None = getattr(owner, "read", None)
-        return unpack(state, reader.read if own is None else lambda tensor: own(tensor, reader), self._device)
-
-    # ---- the model ----
-
-    def _named(self, name: str) -> Tensor:
-        return self.model.get_parameter(name)
-
-    def _in_full(self, name: str, value: Tensor) -> Tensor | None:
-        """What is saved of a parameter is its master, where it has one; None: another rank has that."""
-        masters, parameter = self.optimizers.masters, self._trained.get(name)
-        if masters is None or masters.way != "kept" or parameter is None:
-            return value
-        return masters.kept(parameter)
-
-    def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
-        here = self.model.state_dict()
-        saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
-        plain = {name for name in here if not is_extra(name)}
-        left_out = values["left_out"]
-        for name, expected in left_out.items():
-            if name in plain - self.elsewhere and digest(whole(self._named(name))) != expected:
+        # State is saved by the names of parameters: the order of the groups may change between two runs.
+        for key in optimizer.state:
+            if id(key) not in names:
                 raise UserError(
-                    f"the frozen parameter {name!r} as it was when the checkpoint was written",
-                    "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
+                    f"the state of {type(optimizer).__name__} cannot be saved: it belongs to no parameter of the model",
+                    f"state of {key!r:.80}",
+                    "keep such state in the parameter groups, or in the task's state_dict()",
                 )
-        missing, unexpected = sorted(plain - saved - left_out.keys()), sorted(saved - plain)
-        if missing or unexpected:
-            names = [f"{len(missing)} missing, first {missing[0]!r}"] if missing else []
-            names += [f"{len(unexpected)} that this model has not, first {unexpected[0]!r}"] if unexpected else []
-            raise _other_model("; ".join(names))
-        tied, places = {}, {}
-        for name in sorted(saved):
-            source, target = f"model.{name}", here[name]
-            if tuple(target.shape) != reader.shape(source):
-                raise _other_model(f"{name!r} has shape {reader.shape(source)}, here {tuple(target.shape)}")
-            original, place = reader.original(source), _identity(target)
-            if tied.setdefault(place, original) != original:
-                raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
-            if places.setdefault(original, place) != place:
-                raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
-            if name not in self.elsewhere:
-                fill(target, source, reader)
-                if (kept := self._in_full(name, target)) is not None and kept is not target:
-                    fill(kept, source, reader)
-        for name, value in values["extra"].items():
-            owner = name.removesuffix("_extra_state").rstrip(".")
-            self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
 
-    # ---- the optimizers ----
-
-    def _names(self) -> dict[int, str]:
-        """Of what the optimizers hold: the parameters, or their stand-ins."""
-        stand_ins = self.optimizers.masters.named() if self.optimizers.masters else {}
-        return {id(p): name for name, p in self.model.named_parameters()} | stand_ins
-
-    def _optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
-        optimizer, names = self.optimizers.all[number], self._names()
+        # The settings now, and as the user's code has made them: some optimizers change them as they go.
         prefix = f"optimizer.{number}"
-        strangers = [key for key in optimizer.state if id(key) not in names]
-        if strangers:
-            raise UserError(
-                f"to save the state of {type(optimizer).__name__}",
-                f"state that belongs to no parameter of the model: {strangers[0]!r:.80}",
-                "keep such state in the parameter groups, or in the task's state_dict()",
-            )
         state = {names[id(p)]: kept for p, kept in optimizer.state.items() if kept}
         return {
             "kind": type(optimizer).__name__,
             "state": pack(state, prefix, tensors),
             "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
             "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
-            "settings": pack(_settings(optimizer), f"{prefix}.settings", tensors),
+            "settings": pack(_group_settings(optimizer), f"{prefix}.settings", tensors),
         }
 
+    def steady(self) -> set[str]:
+        """Return the names of tensors that only an update changes: the optimizers' state.
+
+        A model's own tensors may change in any forward, and its parameters in any code of the user's.
+        """
+        names = self._names()
+        found = set()
+        for number, optimizer in enumerate(self.optimizers.all):
+            for p, state in optimizer.state.items():
+                found |= {f"optimizer.{number}.{names[id(p)]}.{key}" for key in state}
+        return found
+
+    def bytes_at_start(self) -> tuple[int, int]:
+        """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
+        # The model.
+        certain = 0
+        for name, tensor in self.model.state_dict().items():
+            if not is_extra(name) and name not in self._left_out:
+                certain += tensor.nbytes
+
+        # Masters are saved in place of parameters: float32, where the model has bfloat16.
+        if self.optimizers.masters:
+            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
+
+        user_tensors: dict[str, Tensor] = {}
+        for name, other in self.others.items():
+            pack(other.state_dict(), name, user_tensors)
+        certain += sum(tensor.nbytes for tensor in user_tensors.values())
+
+        # An optimizer that is not in the table has one copy with momentum, else none.
+        guess = 0
+        for optimizer in self.optimizers.all:
+            for group in optimizer.param_groups:
+                copies = STATE_COPIES.get(type(optimizer).__name__, bool(group.get("momentum")))
+                guess += sum(int(copies * p.nbytes) for p in group["params"])
+        return certain, guess
+
+    def digest_replicated(self) -> dict[str, str]:
+        """Return digests of the user state that is replicated on every rank."""
+        replicated = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
+        return {name: digest(other.state_dict()) for name, other in replicated.items()}
+
+    # ---- restoring ----
+
+    def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
+        """Restore everything, each rank its own part. Raise a UserError if this is not the run that was saved.
+
+        `settings`: those that differ from the checkpoint's. Return what else the user has changed since, as text.
+        """
+        self._restore_model(reader, values["model"])
+
+        # Each optimizer by its number: their order is part of the task.
+        saved_optimizers = values["optimizers"]
+        if len(saved_optimizers) != len(self.optimizers.all):
+            raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
+        changed = []
+        for number, saved in enumerate(saved_optimizers):
+            changed += self._restore_optimizer(number, saved, reader)
+
+        # The data source knows its position now: is what comes next what would have come next?
+        self.stepper.load_state_dict(values["stepper"])
+        parts = {name: self._read_part(name, state, reader) for name, state in values["parts"].items()}
+        self.source.load_state_dict(parts.pop("data"))
+        _check_next_samples(values["next_samples"], next_samples(self.source), settings)
+        return changed + self._restore_others(parts)
+
+    def _restore_others(self, parts: Values) -> list[str]:
+        """Restore the task and what the user's loop has registered. Return what is not as it was."""
+        changed = []
+        for name, owner in self.others.items():
+            saved = parts.pop(name, None)
+            here = owner.state_dict()
+            if saved:
+                owner.load_state_dict(saved)
+
+            # A task may gain or lose state between two parts of a run; the user should know.
+            if saved and not here:
+                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+            elif here and not saved:
+                changed.append(f"{name}: has no state in the checkpoint, starts afresh")
+        unused = [name for name, state in parts.items() if state]
+        return changed + [f"{name}: in the checkpoint, but not in use here" for name in unused]
+
+    def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
+        """Read the tensors of a part. Its owner may know which shard this rank needs; without one, nothing is read."""
+        owner = self.others.get(name)
+        if owner is None and name != "data":
+            return state
+        own_read: Callable[[str, CheckpointReader], Tensor] | None = getattr(owner, "read", None)
+        if own_read is None:
+            return unpack(state, reader.read, self._device)
+        return unpack(state, lambda tensor: own_read(tensor, reader), self._device)
+
+    def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
+        here = self.model.state_dict()
+        self._check_same_model(here, reader, values["left_out"])
+        saved = sorted(name.removeprefix("model.") for name in reader.names() if name.startswith("model."))
+        _check_same_ties(here, saved, reader)
+
+        for name in saved:
+            if name in self._remote:
+                continue
+            target = here[name]
+            fill(target, f"model.{name}", reader)
+
+            # The checkpoint has the master, which rounds to the parameter.
+            master = self._master_of(name, target)
+            if master is not None and master is not target:
+                fill(master, f"model.{name}", reader)
+
+        # "NAME._extra_state" belongs to the module NAME.
+        for name, value in values["extra"].items():
+            owner = name.removesuffix("_extra_state").rstrip(".")
+            self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
+
+    def _check_same_model(self, here: dict[str, Tensor], reader: CheckpointReader, left_out: dict[str, str]) -> None:
+        """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
+        # Frozen parameters that are in no checkpoint must be here, with the same bits.
+        plain = {name for name in here if not is_extra(name)}
+        for name, expected in left_out.items():
+            if name in plain - self._remote and digest(full_tensor(self.model.get_parameter(name))) != expected:
+                raise UserError(
+                    f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
+                    "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
+                    getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
+                )
+
+        # The names of both sides.
+        saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
+        missing = sorted(plain - saved - left_out.keys())
+        unexpected = sorted(saved - plain)
+        if missing or unexpected:
+            found = []
+            if missing:
+                found.append(f"{len(missing)} missing, first {missing[0]!r}")
+            if unexpected:
+                found.append(f"{len(unexpected)} that this model has not, first {unexpected[0]!r}")
+            raise _other_model("; ".join(found))
+
+        for name in sorted(saved):
+            shape = reader.shape(f"model.{name}")
+            if tuple(here[name].shape) != shape:
+                raise _other_model(f"{name!r} has shape {shape}, here {tuple(here[name].shape)}")
+
     def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
-        optimizer, names, masters = self.optimizers.all[number], self._names(), self.optimizers.masters
-        if saved["kind"] != type(optimizer).__name__:
+        optimizer = self.optimizers.all[number]
+        self._check_same_optimizer(number, saved)
+        changed, settings = self._settings_to_use(number, saved, reader)
+
+        # torch restores the groups, with the hooks and defaults of the optimizer's class, and numbers their
+        # parameters. It would cast the state to the dtype of the parameters, so that follows below.
+        groups = []
+        count = 0
+        for chosen, group in zip(settings, optimizer.param_groups, strict=True):
+            numbers = list(range(count, count + len(group["params"])))
+            count += len(numbers)
+            groups.append({**chosen, "lr": group["lr"], "params": numbers})
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+        # A rank may hold some of the parameters only: ZeRO-1, or a stage of a pipeline.
+        names = self._names()
+        held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+        mine = {name: kept for name, kept in saved["state"].items() if name in held and name not in self._remote}
+        for name, state in self._read_optimizer_state(number, mine, reader).items():
+            p, group = held[name]
+            optimizer.state[p] = {key: _on_device_of(p, key, value, group) for key, value in state.items()}
+        return changed
+
+    def _check_same_optimizer(self, number: int, saved: Values) -> None:
+        kind = type(self.optimizers.all[number]).__name__
+        if saved["kind"] != kind:
             raise UserError(
-                f"to go on with {type(optimizer).__name__}",
-                f"the state of {saved['kind']} in the checkpoint",
+                f"cannot resume with {kind}: the checkpoint holds the state of {saved['kind']}",
+                "",
                 "use the optimizer that the run began with, or start a new run from the exported weights",
             )
-        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        before = [name for group in saved["params"] for name in group]
+
+        # All parameters that it has on any rank; this rank may step some of them only.
+        names = self._names()
         here = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
-        if here != set(before):
-            name = sorted(here ^ set(before))[0]
+        before = {name for group in saved["params"] for name in group}
+        if here != before:
+            name = min(here ^ before)
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
-        changed, groups = self._settings_to_use(number, saved, reader)
-        unused = set() if masters and masters.way == "compensated" else {CUT_OFF}
-        mine = {
-            name: {key: value for key, value in kept.items() if key not in unused}
-            for name, kept in saved["state"].items()
-            if name in {*order} - self.elsewhere
-        }
+
+    def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
+        """Read this rank's part of an optimizer's state, by parameter."""
+        # What rounding cut off is of no use to a run that does not add it back.
+        masters = self.optimizers.masters
+        if not (masters and masters.way == "compensated"):
+            saved = {name: {key: v for key, v in kept.items() if key != CUT_OFF} for name, kept in saved.items()}
+
+        # A tensor's name has that of its parameter, which tells how it is sharded.
         parameters = dict(self.model.named_parameters())
 
         def read(name: str) -> Tensor:
             owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-            return read_beside(name, parameters.get(owner), reader)
+            return read_state_like(name, parameters.get(owner), reader)
 
-        state = unpack(mine, read, self._device)
-        numbers = {name: index for index, name in enumerate(order)}
-        index = iter(range(len(order)))
-        packed = {
-            "state": {numbers[name]: kept for name, kept in state.items()},
-            "param_groups": [
-                {**settings, "lr": group["lr"], "params": [next(index) for _ in group["params"]]}
-                for settings, group in zip(groups, optimizer.param_groups, strict=True)
-            ],
-        }
-        optimizer.load_state_dict(packed)  # torch puts every tensor on its device, but also casts it
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            for key, value in state.get(names[id(p)], {}).items():
-                place = optimizer.state[p].get(key)
-                moved = isinstance(value, Tensor) and isinstance(place, Tensor)
-                optimizer.state[p][key] = value.to(place.device) if moved else value
-        return changed
+        return unpack(saved, read, self._device)
 
     def _settings_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
-        """A setting that the user has changed in code since stays changed; the rest is as the run left it, since some
-        optimizers keep numbers of their own there."""
-        optimizer = self.optimizers.all[number]
-        mine, now = self._initial_groups[number], _settings(optimizer)
-        initial, kept = (
-            unpack(saved["initial"], reader.read, self._device),
-            unpack(saved["settings"], reader.read, self._device),
-        )
+        """Return what the user has changed in the parameter groups, and the settings to use for each group.
+
+        A setting that the user has changed in code stays changed. The others are as the run left them, since some
+        optimizers keep numbers of their own there.
+        """
+        now = _group_settings(self.optimizers.all[number])
+        initial = unpack(saved["initial"], reader.read, self._device)
+        last = unpack(saved["settings"], reader.read, self._device)
+
+        # Groups have no names: with another number of them, none can be told from another.
         if len(initial) != len(now):
             return [f"optimizer {number} has {len(now)} parameter groups, {len(initial)} when it was saved"], now
-        changed, groups = [], []
-        for group, (new, old) in enumerate(zip(mine, initial, strict=True)):
-            chosen = dict(now[group])
-            for key in chosen:
-                if key not in old or repr(old[key]) != repr(new[key]):
-                    if key != "fused":
-                        changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
-                else:
-                    chosen[key] = kept[group][key]
-            groups.append(chosen)
-        return changed, groups
+
+        # `old` and `new` are what the user's code has set then and now.
+        changed = []
+        for group, (new, old) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
+            for key in now[group]:
+                if key in old and repr(old[key]) == repr(new[key]):
+                    now[group][key] = last[group][key]
+                elif key != "fused":  # follows the device, and changes no result
+                    changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
+        return changed, now
+
+    # ---- names ----
+
+    def _master_of(self, name: str, value: Tensor) -> Tensor | None:
+        """Return what is saved of a parameter: its master, if it has one. None: another rank has that."""
+        masters = self.optimizers.masters
+        parameter = self._trained.get(name)
+        if masters is None or masters.way != "kept" or parameter is None:
+            return value
+        return masters.kept(parameter)
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        if self.optimizers.masters:
+            names |= self.optimizers.masters.named()
+        return names
 
 
 def is_extra(name: str) -> bool:
-    """What a module adds to its state by `get_extra_state`: anything at all."""
+    """Whether a name of a state dict is a module's `get_extra_state`, which may return anything."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def next_samples(source: BatchSource) -> str | None:
-    """What comes next, as a digest, if the source can tell without reading it."""
+    """Return a digest of the samples that come next, if the source knows them without reading them."""
     upcoming: Callable[[], Any] | None = getattr(source, "upcoming", None)
     return digest(upcoming()) if upcoming else None
-
-
-DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
-
-
-def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[Change]) -> None:
-    if saved is not None and here is not None and saved != here:
-        guilty = ", ".join(str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER))
-        back = f"take back what has changed ({guilty})" if guilty else "restore the dataset as it was"
-        raise UserError(
-            "to go on at the next sample",
-            "an order of the samples other than the one the run had: the next ones are not those it would have taken",
-            f"{back}; or start a new run from the exported weights",
-        )
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[Values]:
-    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
 def full_state(
@@ -334,7 +458,10 @@ def full_state(
 
     Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
     """
-    found, aliases, seen = {}, {}, {}
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    found = {}
+    aliases = {}
+    seen: dict[Any, str] = {}
     for name, value in model.state_dict().items():
         if is_extra(name):
             continue
@@ -349,22 +476,62 @@ def full_state(
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for two names of one tensor."""
+    """Return a key that is equal for two names of one tensor."""
     tensor = local(tensor)
-    if tensor.numel() == 0:  # a part without rows: it has no address, but a storage of its own
+
+    # A shard without rows has no address, but a storage of its own.
+    if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _as_many(saved: list[Values], count: int) -> list[Values]:
-    if len(saved) != count:
-        raise _other_model(f"{len(saved)} optimizers, here {count}")
-    return saved
+def _group_settings(optimizer: torch.optim.Optimizer) -> list[Values]:
+    """Return a copy of the settings of each parameter group; the schedule sets the learning rate."""
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any:
+    """Move a value of an optimizer's state to the device of its parameter, without a cast."""
+    if not isinstance(value, Tensor):
+        return value
+
+    # As torch does: the step counts stay on the host, unless the optimizer's kernels read them.
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return value
+    return value.to(parameter.device)
+
+
+def _check_same_ties(here: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
+    """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
+    # Each tensor here has one original in the checkpoint, and each original one tensor here.
+    original_of: dict[Any, str] = {}
+    identity_of: dict[str, Any] = {}
+    for name in saved:
+        original = reader.original(f"model.{name}")
+        identity = _identity(here[name])
+        if original_of.setdefault(identity, original) != original:
+            raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
+        if identity_of.setdefault(original, identity) != identity:
+            raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
+
+
+def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[Change]) -> None:
+    # A source that cannot tell what comes next is not checked.
+    if saved is None or here is None or saved == here:
+        return
+
+    guilty = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
+    undo = f"take back what has changed ({', '.join(guilty)})" if guilty else "restore the dataset as it was"
+    raise UserError(
+        "cannot resume at the next sample: the order of the samples has changed",
+        "the next samples are not those that the run would have taken",
+        f"{undo}; or start a new run from the exported weights",
+    )
 
 
 def _other_model(found: str) -> UserError:
     return UserError(
-        "to go on with the model of the checkpoint",
+        "cannot resume: the model is not the model of the checkpoint",
         found,
         "restore the task and its options as they were, or start a new run (leave --resume out)",
     )

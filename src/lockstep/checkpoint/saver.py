@@ -1,4 +1,11 @@
-"""Saving while training goes on: a snapshot now, the writing in a thread, the news when it is asked for."""
+"""Saving while training continues: a snapshot now, the writing in a thread, a report when it is polled for.
+
+    saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
+    saver.let_change()              before the next update: waits for the copy of the optimizers' state
+    saver.poll()                    after any later step: reports of saves that ended
+
+A failed save never raises: it is reported, and the next one starts afresh.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.durable import free_bytes as free_bytes
-from lockstep.checkpoint.json_values import from_json, to_json
-from lockstep.checkpoint.retention import Retention as Retention
-from lockstep.checkpoint.snapshot import Copying, Snapshot
-from lockstep.checkpoint.snapshot import Slice as Slice
-from lockstep.checkpoint.storage import Store
-from lockstep.checkpoint.writer import Contents, Team, Writing
+from lockstep.checkpoint.manifest import from_json, to_json
+from lockstep.checkpoint.snapshot import Copying, Slice, Snapshot
+from lockstep.checkpoint.storage import Retention, Store
+from lockstep.checkpoint.writer import Contents, PendingSave, SaveContext
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,29 @@ class Report:
 
     step: int
     committed: bool
+
+    # Of the committed checkpoint.
     path: Path | None
-    bytes: int  # of this rank's file
-    stall_s: float  # how long training waited
+
+    # Of this rank's file, and of all files of a committed checkpoint.
+    bytes: int
+    total_bytes: int
+
+    # How long training waited, and how long it took from there to the commit.
+    stall_s: float
     write_s: float
+
+    # Why it failed, and how much too small the disk is if that was the reason.
     error: str | None
-    missing_bytes: int | None  # how much too small the disk is, where that was the reason
+    missing_bytes: int | None
 
 
 class Saver:
-    """One rank's side of every save of a run. All ranks call `save` for the same steps; one save is in flight."""
+    """One rank's side of every save of a run.
+
+    All ranks call `save` for the same steps. One save is in flight at a time, since there is one buffer: a second one
+    waits for it.
+    """
 
     def __init__(
         self,
@@ -43,21 +60,29 @@ class Saver:
         token: str,
         retention: Retention,
         asynchronous: bool = True,
-        patience_s: float = 600.0,
+        timeout_s: float = 600.0,
     ):
         assert token.isalnum(), token
-        self._team = Team(store, rank, size, token, retention, patience_s)
+        self._context = SaveContext(store, rank, size, token, retention, timeout_s)
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
-        self._writing: Writing | None = None  # the last one, in flight or not
-        self._thread: threading.Thread | None = None  # of the one in flight
+
+        # The last save, in flight or not, and the thread of the one in flight.
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+
+        # Until `let_change`, if part of the state is copied while training continues.
         self._copying: Copying | None = None
         self._stall_s = 0.0
+
+        # Not yet polled for.
         self._reports: list[Report] = []
+
+        # Numbers the staged folders: the same step may be saved again after a failure.
         self._saves = 0
 
     def prepare(self, slices: Sequence[Slice]) -> int:
-        """Make the buffer for saves of `slices`, so that the first one is as quick as the others. Bytes of a save."""
+        """Make the buffer for saves of `slices`, so that the first is as quick as the others. Return a save's bytes."""
         self._finish()
         return self._snapshot.fit(slices).file_size
 
@@ -69,29 +94,38 @@ class Saver:
         values: Mapping[str, Any],
         steady: Collection[str] = (),
     ) -> None:
-        """Copy the state, and start to write it. Waits for the save in flight, since there is one buffer.
+        """Copy the state, and start to write it.
 
-        The slices named in `steady` are copied while training goes on: nobody may change them before `let_change`.
+        `slices`: what this rank writes. `aliases` and `values` matter on rank 0 only.
+        `steady`: names of slices that are copied while training continues; they must not change before `let_change`.
         """
         began = time.perf_counter()
         self._finish()
-        plain = from_json(to_json(dict(values)))  # a copy: training goes on changing them
+
+        # A copy, since training continues to change the values; and what JSON cannot hold is refused now.
+        plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
         self._saves += 1
-        self._writing = writing = Writing(self._team, step, self._saves)
-        needed = self._team.size * (layout.file_size + layout.file_size // 100)  # the others write about as much
-        if (free := free_bytes(self._team.store.root)) < needed:
-            writing.refuse(layout.file_size, needed - free)
+        self._pending = pending = PendingSave(self._context, step, self._saves)
+
+        # The other ranks write about as much as this one.
+        needed = self._context.size * (layout.file_size + layout.file_size // 100)
+        free = self._context.store.free_bytes()
+        if free < needed:
+            pending.refuse(layout.file_size, needed - free)
         else:
-            self._copying = copying = self._snapshot.take(slices, steady if self._asynchronous else ())
-            blocks, data = tuple(self._snapshot.blocks), self._snapshot.data()
-            self._start(writing, Contents(blocks, layout, data, copying.run, dict(aliases), plain))
+            self._copying = self._snapshot.take(slices, steady if self._asynchronous else ())
+            blocks = tuple(self._snapshot.blocks)
+            data = self._snapshot.data()
+            self._start(pending, Contents(blocks, layout, data, self._copying.run, dict(aliases), plain))
+
+        # Without a thread, the save has ended.
         self._stall_s = time.perf_counter() - began
         if self._thread is None:
-            self._report(writing)
+            self._report(pending)
 
     def let_change(self) -> None:
-        """Before the state changes: wait until it has been copied. Costs nothing when nothing is being copied."""
+        """Wait until the state has been copied, before it changes. This costs nothing when nothing is being copied."""
         if self._copying is not None:
             began = time.perf_counter()
             self._copying.wait()
@@ -99,73 +133,83 @@ class Saver:
             self._stall_s += time.perf_counter() - began
 
     @property
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         """Why the last save failed on this rank, until that save is abandoned or another begins."""
-        return self._writing.error if self._writing is not None and self._writing.failed else None
+        if self._pending is not None and self._pending.failed:
+            return self._pending.error
+        return None
 
     @property
     def failed(self) -> bool:
-        return self.trouble is not None
+        return self.failure is not None
 
     def wait_part(self) -> None:
-        """Until this rank's own part is on disk, or has failed; rank 0 may still be waiting for the others."""
-        if self._writing is not None:
-            self._writing.part_ended.wait()
+        """Wait until this rank's own part is durable or has failed; rank 0 may still be waiting for the others."""
+        if self._pending is not None:
+            self._pending.part_ended.wait()
 
     def abandon(self, why: str) -> None:
-        """Some rank's part failed: nobody commits this save, and what is staged of it goes."""
-        if self._writing is not None:
-            self._writing.abandon(why)
+        """Give the save up because some rank's part failed: no rank commits it, and its staged files are deleted."""
+        if self._pending is not None:
+            self._pending.abandon(why)
+
+            # A thread deletes its own files when it notices.
             if self._thread is None:
-                self._writing.discard()
+                self._pending.discard()
 
     def poll(self) -> list[Report]:
-        """The saves that ended since the last time."""
+        """Return the reports of the saves that ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
-        found, self._reports = self._reports, []
+
+        # Each report is returned once.
+        found = self._reports
+        self._reports = []
         return found
 
     def wait(self, timeout: float | None = None) -> list[Report]:
-        """Until nothing is in flight, or for `timeout` seconds."""
+        """Wait until nothing is in flight, or for `timeout` seconds, and poll."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self.poll()
 
     def close(self) -> None:
-        """Give up what is in flight (call `wait` first to have it), and let go of the buffer."""
+        """Give up the save in flight (call `wait` first to have it), and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
             self._finish()
         self._snapshot.release()
 
-    def _start(self, writing: Writing, contents: Contents) -> None:
+    def _start(self, pending: PendingSave, contents: Contents) -> None:
         if self._asynchronous:
-            self._thread = threading.Thread(target=writing.run, args=(contents,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=pending.run, args=(contents,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            writing.run(contents)
+            pending.run(contents)
 
     def _finish(self) -> None:
         """Wait for the save in flight, and keep its report."""
-        if self._thread is not None and self._writing is not None:
+        if self._thread is not None and self._pending is not None:
             self._thread.join()
             self._thread = None
-            if self._writing.abandoned:
-                self._writing.discard()
-            self._report(self._writing)
 
-    def _report(self, writing: Writing) -> None:
-        done = writing.committed
+            # It may have been abandoned after the thread had looked for the last time.
+            if self._pending.abandoned:
+                self._pending.discard()
+            self._report(self._pending)
+
+    def _report(self, pending: PendingSave) -> None:
+        checkpoint = pending.committed
         self._reports.append(
             Report(
-                step=writing.step,
-                committed=done is not None,
-                path=done,
-                bytes=writing.bytes,
+                step=pending.step,
+                committed=checkpoint is not None,
+                path=checkpoint.path if checkpoint else None,
+                bytes=pending.bytes,
+                total_bytes=pending.total_bytes,
                 stall_s=self._stall_s,
-                write_s=writing.write_s,
-                error=writing.error,
-                missing_bytes=writing.missing_bytes,
+                write_s=pending.write_s,
+                error=pending.error,
+                missing_bytes=pending.missing_bytes,
             )
         )

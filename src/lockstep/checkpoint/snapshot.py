@@ -1,7 +1,7 @@
 """A copy of the state in host memory, made while training waits: the only part of a save that costs time.
 
-The copy lies in one buffer that already is the data section of the file, so that nothing is left to do but write it.
-CPU tensors are copied too: training goes on changing them while they are written.
+The copy lies in one buffer that already is the data section of the file, so that it only has to be written. CPU
+tensors are copied, too: training changes them while they are written.
 """
 
 from __future__ import annotations
@@ -12,94 +12,125 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint import dtypes
-from lockstep.checkpoint.durable import PAGE
 from lockstep.checkpoint.format import Block, Layout, arrange
+from lockstep.checkpoint.state_tree import DTYPES, dtype_name
+from lockstep.checkpoint.storage import PAGE
+
+# (view of the buffer, tensor to be copied there); their shapes are equal.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's block of a tensor called `name`: it lies at `offset` in a whole of `shape`."""
+    """This rank's block of the tensor `name`: it lies at `offset` in a full tensor of `shape`."""
 
     name: str
+
+    # The block itself; it may be on a GPU, and need not be contiguous.
     tensor: torch.Tensor
+
+    # Of the full tensor, and where in it the block begins.
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
+    def full(cls, name: str, tensor: torch.Tensor) -> Slice:
+        """Return a slice that is the full tensor."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def block(self) -> Block:
+        """Describe the block for the manifest."""
         here = tuple(self.tensor.shape)
-        dtype = dtypes.name_of(self.tensor, self.name)
+        dtype = dtype_name(self.tensor, self.name)
         assert len(here) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
-        ends = [start + length for start, length in zip(self.offset, here, strict=True)]
-        assert all(end <= limit for end, limit in zip(ends, self.shape, strict=True)), f"{self.name} reaches too far"
+        bounds = zip(self.offset, here, self.shape, strict=True)
+        assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
         return Block(self.name, dtype, tuple(self.shape), tuple(self.offset), here)
 
 
 class Snapshot:
-    """The buffer, kept from save to save: fresh memory would cost more than the copy."""
+    """The buffer, kept from save to save: fresh memory would cost more than the copy.
+
+    `fit`, then `take`; then `data` is the data section of the file, as soon as `Copying.run` has returned.
+    """
 
     def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Free the buffer."""
         self.blocks: list[Block] = []
         self.layout: Layout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+        # Of the buffer, one for each block, in the order of the layout.
         self._views: list[torch.Tensor] = []
 
     def fit(self, slices: Sequence[Slice]) -> Layout:
-        """Make room for `slices`. Costs nothing if they are laid out like the last ones."""
+        """Make room for `slices`. This costs nothing if they are laid out like the last ones."""
+        # The same blocks mean the same file, up to the bytes.
         blocks = [piece.block() for piece in slices]
-        pinned = any(piece.tensor.is_cuda for piece in slices)
         if blocks != self.blocks:
-            self.blocks, self.layout, self._views = blocks, arrange(blocks), []
+            self.blocks = blocks
+            self.layout = arrange(blocks)
+            self._views = []
+
+        # Only pinned memory can be copied to while the GPU computes.
+        pinned = any(piece.tensor.is_cuda for piece in slices)
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
             self._views = []
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for more
-            room = torch.empty(self.layout.size + PAGE, dtype=torch.uint8, pin_memory=pinned)
-            room.fill_(0)  # touch the pages now: the first save would pay for it
-            start = -room.data_ptr() % PAGE
-            self._buffer = room[start : start + self.layout.size]
+            # Free the old buffer before asking for more.
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = _allocate(self.layout.size, pinned)
+
         if not self._views:
             self._views = [self._view(number) for number in range(len(blocks))]
         return self.layout
 
     def take(self, slices: Sequence[Slice], steady: Collection[str] = ()) -> Copying:
-        """Copy `slices`, for which `fit` has made room: now, but for `steady` ones, which nobody changes before
-        `Copying.wait` has returned."""
-        order = [slices[index] for index in self.layout.order]
-        pairs = list(zip(self._views, order, strict=True))
-        _copy([(view, piece.tensor) for view, piece in pairs if piece.name not in steady])
-        return Copying([(view, piece.tensor) for view, piece in pairs if piece.name in steady])
+        """Copy `slices`, for which `fit` has made room, except those named in `steady`.
+
+        `Copying` copies these later. They must not change before `Copying.wait` has returned.
+        """
+        now: Pairs = []
+        later: Pairs = []
+        for view, index in zip(self._views, self.layout.order, strict=True):
+            piece = slices[index]
+            pairs = later if piece.name in steady else now
+            pairs.append((view, piece.tensor))
+
+        _copy(now)
+        return Copying(later)
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data
 
-    def release(self) -> None:
-        self.__init__()
-
     def _view(self, number: int) -> torch.Tensor:
-        block, start = self.blocks[self.layout.order[number]], self.layout.starts[number]
-        place = self._buffer[start : start + block.bytes]
-        return place.view(dtypes.TYPES[block.dtype]).view(block.shape)
-
-
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (place in the buffer, what is to be copied there)
+        block = self.blocks[self.layout.order[number]]
+        start = self.layout.starts[number]
+        return self._buffer[start : start + block.bytes].view(DTYPES[block.dtype]).view(block.shape)
 
 
 class Copying:
     """The part of a snapshot that is made while the next step computes: only an update changes these tensors.
 
-    What lies on a GPU is copied in a stream of its own, so that not even the host waits; the rest by the thread that
-    will write the file.
+    Tensors on a GPU are copied in a stream of their own, so that not even the host waits; those on the CPU by the
+    thread that will write the file.
     """
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
+
+        # If the versions differ before `wait`, the tensors were changed while they were copied.
         self._versions = self._versions_now()
-        self._lock, self._done = threading.Lock(), threading.Event()
-        self._released = self._torn = False  # the tensors may change; they have changed before that
+        self._torn = False
+
+        # `wait` was called: the tensors may change.
+        self._released = False
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+        # One event for each GPU, recorded after its copies.
         self._on_device: list[torch.cuda.Event] = []
         for device in {source.device for _, source in self._pairs if source.is_cuda}:
             self._on_device.append(self._enqueue(device))
@@ -107,15 +138,17 @@ class Copying:
             self._done.set()
 
     def run(self) -> None:
-        """In the writing thread: make the copy complete, or raise."""
+        """Complete the copy, or raise. Called in the writing thread."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
             for event in self._on_device:
                 event.synchronize()
         finally:
+            # Also after an error: the training thread must not wait for ever.
             with self._lock:
                 torn = self._torn or (not self._released and self._versions_now() != self._versions)
                 self._done.set()
+
         if torn:
             raise RuntimeError(
                 "the optimizer's state was changed between two updates, while it was being copied: let only its own "
@@ -123,35 +156,57 @@ class Copying:
             )
 
     def wait(self) -> None:
-        """In the training thread: from now on these tensors may change."""
+        """Return when the tensors may change. Called in the training thread."""
         with self._lock:
             if self._done.is_set():
                 return
-            self._torn, self._released = self._versions_now() != self._versions, True
+            self._torn = self._versions_now() != self._versions
+            self._released = True
+
+        # The device's own stream waits for its copies, the host does not.
         for event in self._on_device:
-            event.wait()  # the device's own stream waits, the host does not
+            event.wait()
+
+        # The writing thread copies what is on the CPU.
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
 
     def _versions_now(self) -> list[int]:
-        """torch counts the changes of a tensor."""
+        """Return how often torch has seen each tensor change."""
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), torch.no_grad():
-            pairs = [(view, source) for view, source in self._pairs if source.device == device]
+        """Start the copies of one GPU in a stream of their own."""
+        # After the work that is already queued there: it may still write to the tensors.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        pairs = [(view, source) for view, source in self._pairs if source.device == device]
+        with torch.cuda.stream(stream), torch.no_grad():
             torch._foreach_copy_([view for view, _ in pairs], [source for _, source in pairs], non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         return event
 
 
+def _allocate(size: int, pinned: bool) -> torch.Tensor:
+    """Return a buffer of `size` bytes that begins at a page."""
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
+
+    # Touch the pages now, or the first save would pay for it.
+    memory.fill_(0)
+
+    # Direct writes need memory that begins at a page.
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
+
+
 def _copy(pairs: Pairs) -> None:
+    """Copy, and wait until the copies are complete."""
     if not pairs:
         return
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
+
+    # Host-device synchronisation: from here on, training may change the tensors.
     for device in {source.device for _, source in pairs if source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()  # the host waits: the copies must be complete
+        torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,7 @@
-"""State as it comes (nested dicts and lists of tensors and numbers) <-> named tensors + plain JSON. Never a pickle."""
+"""State as it comes (nested dicts and lists of tensors and numbers) <-> named tensors and plain JSON. Never a pickle.
+
+Also the table of the element types that a checkpoint can hold.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,54 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
-# One-key mappings that stand for what JSON cannot say.
-TENSOR, ON_DEVICE, ARRAY, TUPLE, ITEMS = "$tensor", "$on_device", "$array", "$tuple", "$items"
+# One-key mappings that stand for what JSON has no form for.
+TENSOR = "$tensor"
+ON_DEVICE = "$on_device"
+ARRAY = "$array"
+TUPLE = "$tuple"
+ITEMS = "$items"
 _MARKS = {TENSOR, ON_DEVICE, ARRAY, TUPLE, ITEMS}
+
+# The dtypes that a checkpoint can hold, by their names in a safetensors file.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """Return the file's name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not dense or tensor.dtype not in _NAMES:
+        raise UserError(
+            f"the tensor {name!r} cannot be saved in a checkpoint",
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)",
+        )
+    return _NAMES[tensor.dtype]
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON form of `value`; its tensors are put into `tensors`, under names that begin with `name`."""
-    while name in tensors:  # {"a": {"b": ...}, "a.b": ...}
+    """Return the JSON form of `value`; its tensors are put into `tensors`, under names that begin with `name`."""
+    # {"a": {"b": ...}, "a.b": ...} has two tensors of one name.
+    while name in tensors:
         name += "'"
+
+    # Whether a tensor was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {TENSOR if value.device.type == "cpu" else ON_DEVICE: name}
@@ -30,30 +72,36 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {ARRAY: name}
     if isinstance(value, np.generic):
         return value.item()
+
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, tuple):
-        return {TUPLE: [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+
+    if isinstance(value, list | tuple):
+        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return {TUPLE: items} if isinstance(value, tuple) else items
+
     if isinstance(value, dict):
+        # A dict that looks like one of our own marks is written as pairs, too.
         if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
         pairs = enumerate(value.items())
         return {ITEMS: [[pack(k, f"{name}.key{i}", tensors), pack(v, f"{name}.{i}", tensors)] for i, (k, v) in pairs]}
+
     raise UserError(
-        f"to save {name}",
-        f"a {type(value).__name__}, which is neither tensors nor plain values",
+        f"{name} cannot be saved: a {type(value).__name__} is neither a tensor nor a plain value",
+        "",
         "let its state_dict() return tensors, numbers, text, lists and dicts only: a checkpoint holds no pickle",
     )
 
 
 def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> Any:
-    """The opposite; `read(name)` gives a tensor. What was on a device comes back on `device`."""
+    """Undo `pack`; `read(name)` gives a tensor. Tensors that were on a device come back on `device`."""
     if isinstance(value, list):
         return [unpack(item, read, device) for item in value]
     if not isinstance(value, dict):
         return value
+
+    # `pack` never leaves a mark of the user's own as it is.
     if len(value) == 1:
         ((mark, inner),) = value.items()
         if mark == TENSOR:
@@ -70,23 +118,26 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
 
 
 def _key(value: Any) -> Any:
+    """Return a dict's key. A list cannot be one: it was a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def digest(data: Any) -> str:
-    """Of all tensors in a batch, whatever holds them."""
+    """Return a digest of all tensors and values in `data`, nested in any way."""
     sha = hashlib.sha256()
     _feed(sha, data)
     return sha.hexdigest()
 
 
 def _feed(sha: Any, data: Any) -> None:
-    if isinstance(data, DTensor):  # every rank holds another part of it
+    if isinstance(data, DTensor):
+        # Every rank holds another shard: only what they have in common counts.
         sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
     elif isinstance(data, torch.Tensor):
         sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
         sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(data, dict):
+        # Two ranks may have filled it in different orders.
         for key in sorted(data, key=str):
             sha.update(str(key).encode())
             _feed(sha, data[key])

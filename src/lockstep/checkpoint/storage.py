@@ -1,103 +1,488 @@
-"""The folder of a run's checkpoints: which ones are committed, and whose turn it is to write. No torch here."""
+"""Where checkpoints live: the `Store` protocol, the rules that all stores share, and two implementations.
+
+`FileStore` keeps checkpoints in a folder of a file system, `MemoryStore` in this process. The rest of the package
+reaches both through `Store` only. A store holds folders of files and knows nothing about their contents. No torch here:
+`lockstep ckpt ls` must start fast.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
+import math
 import os
 import re
 import secrets
 import shutil
+import stat
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from lockstep.checkpoint.durable import replace_file, sync_folder
+from lockstep.errors import UserError
 
+# Bytes written at a time.
+CHUNK = 16 << 20
+
+# Direct writes begin and end at multiples of this, in memory and in the file.
+PAGE = 4096
+
+# Two small files at the top: the newest checkpoint's name, and the attempt that may commit.
+LATEST = "latest"
+OWNER = "owner"
+
+# Bytes from which on a direct write is faster than one through the page cache.
+_DIRECT_FROM = 1 << 20
+
+# Committed, and being written or deleted by the attempt whose token follows.
 _STEP = re.compile(r"step-(\d{8,18})")
 _STAGED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
+
+
+class Store(Protocol):
+    """What a checkpoint needs of a place to live in.
+
+    A checkpoint is staged in a folder of its own (`write`), and committed by one `rename`.
+
+    A key is "FOLDER/FILE", or "FILE" at the top. A folder exists as long as it has files. Methods raise
+    FileNotFoundError for what is missing, and OSError for anything else that goes wrong; errno.ENOSPC means "full".
+    All ranks of a run reach the same store at the same time.
+    """
+
+    @property
+    def address(self) -> str:
+        """How messages name this store."""
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders, in any order."""
+
+    def open(self, key: str) -> io.BufferedIOBase:
+        """Open a file for reading. The result can seek."""
+
+    def write(self, key: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file. It is durable when this returns; until then others may see a part of it."""
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Give a small file new contents. Readers see the old contents or the new, never a part."""
+
+    def rename(self, folder: str, to: str) -> None:
+        """Rename a folder, atomically and durably: this is the commit. `to` must not exist."""
+
+    def delete(self, key: str) -> None:
+        """Delete a file, or a folder with all its files. Deleting what is missing does nothing."""
+
+    def claim(self, token: str) -> None:
+        """Make the attempt with this token the only one that may commit."""
+
+    def owner(self) -> str | None:
+        """Return the token of the last claim."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes can still be written."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder of a store: a committed checkpoint, or one that was set aside."""
+
+    store: Store
+    name: str
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Return the checkpoint in the folder `path` of a file system."""
+        # "." and ".." have no name to look up in their parent.
+        if path.name in ("", ".."):
+            path = path.resolve()
+        return cls(FileStore(path.parent), path.name)
+
+    @property
+    def path(self) -> Path:
+        """Where it is, for messages; a path that can be opened only if the store is a `FileStore`."""
+        return Path(self.store.address, self.name)
+
+    @property
+    def step(self) -> int:
+        step = step_of(self.name)
+        assert step is not None, self.name
+        return step
+
+    def open(self, file: str) -> io.BufferedIOBase:
+        return self.store.open(f"{self.name}/{file}")
+
+
+# ---- the rules that all stores share ----
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def staged_name(step: int, token: str, suffix: str) -> str:
+    """Return the folder in which a checkpoint grows. The token keeps late writers of an earlier attempt out of it."""
+    return f"{folder_name(step)}.tmp-{token}-{suffix}"
+
+
 def step_of(name: str) -> int | None:
-    """The step of a committed checkpoint's folder, None for every other name."""
+    """Return the step of a committed checkpoint's folder, None for every other name."""
     match = _STEP.fullmatch(name)
-    step = int(match.group(1)) if match else None
-    return step if step is not None and folder_name(step) == name else None
+    if match is None:
+        return None
+
+    # Only one name stands for a step: "step-000000007" is not that of step 7.
+    step = int(match.group(1))
+    return step if folder_name(step) == name else None
 
 
-def step_number(path: Path) -> int:
-    """The step of a path that `Store.committed` has returned."""
-    step = step_of(path.name)
-    assert step is not None, path
-    return step
+def committed(store: Store) -> list[Checkpoint]:
+    """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
+    found = [Checkpoint(store, name) for name in store.folders() if step_of(name) is not None]
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
-class Store:
+def clean(store: Store, token: str) -> None:
+    """Remove what attempts with other tokens have left half written or half deleted."""
+    for name in store.folders():
+        match = _STAGED.fullmatch(name)
+        if match and match.group(1) != token:
+            # Another attempt may still write into it. Then the next start cleans up.
+            with suppress(OSError):
+                store.delete(name)
+
+
+def update_latest(store: Store) -> None:
+    """Let the file `latest` name the newest committed checkpoint."""
+    newest = committed(store)[:1]
+    if newest:
+        store.replace(LATEST, newest[0].name.encode() + b"\n")
+    else:
+        store.delete(LATEST)
+
+
+def set_aside(store: Store, name: str, why: str) -> Checkpoint:
+    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: out of the way, and not lost."""
+    # The same step may have been set aside before.
+    taken = store.folders()
+    target = f"{name}.{why}"
+    number = 0
+    while target in taken:
+        number += 1
+        target = f"{name}.{why}{number}"
+
+    store.rename(name, target)
+    update_latest(store)
+    return Checkpoint(store, target)
+
+
+def set_aside_after(store: Store, step: int) -> list[Checkpoint]:
+    """Set all checkpoints after `step` aside: the run goes back to it on purpose."""
+    later = [checkpoint for checkpoint in committed(store) if checkpoint.step > step]
+    return [set_aside(store, checkpoint.name, "undone") for checkpoint in later]
+
+
+def remove(store: Store, name: str, token: str) -> None:
+    """Delete a committed checkpoint. It loses its name first, so that no reader finds half of one."""
+    doomed = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
+    store.rename(name, doomed)
+    store.delete(doomed)
+
+
+# ---- retention ----
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept. Every other one is deleted after the next commit."""
+
+    # The newest so many.
+    last: int = 3
+
+    # Those whose step is a multiple of this.
+    every: int | None = None
+
+    # The one whose metric of this name is best.
+    best: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        counts = {"last": self.last, "every": self.every}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise UserError(f"cannot keep checkpoints by {name}={count}", "", "use a count of 1 or more")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"cannot choose the best checkpoint by mode={self.mode!r}", "", 'use "min" or "max"')
+
+
+def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
+    """Return the steps to delete, oldest first; `checkpoints` are (step, metrics). The newest is never among them."""
+    steps = sorted(step for step, _ in checkpoints)
+    keep = set(steps[-retention.last :])
+
+    if retention.every:
+        keep |= {step for step in steps if step % retention.every == 0}
+
+    if retention.best is not None:
+        sign = 1 if retention.mode == "max" else -1
+        ranked = []
+        for step, metrics in checkpoints:
+            score: Any = metrics.get(retention.best)
+            if _is_score(score):
+                ranked.append((sign * score, step))
+        if ranked:
+            # Of equal scores, the newest step is kept.
+            _, best = max(ranked)
+            keep.add(best)
+
+    return [step for step in steps if step not in keep]
+
+
+def _is_score(metric: Any) -> bool:
+    """NaN is never best, and neither is anything that is not a number."""
+    return isinstance(metric, int | float) and not isinstance(metric, bool) and not math.isnan(metric)
+
+
+# ---- in a file system ----
+
+
+class FileStore:
+    """Checkpoints in a folder. They survive a power cut: contents reach the disk before names do."""
+
     def __init__(self, root: Path):
         self.root = Path(root)
 
-    def committed(self) -> list[Path]:
-        """The newest step first. Only the names: whether the bytes are right, `load.find` knows."""
-        found = [(step_of(path.name), path) for path in self._paths()]
-        steps = [(step, path) for step, path in found if step is not None and path.is_dir()]
-        return [path for _, path in sorted(steps, reverse=True)]
+    @property
+    def address(self) -> str:
+        return str(self.root)
 
-    def staged(self, step: int, token: str, suffix: str) -> Path:
-        """Where a checkpoint grows. The token keeps late writers of an earlier attempt out of it."""
-        return self.root / f"{folder_name(step)}.tmp-{token}-{suffix}"
+    def folders(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        return [path.name for path in self.root.iterdir() if path.is_dir()]
+
+    def open(self, key: str) -> io.BufferedIOBase:
+        # Opening a pipe that took the place of a file would wait for ever.
+        if not stat.S_ISREG(os.stat(self.root / key).st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        return open(self.root / key, "rb")
+
+    def write(self, key: str, chunks: Iterable[memoryview]) -> None:
+        path = self.root / key
+        with _create(path) as file:
+            _write_chunks(file.fileno(), chunks)
+            os.fsync(file.fileno())
+        _sync_folder(path.parent)
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self.root / key
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with _create(draft) as file:
+                _write_all(file.fileno(), memoryview(data), 0)
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+        # A staged folder may be committed under another name as soon as this file is there; the file itself is only
+        # a message between ranks and need not survive a power cut.
+        if path.parent == self.root:
+            _sync_folder(self.root)
+
+    def rename(self, folder: str, to: str) -> None:
+        os.rename(self.root / folder, self.root / to)
+        _sync_folder(self.root)
+
+    def delete(self, key: str) -> None:
+        path = self.root / key
+        if path.is_dir():
+            # Delete as much as possible, and complain about the rest.
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
+            return
+
+        # A folder goes with its last file; with others in it, `rmdir` fails.
+        path.unlink(missing_ok=True)
+        if path.parent != self.root:
+            with suppress(OSError):
+                path.parent.rmdir()
 
     def claim(self, token: str) -> None:
-        """From now on only the attempt with this token commits."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        replace_file(self.root / "owner", token.encode())
+        # Drafts of `replace` whose writer was killed. A new owner knows that no writer needs them any more.
+        for name in (LATEST, OWNER):
+            for draft in self.root.glob(f".{name}.*"):
+                draft.unlink(missing_ok=True)
+        self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
-        return _text(self.root / "owner")
+        try:
+            return (self.root / OWNER).read_text(errors="replace").strip()
+        except OSError:
+            return None
 
-    def clean(self, token: str) -> None:
-        """Remove what other attempts have left half written, or half deleted."""
-        for path in self._paths():
-            match = _STAGED.fullmatch(path.name)
-            if match and match.group(1) != token:
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith((".latest.", ".owner.")):  # a draft whose writer was killed
-                path.unlink(missing_ok=True)
-
-    def move_latest(self) -> None:
-        """Let `latest` name the newest committed one."""
-        newest = self.committed()[:1]
-        if newest:
-            replace_file(self.root / "latest", newest[0].name.encode() + b"\n")
-        else:
-            (self.root / "latest").unlink(missing_ok=True)
-
-    def set_aside(self, path: Path, why: str) -> Path:
-        """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: out of the way, and not lost."""
-        taken = {other.name for other in self._paths()}
-        names = (f"{path.name}.{why}{number or ''}" for number in range(len(taken) + 1))
-        target = path.with_name(next(name for name in names if name not in taken))
-        os.rename(path, target)
-        sync_folder(self.root)
-        self.move_latest()
-        return target
-
-    def set_aside_after(self, step: int) -> list[Path]:
-        """The run goes back to `step` on purpose: what came later is undone."""
-        return [self.set_aside(path, "undone") for path in self.committed() if step_number(path) > step]
-
-    def remove(self, path: Path, token: str) -> None:
-        """Delete a committed checkpoint. It first loses its name, so that nobody finds half of one."""
-        doomed = self.root / f"{path.name}.tmp-{token}-gone{secrets.token_hex(4)}"
-        os.rename(path, doomed)
-        sync_folder(self.root)
-        shutil.rmtree(doomed)
-
-    def _paths(self) -> list[Path]:
-        return list(self.root.iterdir()) if self.root.is_dir() else []
+    def free_bytes(self) -> int:
+        """What a user may still write to this disk; the folder itself need not exist yet."""
+        # The folder's future parent is on the same disk.
+        folders = (self.root, *self.root.absolute().parents)
+        existing = next(folder for folder in folders if folder.exists())
+        found = os.statvfs(existing)
+        return found.f_bavail * found.f_frsize
 
 
-def _text(path: Path) -> str | None:
+def split(data: memoryview) -> list[memoryview]:
+    """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
+    # Two chunks at least: between them, an abandoned save ends, and tests can let the disk fill up.
+    half = (len(data) + 1) // 2
+    if half > PAGE:
+        size = min(CHUNK, half - half % PAGE)
+    else:
+        size = max(half, 1)
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+
+    # The rest of a page is a chunk of its own: it would keep the one before it from being written directly.
+    rest = len(data) % PAGE
+    if chunks and rest and len(chunks[-1]) > PAGE:
+        last = chunks.pop()
+        chunks += [last[:-rest], last[-rest:]]
+    return chunks
+
+
+def size_text(size: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"
+
+
+def _create(path: Path) -> io.FileIO:
+    """Open a new file, and make its folder. Another rank may remove the folder in between, as it is still empty."""
+    for _ in range(10):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return open(path, "wb", buffering=0)
+    return open(path, "wb", buffering=0)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: an fsync of a file does not cover its name."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_chunks(handle: int, chunks: Iterable[memoryview]) -> None:
+    """Write `chunks` one after the other.
+
+    Large aligned chunks go from memory to the disk directly. A second copy in the page cache would take a core away
+    from training for as long as it lasts, and fsync would wait for it.
+    """
+    direct = hasattr(os, "O_DIRECT")
+    position = 0
+    for chunk in chunks:
+        aligned = len(chunk) >= _DIRECT_FROM and not len(chunk) % PAGE and not position % PAGE
+        done = direct and aligned and _write_directly(handle, chunk, position)
+        if not done:
+            # If it was tried, this disk cannot do it, and will not be asked again.
+            direct = direct and not aligned
+            _write_all(handle, chunk, position)
+        position += len(chunk)
+
+
+def _write_all(handle: int, data: memoryview, position: int) -> None:
+    # The system may write less than it is asked to.
+    while data:
+        count = os.pwrite(handle, data, position)
+        data = data[count:]
+        position += count
+
+
+def _write_directly(handle: int, data: memoryview, position: int) -> bool:
+    """Write past the page cache. Return False if this file system, or this memory, does not allow it."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+        _write_all(handle, data, position)
+    except OSError as error:
+        # These mean "not like this". All others, such as a full disk, are real.
+        if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
+            raise
+        return False
+    finally:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+    return True
+
+
+# ---- in memory ----
+
+
+class MemoryStore:
+    """Checkpoints in a dict, for tests and as the shortest example of a store. Ranks must be threads of one process."""
+
+    def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
+        """`capacity`: bytes, so that tests can fill it up."""
+        self.name = name
+        self.capacity = capacity
+
+        # By key. Folders are only the first part of the keys.
+        self._files: dict[str, bytes] = {}
+        self._owner: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"memory:{self.name}"
+
+    def folders(self) -> list[str]:
+        with self._lock:
+            return list({key.split("/")[0] for key in self._files if "/" in key})
+
+    def open(self, key: str) -> io.BufferedIOBase:
+        try:
+            return io.BytesIO(self._files[key])
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from None
+
+    def write(self, key: str, chunks: Iterable[memoryview]) -> None:
+        # Joining makes a copy, which it must be: the saver reuses the memory behind the chunks.
+        self.replace(key, b"".join(chunks))
+
+    def replace(self, key: str, data: bytes) -> None:
+        if len(data) > self.free_bytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), key)
+        with self._lock:
+            self._files[key] = bytes(data)
+
+    def rename(self, folder: str, to: str) -> None:
+        # Under the lock, a reader sees all files under the old name or all under the new.
+        with self._lock:
+            moved = [key for key in self._files if key.startswith(f"{folder}/")]
+            if not moved:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+            for key in moved:
+                self._files[to + key.removeprefix(folder)] = self._files.pop(key)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            for other in list(self._files):
+                if other == key or other.startswith(f"{key}/"):
+                    del self._files[other]
+
+    def claim(self, token: str) -> None:
+        self._owner = token
+
+    def owner(self) -> str | None:
+        return self._owner
+
+    def free_bytes(self) -> int:
+        with self._lock:
+            return self.capacity - sum(map(len, self._files.values()))

@@ -1,7 +1,16 @@
 """One save from the snapshot to the commit. Each rank writes and confirms its part; rank 0 commits when all have.
 
-A power cut or a kill at any moment leaves the old state or the new one: contents reach the disk before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. No torch here.
+    every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its part, durable
+    every rank   step-N.tmp-TOKEN-1/part-RANK.json          its confirmation: size, digest, pieces; or an error
+    rank 0       waits for all confirmations, checks them, and deletes them
+    rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
+    rank 0       checks that it still owns the store
+    rank 0       step-N.tmp-TOKEN-1 -> step-N               the commit
+    rank 0       updates `latest`, and deletes what `Retention` does not keep
+
+A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
+manifest before the rename, and the rename before `latest` moves and before anything old is deleted. Ranks talk to each
+other through the store only, so a rank that hangs cannot take the writing threads of the others with it. No torch here.
 """
 
 from __future__ import annotations
@@ -9,46 +18,82 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint import format, retention
-from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.durable import cut, free_bytes, replace_file, spoken, sync_folder, write_chunks, write_file
-from lockstep.checkpoint.format import Block, Layout
-from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry
-from lockstep.checkpoint.storage import Store, folder_name
+from lockstep.checkpoint.format import Block, Layout, part_name
+from lockstep.checkpoint.manifest import (
+    NAME,
+    Damaged,
+    File,
+    Manifest,
+    Piece,
+    TensorEntry,
+    decode,
+    encode,
+    read_manifest,
+)
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    Retention,
+    Store,
+    committed,
+    folder_name,
+    remove,
+    set_aside,
+    size_text,
+    split,
+    staged_name,
+    to_delete,
+    update_latest,
+)
+
+# The disk is full, or the user's part of it.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+# Between two looks for the other ranks' confirmations: short at first, since ranks save at the same moment.
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
-class Team:
+class SaveContext:
     """Who writes, where to, and by which rules; the same for every save of a run."""
 
     store: Store
+
+    # This rank, and how many write.
     rank: int
     size: int
+
+    # Of this attempt of the run.
     token: str
-    retention: retention.Retention
-    patience_s: float
+
+    retention: Retention
+
+    # How long rank 0 waits for the other ranks' parts.
+    timeout_s: float
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What this rank has to write. Rank 0's `aliases` and `values` count."""
+    """What this rank has to write. Only rank 0's `aliases` and `values` are used."""
 
     blocks: tuple[Block, ...]
     layout: Layout
+
+    # The data section of the file. `complete` finishes it, or raises.
     data: memoryview
-    complete: Callable[[], None]  # raises if `data` cannot be what it should be
+    complete: Callable[[], None]
+
     aliases: dict[str, str]
     values: dict[str, Any]
 
@@ -57,18 +102,33 @@ class GivenUp(Exception):
     """This save will not be committed, and no disk is to blame."""
 
 
-class Writing:
-    """The state of one save. `run` may be called in a thread; the rest belongs to the thread that trains."""
+class PendingSave:
+    """The state of one save on one rank.
 
-    def __init__(self, team: Team, step: int, number: int):
-        self.team, self.step = team, step
-        self.folder = team.store.staged(step, team.token, str(number))
-        self.committed: Path | None = None
+    `run` may be called in a thread; the rest belongs to the thread that trains. A save ends in one of three ways:
+    `committed` is set (on rank 0), `failed` is true, or it was abandoned. Files that it has staged are deleted in the
+    last two.
+    """
+
+    def __init__(self, context: SaveContext, step: int, number: int):
+        self.context = context
+        self.step = step
+        self.folder = staged_name(step, context.token, str(number))
+
+        # How it ended; only rank 0 commits. After the commit, an error means that tidying up failed.
+        self.committed: Checkpoint | None = None
         self.error: str | None = None
         self.missing_bytes: int | None = None
+
+        # Of this rank's file, and (on rank 0, once it is committed) of all files.
         self.bytes = 0
+        self.total_bytes = 0
         self.write_s = 0.0
-        self.part_ended = threading.Event()  # this rank's part is on disk, or never will be
+
+        # This rank's part is durable, or never will be.
+        self.part_ended = threading.Event()
+
+        # Set by `abandon`, in the thread that trains.
         self._stop = threading.Event()
         self._why_stopped = ""
         self._began = time.perf_counter()
@@ -79,204 +139,278 @@ class Writing:
 
     @property
     def failed(self) -> bool:
+        """Whether this rank has failed, and the other ranks have not yet agreed to abandon the save."""
         return self.error is not None and self.committed is None and not self.abandoned
 
     def run(self, contents: Contents) -> None:
-        """Write, confirm and (rank 0) commit. Never raises: what went wrong is in `error`."""
+        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong."""
         self._began = time.perf_counter()
         self.bytes = contents.layout.file_size
         try:
             contents.complete()
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._write_part(contents)
-            self._stop_the_clock()
+            self._measure()
             self.part_ended.set()
-            if self.team.rank == 0:
+
+            if self.context.rank == 0:
                 self._commit(contents)
-            self._go_on()
-        except BaseException as error:  # in a thread nobody else would see it
+            self._check_abandoned()
+        except BaseException as error:
+            # Raised in a thread, it would be lost.
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the reason, free the disk, and let rank 0 know."""
+        """Record the reason, free the disk, and let rank 0 know."""
+        # Delete first: what is free after that counts.
         if self.committed is None:
             self.discard()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self.missing_bytes = max(1, self.bytes - free_bytes(self.team.store.root))
-        self.error = self._words(error)
-        if self.committed is None and self.team.rank != 0 and not self.abandoned:
-            self._send({"error": self.error, "missing_bytes": self.missing_bytes})
+            if isinstance(error, OSError) and error.errno in _FULL:
+                self.missing_bytes = max(1, self.bytes - self.context.store.free_bytes())
+        self.error = self._reason(error)
+
+        # Rank 0 waits for this rank's part, and should not wait in vain.
+        if self.committed is None and self.context.rank != 0 and not self.abandoned:
+            self._confirm({"error": self.error, "missing_bytes": self.missing_bytes})
         self.part_ended.set()
 
     def refuse(self, size: int, missing: int) -> None:
-        """There is no room: nothing is written."""
-        self.bytes, self.missing_bytes = size, missing
-        self.fail(GivenUp(f"{self._no_room()}: {spoken(size)} to write, {spoken(missing)} too little"))
+        """Fail before anything is written: there is no room."""
+        self.bytes = size
+        self.missing_bytes = missing
+        self.fail(GivenUp(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
         self._why_stopped = why
         self._stop.set()
 
     def discard(self) -> None:
-        """Remove what this rank has staged; rank 0 removes everything. Does nothing once it is committed."""
-        if self.team.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
-        for name in (format.part_name(self.team.rank), _confirmation(self.team.rank)):
-            try:
-                (self.folder / name).unlink(missing_ok=True)
-            except OSError:
-                pass  # a later start cleans up
-        if self.abandoned:  # by all: until then rank 0 may be about to write into a folder that is still empty
-            try:
-                self.folder.rmdir()
-            except OSError:
-                pass  # others still have files in it
+        """Delete what this rank has staged; rank 0 deletes everything. Does nothing once the save is committed."""
+        rank = self.context.rank
+        if rank == 0:
+            keys = [self.folder]
+        else:
+            keys = [self._key(part_name(rank)), self._key(_confirmation(rank))]
+
+        # What cannot be deleted now, the next start cleans up.
+        for key in keys:
+            with suppress(OSError):
+                self.context.store.delete(key)
 
     # ---- every rank ----
 
     def _write_part(self, contents: Contents) -> None:
-        name, digest = format.part_name(self.team.rank), xxhash.xxh3_128()
-        write_chunks(self.folder / name, self._chunks(contents), digest.update)
-        pieces = [
-            [block.name, block.dtype, block.whole, key, block.offset, block.shape]
-            for key, block in zip(
-                contents.layout.keys, (contents.blocks[index] for index in contents.layout.order), strict=True
-            )
-        ]
-        self._send({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
+        digest = xxhash.xxh3_128()
+        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(contents, digest))
 
-    def _chunks(self, contents: Contents) -> Iterator[memoryview]:
-        yield memoryview(contents.layout.header)
-        chunks = cut(contents.data)
+        # Rank 0 makes the manifest from this. It arrives only when the part is durable.
+        blocks = [contents.blocks[index] for index in contents.layout.order]
+        pieces = [
+            [block.name, block.dtype, block.full_shape, key, block.offset, block.shape]
+            for key, block in zip(contents.layout.keys, blocks, strict=True)
+        ]
+        self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
+
+    def _chunks(self, contents: Contents, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+        """Yield the file chunk by chunk, and digest each one. Between two chunks an abandoned save ends."""
+        header = memoryview(contents.layout.header)
+        digest.update(header)
+        yield header
+
+        chunks = split(contents.data)
         for number, chunk in enumerate(chunks):
-            self._go_on()
+            self._check_abandoned()
+
+            # For tests: the disk fills up in the middle of the file.
             if number == len(chunks) // 2 and faults.fire("write", self.step) == "disk full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            digest.update(chunk)
             yield chunk
 
-    def _send(self, confirmation: dict[str, Any]) -> None:
-        """Tell rank 0 how this rank's part went."""
+    def _confirm(self, confirmation: dict[str, Any]) -> None:
+        """Report to rank 0 how this rank's part went."""
+        key = self._key(_confirmation(self.context.rank))
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            data = json.dumps(confirmation).encode()
-            replace_file(self.folder / _confirmation(self.team.rank), data, sync_name=False)
+            self.context.store.replace(key, json.dumps(confirmation).encode())
         except OSError:
+            # A report of an error may fail for the same reason; the first error counts.
             if "error" not in confirmation:
                 raise
 
-    def _stop_the_clock(self) -> None:
-        self.write_s = time.perf_counter() - self._began
-
-    def _go_on(self) -> None:
+    def _check_abandoned(self) -> None:
         if self.abandoned:
             self.discard()
             raise GivenUp(self._why_stopped)
 
+    def _measure(self) -> None:
+        self.write_s = time.perf_counter() - self._began
+
+    def _key(self, file: str) -> str:
+        return f"{self.folder}/{file}"
+
     # ---- rank 0 ----
 
     def _commit(self, contents: Contents) -> None:
-        manifest = self._manifest(contents, self._confirmations())
-        write_file(self.folder / manifests.NAME, manifests.encode(manifest))
-        for rank in range(self.team.size):
-            (self.folder / _confirmation(rank)).unlink()
-        sync_folder(self.folder)
-        store, final = self.team.store, self.team.store.root / folder_name(self.step)
+        store = self.context.store
+        confirmations = self._confirmations()
+        manifest = encode(self._manifest(contents, confirmations))
+
+        # The manifest comes last: when it is durable, the folder is complete, and has its final contents.
+        for rank in range(self.context.size):
+            store.delete(self._key(_confirmation(rank)))
+        store.write(self._key(NAME), [memoryview(manifest)])
         faults.fire("rename", self.step)
-        if (owner := store.owner()) not in (None, self.team.token):
+
+        # A rank 0 that was stopped for a while may wake up when its run already goes on elsewhere.
+        owner = store.owner()
+        if owner not in (None, self.context.token):
             raise GivenUp(f"another attempt has taken over this run (its token is {owner})")
-        if final.exists():  # of another history, or damaged: this run is here now
-            store.set_aside(final, "undone")
-        os.rename(self.folder, final)
-        sync_folder(store.root)
-        self.committed = final
+
+        # A checkpoint of the same step belongs to another history, or is damaged.
+        name = folder_name(self.step)
+        if name in store.folders():
+            set_aside(store, name, "undone")
+
+        # The commit.
+        store.rename(self.folder, name)
+        self.committed = Checkpoint(store, name)
+        self.total_bytes = len(manifest) + sum(confirmation["size"] for confirmation in confirmations)
+
+        # Whatever goes wrong from here on, the checkpoint is safe. Deleting old ones is not part of `write_s`.
         faults.fire("latest", self.step)
-        store.move_latest()
-        self._stop_the_clock()
-        retention.apply(store, self.team.retention, self.team.token)
-        _spoil(final / format.part_name(0), faults.fire("committed", self.step))
+        update_latest(store)
+        self._measure()
+        apply_retention(store, self.context.retention, self.context.token)
+        _spoil(self.committed, part_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
-        """Those of all ranks, by rank. Waits for them, and not for ever."""
-        found: dict[int, dict[str, Any]] = {}
-        deadline, pause = time.monotonic() + self.team.patience_s, 0.01
-        while True:
-            for rank in set(range(self.team.size)) - found.keys():
-                if (data := _read(self.folder / _confirmation(rank))) is not None:
-                    found[rank] = self._checked(rank, json.loads(data))
-            missing = sorted(set(range(self.team.size)) - found.keys())
-            if not missing:
-                return [found[rank] for rank in range(self.team.size)]
-            if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, missing))
-                raise GivenUp(f"no word from rank {ranks} for {self.team.patience_s:.0f} s, waiting for their parts")
-            self._stop.wait(pause)
-            self._go_on()
-            pause = min(pause * 1.5, 0.25)
+        """Return the confirmations of all ranks, by rank.
 
-    def _checked(self, rank: int, confirmation: dict[str, Any]) -> dict[str, Any]:
+        Wait for them, but not for ever: a rank may have died. Raise GivenUp at the first that reports an error.
+        """
+        ranks = range(self.context.size)
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self.context.timeout_s
+        pause = _FIRST_PAUSE_S
+
+        while True:
+            # `replace` is atomic: a confirmation that is there is complete.
+            for rank in set(ranks) - found.keys():
+                with suppress(FileNotFoundError), self.context.store.open(self._key(_confirmation(rank))) as file:
+                    found[rank] = json.loads(file.read())
+                if rank in found:
+                    self._check_confirmation(rank, found[rank])
+
+            missing = sorted(set(ranks) - found.keys())
+            if not missing:
+                return [found[rank] for rank in ranks]
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, missing))
+                raise GivenUp(f"rank {names} did not write its part within {self.context.timeout_s:.0f} s")
+
+            # Sleep, but wake up as soon as the save is abandoned.
+            self._stop.wait(pause)
+            self._check_abandoned()
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
             self.missing_bytes = confirmation["missing_bytes"]
             raise GivenUp(f"rank {rank}: {confirmation['error']}")
-        size = (self.folder / format.part_name(rank)).stat().st_size
+
+        # A shared file system may be slow to show what another machine has written, or lose it.
+        with self.context.store.open(self._key(part_name(rank))) as file:
+            size = file.seek(0, 2)
         if size != confirmation["size"]:
             raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
-        return confirmation
 
     def _manifest(self, contents: Contents, confirmations: list[dict[str, Any]]) -> Manifest:
-        wholes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        # By tensor: dtype and shape, and the pieces of all ranks.
+        full: dict[str, tuple[str, tuple[int, ...]]] = {}
         pieces: dict[str, list[Piece]] = {}
         files = []
+
         for rank, confirmation in enumerate(confirmations):
-            file = format.part_name(rank)
+            file = part_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
-            for name, dtype, whole, key, offset, shape in confirmation["pieces"]:
-                if wholes.setdefault(name, (dtype, tuple(whole))) != (dtype, tuple(whole)):
+            for name, dtype, full_shape, key, offset, shape in confirmation["pieces"]:
+                kind = (dtype, tuple(full_shape))
+                if full.setdefault(name, kind) != kind:
                     raise GivenUp(f"the ranks do not agree on the dtype and shape of {name!r}")
                 pieces.setdefault(name, []).append(Piece(file, key, tuple(offset), tuple(shape)))
-        tensors = {name: TensorEntry(*whole, tuple(pieces[name])) for name, whole in wholes.items()}
-        made = Manifest(
-            self.step, time.time(), lockstep.__version__, tuple(files), tensors, contents.aliases, contents.values
+
+        manifest = Manifest(
+            step=self.step,
+            time=time.time(),
+            lockstep=lockstep.__version__,
+            files=tuple(files),
+            tensors={name: TensorEntry(dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in full.items()},
+            aliases=contents.aliases,
+            values=contents.values,
         )
-        manifests.decode(manifests.encode(made), self.folder)  # nothing is committed that could not be loaded
-        return made
 
-    # ---- words ----
+        # Nothing is committed that could not be loaded.
+        decode(encode(manifest), Checkpoint(self.context.store, self.folder))
+        return manifest
 
-    def _words(self, error: BaseException) -> str:
+    # ---- reasons ----
+
+    def _reason(self, error: BaseException) -> str:
         if self.abandoned:
             return self._why_stopped
-        if isinstance(error, GivenUp | manifests.Damaged):
+        if isinstance(error, GivenUp | Damaged):
             return str(error)
-        if isinstance(error, FileNotFoundError) and not self.folder.exists() and self.committed is None:
+
+        # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
+        gone = self.committed is None and self.folder not in self.context.store.folders()
+        if isinstance(error, FileNotFoundError) and gone:
             return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{self._no_room()} while writing {spoken(self.bytes)}"
+
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return f"{self._no_room()} while writing {size_text(self.bytes)}"
         return f"{type(error).__name__}: {error}"
 
     def _no_room(self) -> str:
-        return f"no space left on the disk of {self.team.store.root}"
+        return f"no space left on the disk of {self.context.store.address}"
+
+
+def apply_retention(store: Store, retention: Retention, token: str) -> list[int]:
+    """Delete the checkpoints that need not stay. Return their steps."""
+    # Manifests are read only if a metric decides.
+    found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
+    known = []
+    for step, checkpoint in found.items():
+        known.append((step, _metrics(checkpoint) if retention.best else {}))
+
+    doomed = to_delete(known, retention)
+    for step in doomed:
+        remove(store, found[step].name, token)
+    return doomed
+
+
+def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    try:
+        return read_manifest(checkpoint).metrics
+    except Damaged:
+        # It has no score; its age decides whether it is deleted.
+        return {}
 
 
 def _confirmation(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
+    """Do to a committed file what a bad disk would do, if a test has asked for that fault.
 
-
-def _spoil(path: Path, how: str | None) -> None:
-    """Faults on purpose: what a bad disk would do to a committed file."""
-    middle = path.stat().st_size // 2
+    `how` is "truncate", "corrupt" or, as good as always, None.
+    """
+    if how not in ("truncate", "corrupt"):
+        return
+    with checkpoint.open(file) as stream:
+        data = bytearray(stream.read())
+    middle = len(data) // 2
     if how == "truncate":
-        os.truncate(path, middle)
-    elif how == "corrupt":
-        with open(path, "r+b") as file:
-            file.seek(middle)
-            byte = file.read(1)
-            file.seek(middle)
-            file.write(bytes([byte[0] ^ 0x10]))
+        del data[middle:]
+    else:
+        data[middle] ^= 0x10
+    checkpoint.store.write(f"{checkpoint.name}/{file}", [memoryview(data)])

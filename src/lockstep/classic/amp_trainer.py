@@ -149,7 +149,7 @@ class AMPTrainer:
         if self._share is not None:
             raise UserError(
                 "a checkpoint between two optimizer steps",
-                f"{self.stepper.backwards_done} of {self.config.gradient_accumulation_steps} batches of a step",
+                f"{self.stepper.control.backwards_done} of {self.config.gradient_accumulation_steps} batches of a step",
                 "save after the step's last batch",
             )
         self.stepper.settle()
@@ -163,12 +163,12 @@ class AMPTrainer:
         assert self._share is not None
         self._share.exhausted = exhausted
         batch = to_device(batch, self.runtime.device)
-        place = self.runtime.world.rank * count + self.stepper.backwards_done
-        self.stepper.prepare(MicroBatch(batch, place, samples, padding=padding))
-        with self.stepper.precision.autocast():
+        place = self.runtime.world.rank * count + self.stepper.control.backwards_done
+        self.stepper.before_forward(MicroBatch(batch, place, samples, padding=padding))
+        with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
         self.stepper.backward(loss)
-        if self.stepper.backwards_done < count:
+        if self.stepper.control.backwards_done < count:
             return loss, None
         self._share = None
         return loss, self.stepper.apply()
@@ -176,7 +176,7 @@ class AMPTrainer:
     def _begin(self, samples: int) -> None:
         if not self._sized:  # the fp16 scale of sums is laid out for a usual step, the same on all ranks
             mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.global_batch, self._sized = int(self.runtime.collectives.sum_(mine)), True
+            self.stepper.context.global_batch, self._sized = int(self.runtime.collectives.sum_(mine)), True
         self._share = StepBatches(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(self._share)
 

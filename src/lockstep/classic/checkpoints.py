@@ -5,35 +5,46 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.load import find
 from lockstep.checkpoint.run_state import RunState
-from lockstep.checkpoint.saver import Saver, Slice
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
-KEEP = 3  # newest checkpoints
+# So many of the newest checkpoints.
+KEEP = 3
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
-    """One rank writes; the others wait, and hear of what went wrong."""
+    """Save the state from one rank. Collective: the others wait, and raise the same error if it fails."""
     found: list[str | None] = [None, None]
     if runtime.world.rank == writer:
-        found = _write(state, Store(folder / "checkpoints"), runtime.world.size)
+        found = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
+
+    # Every rank learns how it went, so that all raise or none.
     path, error = runtime.collectives.gather_json(found)[writer]
     if path is None:
-        raise UserError(f"save_checkpoint({str(folder)!r})", str(error), "make room, or choose another folder")
+        raise UserError(
+            f"save_checkpoint({str(folder)!r}) could not write the checkpoint",
+            str(error),
+            "make room, or choose another folder",
+        )
     return Path(path)
 
 
 def _write(state: RunState, store: Store, world: int) -> list[str | None]:
+    """Write a checkpoint. Return its path or None, and the error or None."""
+    # Each save is an attempt of its own: what an earlier one has left half written is removed.
     token = secrets.token_hex(4)
     store.claim(token)
-    store.clean(token)
+    clean(store, token)
+
+    # One rank writes everything, in this thread: the state is the same on all ranks.
     tensors, aliases, values = state.capture()
-    slices = [Slice.whole(name, tensor) for name, tensor in tensors.items()]
+    slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(KEEP), asynchronous=False)
     saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
     [report] = saver.wait()
@@ -42,13 +53,22 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
 
 
 def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
-    only = path if is_checkpoint(path) else None
-    store = Store(path.parent if only else path / "checkpoints")
-    found = find(store, runtime.world.rank, runtime.world.size, runtime.collectives.gather_json, only)
+    """Restore the newest valid checkpoint below `path`, or exactly this one. Collective. Return its step."""
+    rank, size = runtime.world.rank, runtime.world.size
+    gather = runtime.collectives.gather_json
+    if is_checkpoint(path):
+        one = Checkpoint.at(path)
+        found = find(one.store, rank, size, gather, one.name)
+    else:
+        found = find(FileStore(path / "checkpoints"), rank, size, gather)
     if found is None:
         raise UserError(
-            f"load_checkpoint({str(path)!r})", "no checkpoint there", "give the folder that save_checkpoint was given"
+            f"load_checkpoint({str(path)!r}) found no checkpoint there",
+            "",
+            "give the folder that save_checkpoint was given",
         )
-    state.restore(CheckpointReader(found.path, found.manifest), found.manifest.values["state"])
-    runtime.collectives.gather_json(None)  # nobody saves there before all have read
+
+    # No rank may save there before all have read.
+    state.restore(found.reader(), found.manifest.values["state"])
+    gather(None)
     return state.stepper.counters.step

@@ -24,12 +24,12 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
-from lockstep.parallel.driver import Driver
-from lockstep.parallel.fsdp.driver import count_copies
+from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
 from lockstep.parallel.strategy import Strategy, strategy_of
-from lockstep.parallel.tensor.driver import is_cut_along_tp
+from lockstep.parallel.tensor.driver import is_sharded_along_tp
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
@@ -118,10 +118,10 @@ def _pids(runtime: Runtime) -> str:
 
 def _parameters(model: nn.Module) -> str:
     # numel() of a sharded parameter (a DTensor) is that of the full tensor.
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     about_frozen = f", {frozen:,} frozen and not exchanged" if frozen else ""
-    return f"{trainable:,} trainable{about_frozen}"
+    return f"{trained:,} trainable{about_frozen}"
 
 
 def _batch(plan: Plan) -> str:
@@ -191,7 +191,7 @@ def start_record(
         "device": str(runtime.device),
         "precision": precision.name,
         "parameters": sum(p.numel() for p in driver.model.parameters()),
-        "trainable": sum(p.numel() for p in driver.parameters),
+        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
         "unit": unit,
         "steps": plan.steps,
         "run_dir": folder.shown,
@@ -235,7 +235,7 @@ def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> lis
     tp_size = mesh.sizes["tp"]
     if tp_size > 1:
         # Of the layers that lie on this rank: another stage may have another number.
-        layers = sum(any(map(is_cut_along_tp, module.parameters(recurse=False))) for module in model.modules())
+        layers = sum(any(map(is_sharded_along_tp, module.parameters(recurse=False))) for module in model.modules())
         of_stage = " of the first stage" if pp_size > 1 else ""
         parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
     return parts
@@ -243,7 +243,7 @@ def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> lis
 
 def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
     """Describe what FSDP shards, over how many ranks."""
-    replicas = count_copies(config.fsdp, world) if strategy.replica_groups else 1
+    replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
     # One rank per shard group is legal, and saves nothing: say so, and what to type.
     if ranks == 1 and replicas > 1:
@@ -305,7 +305,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "task": run.name,
         "step": counters.step,
         "applied": counters.applied,
-        "skipped": run.stepper.skips.skipped,
+        "skipped": run.stepper.outcomes.skips.skipped,
         "seconds": time.time() - run.started,
         **losses,
         "eval_metrics": metrics,

@@ -147,7 +147,7 @@ class OwnRun:
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
         # The control word of the next step carries it to the other ranks.
-        self._run.stepper.stop_requested = True
+        self._run.stepper.context.requests.stop = True
 
     def close(self) -> None:
         """Save the weights and write the report, if there was a loop."""
@@ -201,18 +201,18 @@ class OwnStep:
         for micro in self._batches:
             self._taken += 1
             self.first = micro.first
-            stepper.prepare(micro)
+            stepper.before_forward(micro)
 
             # The loop's body runs here. It must call `backward` once.
-            with stepper.precision.autocast():  # on while the loop's body runs
+            with stepper.control.autocast():  # on while the loop's body runs
                 yield micro.data
-            if stepper.backwards_done != self._taken:
+            if stepper.control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
     @property
     def padding(self) -> bool:
         """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
-        return self._run.stepper.padding
+        return self._run.stepper.control.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.
@@ -220,15 +220,15 @@ class OwnStep:
         `loss_sum` and the metrics, which are sums too, have shape ().
         """
         stepper = self._run.stepper
-        if stepper.backwards_done == self._taken:
+        if stepper.control.backwards_done == self._taken:
             raise self._miscounted("twice")
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with full_precision(stepper.precision):
+        with full_precision(stepper.context.precision):
             stepper.backward(Loss(loss_sum, weight, metrics))
 
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
-        done = self._run.stepper.backwards_done
+        done = self._run.stepper.control.backwards_done
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(

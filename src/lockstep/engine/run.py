@@ -51,7 +51,7 @@ class LogInterval:
 
 
 @dataclass
-class Requests:
+class AgreedRequests:
     """What the control words of past steps ask all ranks to do, until it is done."""
 
     stop: bool = False  # end the loop
@@ -94,7 +94,7 @@ class Run:
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
     _interval: LogInterval = field(init=False, default_factory=LogInterval)
-    _requests: Requests = field(init=False, default_factory=Requests)
+    _requests: AgreedRequests = field(init=False, default_factory=AgreedRequests)
 
     # ---- the loop ----
 
@@ -124,7 +124,7 @@ class Run:
         # From here on a checkpoint would resume after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
-        self.samples.end_step(step - 1, self.stepper.tally.pieces)
+        self.samples.end_step(step - 1, self.stepper.control.trained)
         self._accept_requests(result)
 
         self._interval.samples += batches.samples
@@ -150,8 +150,8 @@ class Run:
             self.guard.check_structure()
 
         # Both travel to the other ranks in the control word of the next step.
-        self.stepper.save_failed = self.checkpoints.poll()
-        self.stepper.save_requested = self.checkpoints.wants(step)
+        self.stepper.context.requests.save_failed = self.checkpoints.poll()
+        self.stepper.context.requests.save = self.checkpoints.wants(step)
 
     def maintain(self, evaluation_due: bool = False) -> None:
         """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
@@ -164,7 +164,7 @@ class Run:
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
             self._accept_requests(self.stepper.settle())
-        if self.stepper.skips.rewind_wanted:
+        if self.stepper.outcomes.skips.rewind_wanted:
             self._rewind()
             save_due = False  # the state is that of a checkpoint
 
@@ -176,7 +176,7 @@ class Run:
             began = time.perf_counter()
             self._save_checkpoint(evaluation_due)
             self._requests.save = False
-            self.stepper.save_requested = False
+            self.stepper.context.requests.save = False
             # The time of a save is not the time of a step.
             self.recorder.exclude(time.perf_counter() - began)
         elif step == (self.resumed.step if self.resumed else 0) + 1:
@@ -199,7 +199,7 @@ class Run:
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
         evaluator = Evaluator.of(
-            self.config, self.stepper.precision, data, loss_of, collate, self.evaluation_batch(), may_preempt
+            self.config, self.stepper.context.precision, data, loss_of, collate, self.evaluation_batch(), may_preempt
         )
         step = self.stepper.counters.step
         found = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step)
@@ -234,7 +234,7 @@ class Run:
         self.close_loaders()
         self._accept_requests(self.stepper.settle())
         # Weights that no step has changed must not look like the result of a training.
-        self.stepper.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
+        self.stepper.outcomes.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._check_replicas()
 
         if self.config.checkpoint.at_end and self.checkpoints.due(self.stepper.counters.step, asked=True):
@@ -313,7 +313,7 @@ class Run:
         """Write the log line of the interval that ends with this step. `result` is the newest one known."""
         stepper = self.stepper
         step = stepper.counters.step
-        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": stepper.skips.skipped}
+        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": stepper.outcomes.skips.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
@@ -322,10 +322,10 @@ class Run:
             facts["scale"] = stepper.scaler.value
 
         # All ranks learn from the control word of the same step that some rank has seen a new metric.
-        if stepper.new_metrics:
-            self.recorder.agree_on_names(stepper.metrics_seen)
-            stepper.metrics_known = set(self.recorder.names)
-            stepper.new_metrics = False
+        if stepper.context.metrics.new:
+            self.recorder.agree_on_names(stepper.context.metrics.seen)
+            stepper.context.metrics.known = set(self.recorder.names)
+            stepper.context.metrics.new = False
 
         # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
         ended = self._interval
@@ -338,7 +338,7 @@ class Run:
         # The host waits for the losses here. A skipped step is rare, and worth it.
         totals = self.stepper.settled
         losses = [float(loss) for loss in totals.sums.losses]
-        own = blame(totals.pieces, losses, self.runtime.world.rank, spike=is_spike(result))
+        own = blame(totals.trained, losses, self.runtime.world.rank, spike=is_spike(result))
         blamed = [line for lines in self.runtime.collectives.gather_json(own) for line in lines]
 
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
@@ -356,8 +356,8 @@ class Run:
 
     def _rewind(self) -> None:
         """Return to the last checkpoint; the samples of the spoiled step are skipped from now on."""
-        result = self.stepper.skips.rewind_wanted
-        self.stepper.skips.rewind_wanted = None
+        result = self.stepper.outcomes.skips.rewind_wanted
+        self.stepper.outcomes.skips.rewind_wanted = None
         assert result is not None
         resumed = self.checkpoints.rewind(result, self.samples.span_of(result.step))
         # The log interval is that of the checkpoint again: the steps in between are undone.

@@ -167,7 +167,7 @@ class RunBuilder:
         stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
         load_balancer = open_load_balancer(config.speed_weights, plan, source, driver, runtime, recorder.event)
         if load_balancer:
-            stepper.before_exchange = load_balancer.mark
+            stepper.context.before_reduce = load_balancer.mark
 
         # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
         facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
@@ -205,8 +205,10 @@ class RunBuilder:
             resumed=resumed,
             evaluation=self.evaluation,
         )
-        stepper.skips.on_skip = run.report_skip
-        stepper.skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
+        stepper.outcomes.skips.on_skip = run.report_skip
+        stepper.outcomes.skips.on_many_empty = lambda result, reason: recorder.event(
+            "warning", step=result.step, reason=reason
+        )
         return run
 
     def evaluate(
@@ -298,7 +300,7 @@ class RunBuilder:
         check_something_left(plan.steps, step)
         self.started -= resumed.seconds
         self.recorder.carry_on(stepper.sums, resumed.interval)
-        stepper.metrics_known = set(self.recorder.names)
+        stepper.context.metrics.known = set(self.recorder.names)
         if step == plan.steps:  # nothing is left but to end it: the summary needs the last log line
             self.recorder.last = on_main(lambda: _last_log_line(self.folder.path, step), self.runtime)
         return describe_resume(resumed, self.folder)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.runtime.layout import grid_of, laid_out, like, local
+from lockstep.runtime.layout import laid_out, like, local, mesh_of
 
 LEAST = 1e-30  # of a squared gradient
 LONGEST = 1.0  # root mean square of an update, before the learning rate
@@ -32,7 +32,7 @@ class Adafactor(torch.optim.Optimizer):
             by_grid: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    by_grid.setdefault(grid_of(p), []).append(p)
+                    by_grid.setdefault(mesh_of(p), []).append(p)
             for some in by_grid.values():
                 self._update(some, group)
 

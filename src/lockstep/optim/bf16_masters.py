@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import block_of, grid_of, like, local
+from lockstep.runtime.layout import block_of, like, local, mesh_of
 from lockstep.runtime.seeds import derive
 
 PIECE = 2**24  # elements that are updated at once
@@ -96,7 +96,7 @@ class MasterWeights:
         by_grid: dict[Any, list[Tensor]] = {}
         for stand_in in group["params"]:
             if id(stand_in) in self._parameters and self._parameters[id(stand_in)].grad is not None:
-                by_grid.setdefault(grid_of(stand_in), []).append(stand_in)
+                by_grid.setdefault(mesh_of(stand_in), []).append(stand_in)
         for some in by_grid.values():
             piece, size = [], 0
             for stand_in in some:

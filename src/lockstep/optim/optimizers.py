@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.runtime.layout import grid_of
+from lockstep.runtime.layout import mesh_of
 
 # torch's own fused optimizers divide gradients by `grad_scale` inside their one pass. Others that claim to take part in
 # loss scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
@@ -34,7 +34,7 @@ class Optimizers:
         # They hold the divisor in float32: float64 parameters are scaled before the step instead.
         self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())
         self.skips_by_itself = self.folds and all(map(_divides_and_skips, self.all))
-        self._mixed = len({grid_of(p) for p in self.parameters()}) > 1
+        self._mixed = len({mesh_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
         self.masters: MasterWeights | None = None  # what the optimizers hold instead of parameters stored in bfloat16
@@ -90,7 +90,7 @@ def _one_grid_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     for group in groups:
         by_grid: dict[Any, list[Tensor]] = {}
         for p in group["params"]:
-            by_grid.setdefault(grid_of(p), []).append(p)
+            by_grid.setdefault(mesh_of(p), []).append(p)
         parts += [(group, {**group, "params": some}) for some in by_grid.values()]
     optimizer.param_groups = [part for _, part in parts]
     try:

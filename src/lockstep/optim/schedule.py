@@ -104,13 +104,12 @@ class Clipping:
         """Whether gradients must be at their true size before clipping, so nothing can be folded."""
         return self.config.value is not None or self.config.adaptive is not None
 
-    def coefficient(self, norm: float) -> float:
-        limit = self.config.norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-
-    def coefficient_on_device(self, norm: Tensor) -> Tensor | float:
-        limit = self.config.norm
-        return 1.0 if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+    def coefficient(self, norm: Any) -> Any:
+        """Return what to multiply gradients of this norm by: a number, or a tensor on the device."""
+        if self.config.norm is None:
+            return 1.0
+        ratio = self.config.norm / (norm + 1e-6)
+        return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def clip_elements_(
         self, parameters: list[Tensor], grads: list[Tensor], lengths_of: Callable[[list[Tensor]], list[Tensor]]

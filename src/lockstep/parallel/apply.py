@@ -1,5 +1,8 @@
-"""The one place that knows the order in which techniques are applied to a model: cut its layers, recompute, compile,
-then cut or replicate the whole."""
+"""Apply parallelism to a model. The one place that knows the order of the techniques:
+
+tensor parallelism -> BatchNorm -> float8 -> recomputation -> compile -> CUDA graphs -> pipeline, or FSDP, or DDP.
+All of it happens in place: the model keeps its class and the names of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm import synchronise_batchnorm
 from lockstep.parallel.cudagraph.graphs import Tell, record_calls
 from lockstep.parallel.ddp.driver import DDPDriver
-from lockstep.parallel.ddp.unused import FlatDriver
+from lockstep.parallel.ddp.unused import UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
-from lockstep.parallel.exact.driver import drive_exactly
+from lockstep.parallel.exact.driver import exact_driver
 from lockstep.parallel.float8 import compute_in_float8
-from lockstep.parallel.fsdp.driver import CUT, FSDPDriver, check_offload, check_scalars
+from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
-from lockstep.parallel.tensor.driver import TensorDriver, cut_layers
+from lockstep.parallel.strategy import strategy_of
+from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.parallel.warmup import compile_together
 from lockstep.precision import store
 from lockstep.runtime.context import Runtime
@@ -35,35 +39,46 @@ def apply(
     tell: Tell = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
-    """`model` on its device, in a Driver. Parameter names stay the user's own. `task` may say how to cut the model;
-    `tell` hears what is decided later, while it runs; `data` gives the samples, if the model must be seen running."""
+    """Move `model` to its device and return the driver that executes it.
+
+    `task` may say how to shard the model. `tell` receives what is decided later, while the model runs. `data` gives
+    samples, for a pipeline that must see the model running to find its stages.
+    """
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
-    staged = mesh.sizes["pp"] > 1
+    pipelined = mesh.sizes["pp"] > 1
+
+    # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
     check_offload(config.fsdp, runtime)
-    if config.strategy in CUT and not runtime.world.alone:
+    if strategy_of(config).shards_parameters and not runtime.world.alone:
         check_scalars(model, config)
+
+    # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
     empty = any(p.is_meta for p in model.parameters())
     if not empty:
         store(model, config.precision)
-    if not staged and not empty:  # a stage moves only what it keeps, and what is empty is filled when it is cut
+    if not pipelined and not empty:
         model.to(runtime.device)
-    if axes and not staged and mesh.sizes["tp"] > 1:
-        cut_layers(model, task, axes, runtime)
+
+    # What changes single layers comes before what wraps the model's calls.
+    if axes and not pipelined and mesh.sizes["tp"] > 1:
+        shard_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
     if config.precision == "fp8":
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
-    if wants_compile(config, runtime) and not staged:
+    if wants_compile(config, runtime) and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         compile_together(model, config, runtime)
     record_calls(model, config, runtime, tell)
-    if axes and staged:
-        driver = _stage(model, task, config, runtime, axes, data)
+
+    # The driver shards or replicates the whole.
+    if axes and pipelined:
+        driver = _pipeline(model, task, config, runtime, axes, data)
     else:
         driver = _drive(model, config, runtime, axes)
     driver.placement = replace(
@@ -74,25 +89,26 @@ def apply(
 
 def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
     if config.exact:
-        return drive_exactly(model, config, runtime)
+        return exact_driver(model, config, runtime)
     if runtime.world.alone:
         return SingleDriver(model, runtime.device)
-    if config.strategy in CUT:
-        return FSDPDriver(
-            model, config.strategy, config.fsdp, config.blocks, runtime, axes, config.seed, config.precision
-        )
+    if strategy_of(config).shards_parameters:
+        return FSDPDriver(model, config, runtime, axes)
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
-        return FlatDriver(model, runtime, config.ddp.broadcast_buffers)
+        return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
     return DDPDriver(model, config.ddp, runtime, config.seed)
 
 
-def _stage(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
+def _pipeline(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
     from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
 
     return PipelineDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
-    return (runtime.device.type == "cuda" and not config.exact) if config.compile == "auto" else config.compile
+    """Return whether the model is compiled: as asked, or by default on a GPU (but not in exact mode)."""
+    if config.compile == "auto":
+        return runtime.device.type == "cuda" and not config.exact
+    return config.compile

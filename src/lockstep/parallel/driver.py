@@ -1,8 +1,12 @@
-"""The Driver: what the step needs from any way of executing a model. The step never asks which one it has."""
+"""The Driver: what the step needs from any way of executing a model. The step never asks which one it has.
+
+`Driver` is the protocol, `BaseDriver` what all drivers share that run one micro-batch after another, `SingleDriver` one
+process, and `ShardedDriver` the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,28 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
-from lockstep.runtime.layout import squared_norms, whole
-from lockstep.task import Loss, MicroBatch
+from lockstep.runtime.layout import full_tensor, squared_norms
+from lockstep.task import Loss, MicroBatch, StepBatches
 
-
-class Pipelined(Protocol):
-    """What a driver can do whose ranks hold different parts of the model, through which micro-batches flow."""
-
-    def run(
-        self,
-        micros: Sequence[MicroBatch],
-        loss_of: Callable[[Any, Any], Loss],
-        begin: Callable[[MicroBatch, int], None],
-        finish: Callable[[MicroBatch, Loss], Tensor],
-    ) -> None:
-        """Forward and backward of all micro-batches of a step, in the order that suits the pipeline. `begin(micro,
-        stage)` comes before every forward; `finish(micro, loss)`, where the loss is known, gives what to
-        backpropagate."""
-
-    def exchange(self, word: ControlWord) -> None:
-        """After `run`: gradients and word become sums over all ranks."""
+LossFn = Callable[[Any, Any], Loss]
 
 
 @dataclass(frozen=True)
@@ -52,180 +41,276 @@ class Placement:
     facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """The gradients of one step, summed over micro-batches and ranks, and the summed control word."""
+
+    parameters: list[nn.Parameter]  # those of this rank that have a gradient
+    names: list[str]  # of the gradients that `norms` describes; in a pipeline those of all stages
+    norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
+    packed: Tensor  # [LENGTH]: the control word
+    codec: ControlWordCodec
+    factor: float  # what turns gradients as reduced into sums over ranks (DDP leaves means)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters]  # pyrefly: ignore[bad-return]
+
+
+class Control(Protocol):
+    """One step as a driver sees it (`engine/control.py`): everything that is not about executing the model."""
+
+    batches: StepBatches
+    micro: MicroBatch | None
+    backwards_done: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the micro-batch being computed is this rank's last one of the step."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
+        """Start a micro-batch: seed its random stream."""
+
+    def record(self, loss: Loss) -> float:
+        """Add up what the micro-batch cost. Returns the factor that its gradient starts with."""
+        ...
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether `find_unit` must be called before the first loss is scaled."""
+        ...
+
+    def find_unit(self, weight: Any) -> None:
+        """Find the weight of a usual step, for the loss scale of fp16. Collective: every rank must call it."""
+
+    def word(self) -> ControlWord:
+        """Return this rank's control word, after its last loss."""
+        ...
+
+    def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
+
+
 class Driver(Protocol):
-    """Runs forward and backward of this rank's micro-batches, and leaves summed gradients on `parameters`."""
+    """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
 
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
-    parameters: list[nn.Parameter]  # trainable, in the model's order
-    names: list[str]
-    gradient_factor: float  # what turns `.grad` after the exchange into the sum over all ranks
-    codec: ControlWordCodec
     placement: Placement
-    pipeline: Pipelined | None  # runs all micro-batches of a step at once, stage by stage
     extra_state: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
 
-    def begin(self) -> None:
-        """A step begins: no gradients yet."""
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
+        ...
 
-    def note(self, micro: MicroBatch, total: int | None) -> None:
-        """The next forward is that of `micro`; `total`: micro-batches of the step, all ranks together."""
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
+        """Return the loss of one batch without gradients; None on ranks that do not know it."""
 
-    def arm(self, last: bool) -> None:
-        """Before a forward: will its backward be this step's last, the one that exchanges?"""
-
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        """Backpropagate `total` times `start`. On the last micro-batch `word` is given and travels along."""
-
-    def word(self) -> Tensor:
-        """The summed word of this step, packed by `codec`."""
-
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        """The lengths of this step's gradients as a whole, in their order, the same bits on every rank."""
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of tensors that are laid out like the parameters."""
-
-    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
-        """The loss of one batch without gradients; None on ranks that do not know it."""
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return L2 norms of full tensors that are laid out like the parameters."""
+        ...
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """The full tensor of the model, gathered from the ranks that hold it. Collective: every rank must call it."""
+        """Return the model's full tensor of that name. Collective: every rank must call it."""
+        ...
 
     def sync_buffers(self) -> None:
-        """Make buffers (running statistics) equal everywhere, before evaluating or saving."""
+        """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
-        """Around hundreds of small forwards, without gradients and without a step among them. Every rank calls it that
-        takes part in them, and an error of one ends them for all. Gives what is to be told about them."""
+        """Enclose many small forwards without gradients. Yields a warning for the user, or None.
+
+        Every rank that takes part in the forwards must enter it, and an error on one of them ends it on all.
+        """
+        ...
 
 
-class Whole:
-    """What drivers have in common whose ranks each hold the whole model."""
+class MicroBatchDriver(Driver, Protocol):
+    """A driver that can also run one micro-batch at a time, for a loop that the user writes."""
 
-    gradient_factor = 1.0
+    def begin(self) -> None:
+        """Start a step: there are no gradients yet."""
+
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        """Prepare for the forward of `micro`; `control.last` says whether its backward reduces the gradients."""
+
+    def backward(self, loss: Loss, control: Control) -> None:
+        """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
+
+    def reduced(self) -> Reduced:
+        """Return the summed gradients, after the last backward."""
+        ...
+
+
+class BaseDriver:
+    """What all drivers share that run one micro-batch after another.
+
+    A subclass implements `_backward`, which backpropagates `total * start` and, given the control word, reduces.
+    """
+
     placement = Placement()
-    pipeline: Pipelined | None = None
     extra_state: Mapping[str, Any] = {}
+    gradient_factor = 1.0
     model: nn.Module
+    module: nn.Module
+    names: list[str]  # of the trainable parameters, in the model's order
+    parameters: list[nn.Parameter]
+    codec: ControlWordCodec
+    _word: Tensor  # the reduced control word of the newest step
 
-    def note(self, micro: MicroBatch, total: int | None) -> None:
-        pass
-
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.lengths(grads))  # of the gradients as exchanged: same bits on every rank
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
-        low = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
-        return list(torch._foreach_norm(tensors, 2, torch.float32 if low else None))
-
-    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
-        return loss_fn(self.model, data)  # unwrapped: ranks may run unequally many forwards
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        return whole(tensor)
-
-    def many_forwards(self) -> AbstractContextManager[str | None]:
-        return nullcontext()
-
-
-class SingleDriver(Whole):
-    """One process: there is nobody to exchange with."""
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.model = self.module = model
-        self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(device, torch.float64)
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        self.begin()
+        for micro in batches:
+            self.before_forward(micro, control)
+            with control.autocast():
+                loss = loss_fn(self.module, micro.data)
+            self.backward(loss, control)
+        return self.reduced()
 
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def arm(self, last: bool) -> None:
-        pass
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        control.before_forward(micro)
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, start)
-        if word is not None:
-            self._word = self.codec.pack(word, times=1.0)
+    def backward(self, loss: Loss, control: Control) -> None:
+        start = control.record(loss)
+        word = control.word() if control.last else None
+        self._backward(loss.total, control.constant(start, loss.total.dtype), word)
+        control.backwards_done += 1
 
-    def word(self) -> Tensor:
-        return self._word
+    def reduced(self) -> Reduced:
+        parameters = [p for p in self.parameters if p.grad is not None]
+        names = self.names
+        if len(parameters) < len(names):
+            pairs = zip(self.names, self.parameters, strict=True)
+            names = [name for name, p in pairs if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+        norms = self._gradient_norms(grads)
+        return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
+
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
+        return loss_fn(self.model, data)  # unwrapped: ranks may run unequally many forwards
+
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
+        return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
+
+    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        return full_tensor(tensor)
+
+    def many_forwards(self) -> AbstractContextManager[str | None]:
+        return nullcontext()
+
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        raise NotImplementedError
+
+    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack(self.norms(grads))  # of gradients as reduced: the same bits on every rank
+
+
+class SingleDriver(BaseDriver):
+    """One process: there is nothing to reduce."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.model = model
+        self.module = model
+        self.names, self.parameters = trainable(model)
+        self.codec = ControlWordCodec(device, torch.float64)
 
     def sync_buffers(self) -> None:
         pass
 
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        torch.autograd.backward(total, start)
+        if word is not None:
+            self._reduce(word)
 
-class _Apart(Exception):
-    """Ranks that should go through the same forwards do not."""
+    def _reduce(self, word: ControlWord) -> None:
+        """Sum gradients and control word over ranks, after the last backward."""
+        self._word = self.codec.pack(word, times=1.0)
+
+
+class _RanksDiffer(Exception):
+    """Ranks that should run the same forwards do not."""
 
 
 class ShardedDriver(SingleDriver):
-    """What drivers have in common of whose parameters this rank holds parts: a single process, as far as forward and
-    backward go; gradients are summed, and never divided, and lengths are sums over ranks."""
+    """The base of drivers whose ranks hold shards of the parameters.
+
+    Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
+    ranks.
+    """
 
     placement = Placement(replicated=False, collective_forwards=True)
 
     def __init__(self, model: nn.Module, runtime: Runtime):
-        """`model` has been cut."""
+        """`model` is sharded already."""
         super().__init__(model, runtime.device)
         self.runtime = runtime
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, start)
-        if word is not None:
-            self.add_gradients()
-            self._exchange(word)
-
-    def add_gradients(self) -> None:
-        """After the last backward: whatever is still to be done for gradients that are sums over all ranks."""
-
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        """A forward waits for the other ranks, so before each one they all say that they go on."""
-        before = self.model.register_forward_pre_hook(lambda *_: self._go_on("another forward"), prepend=True)
+        # A forward waits for the other ranks, so before each one they all say that they go on.
+        handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
         try:
             yield None
-        except _Apart:
+        except _RanksDiffer:
             raise
         except Exception as error:
-            self._go_on(f"{type(error).__name__}: {error}")
+            self._agree(f"{type(error).__name__}: {error}")
             raise  # all ranks have failed alike
         else:
-            self._go_on("the end")
+            self._agree("the end")
         finally:
-            before.remove()
+            handle.remove()
 
-    def _go_on(self, what: str) -> None:
-        every = self.runtime.collectives.gather_json(what)
-        if len(set(every)) > 1:
-            raise _Apart("; ".join(f"rank {rank}: {words}" for rank, words in enumerate(every)))
-
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return self._squared.sqrt()
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = squared_norms(tensors).to(self.runtime.device)
         return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
-    def _exchange(self, word: ControlWord) -> None:
-        """The word and the gradients' squared lengths, in one sum."""
+    def _reduce(self, word: ControlWord) -> None:
+        self._reduce_gradients()
+
+        # The control word and the squared norms of the gradients travel in one sum.
         grads = [p.grad for p in self.parameters if p.grad is not None]
         packed = self.codec.pack(word, times=1.0)
-        everything = torch.cat([packed, squared_norms(grads).to(packed.device)])
-        self.runtime.collectives.sum_(everything)
-        self._word, self._squared = everything[:LENGTH], everything[LENGTH:]
+        both = torch.cat([packed, squared_norms(grads).to(packed.device)])
+        self.runtime.collectives.sum_(both)
+        self._word = both[:LENGTH]
+        self._squared_norms = both[LENGTH:]
+
+    def _reduce_gradients(self) -> None:
+        """Do whatever is still missing for gradients that are sums over all ranks."""
+
+    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
+        return self._squared_norms.sqrt()
+
+    def _agree(self, action: str) -> None:
+        actions = self.runtime.collectives.gather_json(action)
+        if len(set(actions)) > 1:
+            raise _RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
 
 
 def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    """Return the names and tensors of the trainable parameters, in the model's order."""
     pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not pairs:
         raise UserError(
-            "a model to train",
-            f"{type(model).__name__} has no parameter with requires_grad=True",
+            f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train",
+            "",
             "unfreeze what should be trained before Lockstep gets the model",
         )
     return [name for name, _ in pairs], [p for _, p in pairs]
+
+
+def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
+    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must be equal by themselves."""
+    collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
+    collectives.broadcast_(list(model.buffers()))

@@ -1,4 +1,8 @@
-"""The control word: what all ranks must agree on in every step, in a form that one sum over ranks carries."""
+"""The control word: what all ranks agree on in every step, in a form that one all-reduce (sum) carries.
+
+Every decision that must be the same on all ranks travels here: stop, save, preemption, end of data, a failed save.
+Drivers send the packed word along with the gradients, so agreeing costs no collective of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,80 +15,100 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class ControlWord:
-    """What every rank tells every other once per step. All fields are added over ranks.
+    """One rank's contribution to a step, or the sum over all ranks.
 
-    Only numbers that are equal, or flags of which "anybody" or "everybody" matters, so one sum serves them all.
+    Every field is either equal on all ranks or a flag of which "any rank" or "all ranks" matters, so a sum serves all.
     """
 
     weight: float | Tensor = 0.0
     stop: int = 0
     exhausted: int = 0
-    step: int = 0  # modulo 4096; equal on all ranks, or they have fallen out of step
+    step: int = 0  # modulo STEP_MODULUS; equal on all ranks, or they are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     new_metrics: int = 0  # this rank has seen a metric that not all ranks know
     save: int = 0  # a checkpoint is due
-    leave: int = 0  # this rank was asked to save and go
-    save_failed: int = 0  # this rank's part of the checkpoint could not be written
-    loss: float | Tensor = 0.0  # the sum, where somebody watches for spikes
+    preempt: int = 0  # this rank has received a preemption signal
+    save_failed: int = 0  # this rank could not write its part of the checkpoint
+    loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
 
-LENGTH = 12  # of a packed word: the weight takes three places
-LOSS = LENGTH - 1  # the place of the loss
-LOW = 4096.0
-STAGES = 4  # pinned buffers in turn: the host is never that many steps ahead of the GPU
+STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries their sum exactly
+
+# Layout of a packed word: the weight takes three slots, the eight flags one each, then the loss.
+LENGTH = 12
+LOSS = LENGTH - 1
+WEIGHT = slice(0, 3)
+STOP, EXHAUSTED, STEP, SCALE = 3, 4, 5, 6
+REQUESTS = slice(7, LOSS)  # new_metrics, save, preempt, save_failed
+
+LOW = 4096.0  # a weight is split into a multiple of this, the rest, and the fraction
+PINNED_BUFFERS = 4  # used in turn: the host is never that many steps ahead of the GPU
 
 
 class ControlWordCodec:
-    """Words as tensors that can be added over ranks, without making the host wait for a GPU.
+    """Packs control words into tensors that can be summed over ranks, without making the host wait for a GPU.
 
-    An exchange may multiply by a rounded 1/N on the way, so whole numbers are rounded back. A weight travels as a
-    multiple of LOW, the whole rest and the fraction: each part is exact in float32, far beyond 2**24.
+    An all-reduce may multiply by a rounded 1/N on the way, so integers are rounded back. A weight travels as a multiple
+    of LOW, the integer rest and the fraction: each part is exact in float32, far beyond 2**24.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype, self._turn = device, dtype, 0
-        on_cuda = device.type == "cuda"
-        self._stages = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(STAGES * on_cuda)]
+        self.device = device
+        self.dtype = dtype
+        self._turn = 0
+        count = PINNED_BUFFERS if device.type == "cuda" else 0
+        self._pinned = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)]
 
     def pack(self, word: ControlWord, times: float) -> Tensor:
-        """`times` the word, as a new tensor on the device."""
+        """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
-        whole, fraction = math.floor(weight), weight % 1.0
-        flags = (word.stop, word.exhausted, word.step, word.scale, word.new_metrics)
-        flags += (word.save, word.leave, word.save_failed)
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
-        values = (whole - whole % LOW, whole % LOW, fraction, *flags, loss)
-        packed = self._on_device([value * times for value in values])
+        flags = (word.stop, word.exhausted, word.step, word.scale)
+        requests = (word.new_metrics, word.save, word.preempt, word.save_failed)
+        packed = self._to_device([value * times for value in (*_split(weight), *flags, *requests, loss)])
+
+        # Numbers that the GPU is still computing are filled in there.
         if isinstance(word.loss, Tensor):
             packed[LOSS] = word.loss * times
-        if isinstance(word.weight, Tensor):  # still being computed by the GPU
+        if isinstance(word.weight, Tensor):
             exact = word.weight.double()
-            high, low = exact - exact.remainder(LOW), exact.floor().remainder(LOW)
-            packed[:3] = torch.stack([high, low, exact.frac()]) * times
+            high = exact - exact.remainder(LOW)
+            low = exact.floor().remainder(LOW)
+            packed[WEIGHT] = torch.stack([high, low, exact.frac()]) * times
         return packed
 
     def unpack(self, values: list[float]) -> ControlWord:
+        """Read the sum over ranks back from its `LENGTH` values."""
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
-        if not any(values[7:LOSS]) and not (values[3] or values[4]):  # as in almost every step
-            return ControlWord(weight, step=round(values[5]), scale=values[6], loss=values[LOSS])
-        stop, exhausted, step = round(values[3]), round(values[4]), round(values[5])
-        new_metrics, save, leave, save_failed = map(round, values[7:LOSS])
-        return ControlWord(
-            weight, stop, exhausted, step, values[6], new_metrics, save, leave, save_failed, values[LOSS]
-        )
+        word = ControlWord(weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
+
+        # Almost every step carries no request at all, and this runs in every step.
+        if values[STOP] or values[EXHAUSTED] or any(values[REQUESTS]):
+            word.stop = round(values[STOP])
+            word.exhausted = round(values[EXHAUSTED])
+            word.new_metrics, word.save, word.preempt, word.save_failed = map(round, values[REQUESTS])
+        return word
 
     def weight(self, packed: Tensor) -> Tensor:
-        """The weight alone, in float64, still on the device."""
+        """Return the weight alone, in float64, still on the device."""
         exact = packed.double()
         return (exact[0] / LOW).round() * LOW + exact[1].round() + exact[2]
 
     def mean_loss(self, packed: Tensor) -> Tensor:
+        """Return loss / weight, still on the device."""
         return packed[LOSS] / self.weight(packed)
 
-    def _on_device(self, values: list[float]) -> Tensor:
-        if not self._stages:
+    def _to_device(self, values: list[float]) -> Tensor:
+        if not self._pinned:
             return torch.tensor(values, dtype=self.dtype)
-        self._turn = (self._turn + 1) % STAGES
-        stage = self._stages[self._turn]
-        stage.numpy()[:] = values
-        return stage.to(self.device, non_blocking=True)
+
+        # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
+        self._turn = (self._turn + 1) % PINNED_BUFFERS
+        buffer = self._pinned[self._turn]
+        buffer.numpy()[:] = values
+        return buffer.to(self.device, non_blocking=True)
+
+
+def _split(weight: float) -> tuple[float, float, float]:
+    integer = math.floor(weight)
+    return integer - integer % LOW, integer % LOW, weight % 1.0

@@ -1,4 +1,8 @@
-"""Where the parts of a tensor lie. A plain tensor is whole on every rank; a DTensor is cut or copied over a mesh."""
+"""Where the shards of a tensor lie.
+
+A plain tensor is the same in full on every rank; a DTensor is sharded or replicated over a device mesh. These functions
+answer what torch does not: which block of the full tensor a rank holds, and its norm over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,152 +20,169 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 @dataclass(frozen=True)
 class Block:
-    """This rank's part of a tensor of `shape`: it lies at `offset`."""
+    """This rank's block of a tensor of `shape`; it starts at `offset`."""
 
     local: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    first_copy: bool  # of several ranks that hold the same part, the one that speaks for them
+    first_copy: bool  # of several ranks that hold the same block, the one that saves it
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory."""
+    """Return this rank's shard, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def grid_of(tensor: Tensor) -> DeviceMesh | None:
-    """What it is laid out over; None: it is plain."""
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Return the mesh that the tensor is laid out over; None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of it. Every rank of its mesh must call this."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather the full tensor. Collective: every rank of its mesh must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     if dist.get_backend(tensor.device_mesh.get_group(0)) != "gloo":
         return tensor.full_tensor()
-    # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11): through the host it is sound.
-    part = tensor.to_local().detach().cpu()
-    for cut in reversed(_cuts(tensor)):
-        part = _gathered(part, cut, tensor.device_mesh.get_group(cut.axis))
-    return part.to(tensor.device)
+
+    # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11), so it goes through the host.
+    shard = tensor.to_local().detach().cpu()
+    for split in reversed(_splits(tensor)):
+        shard = _gather(shard, split, tensor.device_mesh.get_group(split.axis))
+    return shard.to(tensor.device)
 
 
 def block_of(tensor: DTensor) -> Block:
-    part, place = tensor.to_local(), _place(tensor)
-    shape, offset = list(tensor.shape), [0] * tensor.dim()
-    for cut in _cuts(tensor):
-        start = cut.start(place[cut.axis])
-        offset[cut.dim] += start
-        shape[cut.dim] = cut.length(place[cut.axis])
-    assert list(part.shape) == shape, "a part of another size than its layout says"
-    copies = [where for where, placement in zip(place, tensor.placements, strict=True) if placement == Replicate()]
-    return Block(part, tuple(tensor.shape), tuple(offset), first_copy=not any([*copies, *_places_outside(tensor)]))
+    """Return which block of the full tensor this rank holds."""
+    shard = tensor.to_local()
+    coordinate = _coordinate(tensor)
+    shape = list(tensor.shape)
+    offset = [0] * tensor.dim()
+    for split in _splits(tensor):
+        offset[split.dim] += split.start(coordinate[split.axis])
+        shape[split.dim] = split.length(coordinate[split.axis])
+    assert list(shard.shape) == shape, "a shard of another size than its layout says"
+
+    # Along replicated axes, inside its mesh or outside, only coordinate 0 counts as the first copy.
+    copies = [where for where, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()]
+    first = not any(copies) and not any(_coordinates_outside(tensor))
+    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy=first)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """One axis of a mesh cuts one dimension: as torch.chunk does, so the last parts may be short, or empty."""
+class _Split:
+    """One mesh axis splits one dimension as torch.chunk does: the last shards may be short, or empty."""
 
     axis: int
     dim: int
-    size: int  # of the dimension, before this cut
-    parts: int
+    size: int  # of the dimension, before this split
+    shards: int
 
     @property
     def step(self) -> int:
-        return -(-self.size // self.parts)
+        return -(-self.size // self.shards)
 
-    def start(self, place: int) -> int:
-        return min(place * self.step, self.size)
+    def start(self, coordinate: int) -> int:
+        return min(coordinate * self.step, self.size)
 
-    def length(self, place: int) -> int:
-        return min(self.step, self.size - self.start(place))
+    def length(self, coordinate: int) -> int:
+        return min(self.step, self.size - self.start(coordinate))
 
 
-def _cuts(tensor: DTensor) -> list[_Cut]:
-    """In the order in which this rank's part came about."""
-    shape, place, found = list(tensor.shape), _place(tensor), []
-    for axis in _in_order_of_cutting(tensor.placements):
+def _splits(tensor: DTensor) -> list[_Split]:
+    """Return the splits in the order in which this rank's shard came about."""
+    shape = list(tensor.shape)
+    coordinate = _coordinate(tensor)
+    found = []
+    for axis in _split_order(tensor.placements):
         dim = tensor.placements[axis].dim  # pyrefly: ignore[missing-attribute]
-        found.append(cut := _Cut(axis, dim, shape[dim], tensor.device_mesh.size(axis)))
-        shape[dim] = cut.length(place[axis])
+        split = _Split(axis, dim, shape[dim], tensor.device_mesh.size(axis))
+        found.append(split)
+        shape[dim] = split.length(coordinate[axis])
     return found
 
 
-def _place(tensor: DTensor) -> list[int]:
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None, "this rank has no part of the tensor"
-    return list(place)
+def _split_order(placements: Sequence[Placement]) -> list[int]:
+    """Return the sharded axes, left to right; but FSDP shards what tp has sharded, and stands to the left of it."""
+    sharded = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
+    return sorted(sharded, key=lambda axis: isinstance(placements[axis], _StridedShard))
 
 
-def _gathered(part: Tensor, cut: _Cut, group: dist.ProcessGroup) -> Tensor:
-    """Undo one cut: parts travel at one length, as bytes, since gloo knows not every format."""
-    shape = list(part.shape)
-    shape[cut.dim] = cut.step
-    sent = part.new_zeros(shape)
-    sent.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
-    received = [torch.empty_like(sent) for _ in range(cut.parts)]
-    dist.all_gather([_as_bytes(one) for one in received], _as_bytes(sent), group=group)
-    lengths = [cut.length(place) for place in range(cut.parts)]
-    return torch.cat([one.narrow(cut.dim, 0, n) for one, n in zip(received, lengths, strict=True)], cut.dim)
+def _coordinate(tensor: DTensor) -> list[int]:
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank has no shard of the tensor"
+    return list(coordinate)
+
+
+def _gather(shard: Tensor, split: _Split, group: dist.ProcessGroup) -> Tensor:
+    """Undo one split. Shards travel padded to one length, as bytes, since gloo does not know every dtype."""
+    shape = list(shard.shape)
+    shape[split.dim] = split.step
+    padded = shard.new_zeros(shape)
+    padded.narrow(split.dim, 0, shard.shape[split.dim]).copy_(shard)
+
+    received = [torch.empty_like(padded) for _ in range(split.shards)]
+    dist.all_gather([_as_bytes(one) for one in received], _as_bytes(padded), group=group)
+
+    lengths = [split.length(coordinate) for coordinate in range(split.shards)]
+    return torch.cat([one.narrow(split.dim, 0, n) for one, n in zip(received, lengths, strict=True)], split.dim)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _in_order_of_cutting(placements: Sequence[Placement]) -> list[int]:
-    """The axes that cut: from left to right, but FSDP cuts what tp has cut before, and stands to the left of it."""
-    cutting = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
-    return sorted(cutting, key=lambda axis: isinstance(placements[axis], _StridedShard))
+def _coordinates_outside(tensor: DTensor) -> list[int]:
+    """Return this rank's coordinates along the axes of the root mesh that the tensor is not laid out over.
 
-
-def _places_outside(tensor: DTensor) -> list[int]:
-    """This rank's coordinates along the axes of the whole grid that the tensor is not laid out over: it is copied
-    along those. Not along pp, whose stages hold different tensors."""
+    The tensor is replicated along those; but not along pp, whose stages hold different tensors.
+    """
     inner = tensor.device_mesh.mesh_dim_names or ()
-    grid = tensor.device_mesh._get_root_mesh()
-    place = grid.get_coordinate() or []
-    return [where for name, where in zip(grid.mesh_dim_names or (), place, strict=True) if name not in (*inner, "pp")]
+    root = tensor.device_mesh._get_root_mesh()
+    coordinate = root.get_coordinate() or []
+    named = zip(root.mesh_dim_names or (), coordinate, strict=True)
+    return [where for name, where in named if name not in (*inner, "pp")]
 
 
-def like(part: Tensor, model: DTensor) -> DTensor:
-    """`part` of a tensor that is laid out like `model`."""
-    here = part.to(model.device)
-    return DTensor.from_local(
-        here, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
+def like(shard: Tensor, model: DTensor) -> DTensor:
+    """Return a DTensor with this shard, laid out like `model`."""
+    return _dtensor(shard, model, model.placements, model.shape, model.stride())
 
 
-def laid_out(part: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
-    """`part` of a tensor of `shape` whose rows lie where those of `model` lie; or `whole`, the same on every rank."""
+def laid_out(shard: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
+    """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank."""
     placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
     full = torch.empty(tuple(shape), device="meta")
-    here = part.to(model.device)
-    return DTensor.from_local(
-        here, model.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    return _dtensor(shard, model, placements, full.shape, full.stride())
+
+
+def _dtensor(
+    shard: Tensor, model: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    here = shard.to(model.device)
+    return DTensor.from_local(here, model.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def only_rows(tensor: DTensor) -> bool:
-    """Whether it is cut along its first dimension only."""
+    """Return whether the tensor is sharded along its first dimension only."""
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 
 def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
-    """Of this rank's parts, in float64. What several ranks hold counts once in a sum over `ranks` ranks (all)."""
+    """Return this rank's terms of the tensors' squared norms, [len(tensors)] in float64.
+
+    Summed over `ranks` ranks (default: all) they are the squared norms: what several ranks hold counts once.
+    """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
-    copies = torch.tensor([ranks / _parts(tensor) for tensor in tensors], dtype=torch.float64)
+    copies = torch.tensor([ranks / _shards(tensor) for tensor in tensors], dtype=torch.float64)
     return here / copies.to(here.device)
 
 
-def _parts(tensor: Tensor) -> int:
-    """How many it is cut into."""
+def _shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

@@ -29,7 +29,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import ModelSetup, RunBuilder
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
-from lockstep.runtime.layout import whole
+from lockstep.parallel.driver import trainable
+from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
@@ -77,7 +78,7 @@ class RecordedBuilder(RunBuilder):
 class RecordedRun(Run):
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
         self.orders, self._task, self._steps, self._snapshots = orders, task, [], []
-        source, stepper = self.source, self.stepper
+        source = self.source
         self._facts = facts | {
             "global_batch": self.plan.global_batch,
             "micro_batch": self.plan.micro_batch,
@@ -85,19 +86,20 @@ class RecordedRun(Run):
             "samples": self.plan.samples,
             "stream": not isinstance(source, MapSource),
             "strategy": self.config.strategy,
-            "precision": stepper.precision.name,
+            "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
             "backend": self.runtime.backend,
             "replicated": self.driver.placement.replicated,
-            "trainable": self.driver.names,
+            "trainable": trainable(self.driver.model)[0],
         }
         if isinstance(source, MapSource) and self.orders["part"]:
             source.world = World(*self.orders["part"])
         if isinstance(source, MapSource) and self.orders["twice"]:
             reader: Any = source.reader
             source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
-        self._prepare, self._backward = stepper.prepare, stepper.backward
-        stepper.prepare, stepper.backward = self._note_micro, self._note_loss
+        driver: Any = self.driver
+        self._before_forward, self._backward = driver.before_forward, driver.backward
+        driver.before_forward, driver.backward = self._note_micro, self._note_loss
         self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
 
     def step_batches(self) -> Iterator[StepBatches]:
@@ -122,7 +124,7 @@ class RecordedRun(Run):
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
-        self._put(f"gradients-{len(self._steps)}", {name: whole(grad) for name, grad in named})
+        self._put(f"gradients-{len(self._steps)}", {name: full_tensor(grad) for name, grad in named})
         self._steps.append(
             {
                 "micros": self._micros,
@@ -151,14 +153,14 @@ class RecordedRun(Run):
             self._micros.append(note | {"ids": [int(i) for i in micro.ids], "rows": _rows(micro.data, micro.samples)})
             yield micro
 
-    def _note_micro(self, micro: MicroBatch) -> None:
-        self._prepare(micro)
+    def _note_micro(self, micro: MicroBatch, control: Any) -> None:
+        self._before_forward(micro, control)
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
-    def _note_loss(self, loss: Loss) -> None:
+    def _note_loss(self, loss: Loss, control: Any) -> None:
         before, now = self._generators, _generators()
-        self._backward(loss)
+        self._backward(loss, control)
         metrics = {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {}
         self._note |= {
             "total": float(loss.total.detach()),
@@ -172,18 +174,18 @@ class RecordedRun(Run):
     def _look(self, step: int) -> None:
         """The state as step `step` finds it."""
         model = self.driver.model
-        parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        parameters = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._put(f"parameters-{step}", parameters)
         self._put(f"buffers-{step}", buffers)
-        self._put(f"kept-{step}", {name: whole(t) for name, t in self._kept().items()})
+        self._put(f"kept-{step}", {name: full_tensor(t) for name, t in self._kept().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
         self._put_record()
 
     def _kept(self) -> dict[str, Tensor]:
         """What the task, or the script, keeps beside the model: registered state, and the task's own attributes."""
         tensors: dict[str, Tensor] = {}
-        room = 4 * sum(p.nbytes for p in self.driver.parameters) + 2**20  # a dataset in `self` is no state
+        room = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20  # a dataset in `self` is no state
         own: dict[str, Any] = {
             f"state.{name}": part.state_dict() for name, part in self.checkpoints.state.others.items()
         }
@@ -203,10 +205,10 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Every weight moves by up to one unit in the last place of the format that is computed in."""
-        precision = self.stepper.precision
+        precision = self.stepper.context.precision
         size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
         with torch.no_grad():
-            for p in self.driver.parameters:
+            for p in trainable(self.driver.model)[1]:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 

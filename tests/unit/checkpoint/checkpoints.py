@@ -1,4 +1,7 @@
-"""Checkpoints for tests: one made by three ranks, and the ways to look at it."""
+"""Checkpoints for tests, made by one or several ranks in one process, and the ways to look at them.
+
+Where a place is needed, a path means a `FileStore` there.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,20 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import CheckpointReader, Found, find
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saver import Report, Saver, Slice
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.load import Found, Gather, find
+from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
 
 TOKEN = "a1b2c3"
 
 
+def as_store(place: Path | Store) -> Store:
+    return FileStore(place) if isinstance(place, Path) else place
+
+
 def state(step: int) -> dict[str, torch.Tensor]:
-    """What a run has at this step: values that tell one step from another."""
+    """Return the tensors of a run at this step: their values differ from step to step."""
     return {
         "model.weight": torch.arange(42, dtype=torch.float32).reshape(7, 6) + step,
         "model.bias": torch.full((6,), float(step), dtype=torch.bfloat16),
@@ -27,12 +34,13 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def cut(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Slice]:
-    """Rank's rows of each tensor; a tensor without rows belongs to rank 0."""
+def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Slice]:
+    """Return the rank's rows of each tensor; a tensor without rows belongs to rank 0."""
     mine = []
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
-            mine += [Slice.whole(name, tensor)] if rank == 0 else []
+            if rank == 0:
+                mine.append(Slice.full(name, tensor))
             continue
         bounds = [tensor.shape[0] * r // size for r in range(size + 1)]
         offset = (bounds[rank], *(0,) * (tensor.dim() - 1))
@@ -40,40 +48,44 @@ def cut(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Slice
     return mine
 
 
-def savers(root: Path, size: int = 1, token: str = TOKEN, keep: Retention | None = None, **options: Any) -> list[Saver]:
-    store = Store(root)
+def savers(
+    place: Path | Store, size: int = 1, token: str = TOKEN, keep: Retention | None = None, **options: Any
+) -> list[Saver]:
+    store = as_store(place)
     store.claim(token)
     return [Saver(store, rank, size, token, keep or Retention(last=10), **options) for rank in range(size)]
 
 
 def commit(
-    root: Path,
+    place: Path | Store,
     step: int,
     size: int = 1,
     tensors: Mapping[str, torch.Tensor] | None = None,
     aliases: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
-) -> Path:
-    """A committed checkpoint, written by `size` ranks."""
-    team = savers(root, size)
+) -> Checkpoint:
+    """Commit a checkpoint that `size` ranks have written."""
+    store = as_store(place)
+    team = savers(store, size)
     for rank, saver in enumerate(team):
-        saver.save(step, cut(tensors or state(step), rank, size), aliases or {}, values or {"step": step})
+        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, values or {"step": step})
     [report] = team[0].wait()
     for saver in team:
         saver.close()
     assert report.committed, report
     assert report.path is not None
-    return report.path
+    return Checkpoint(store, report.path.name)
 
 
 def alone(value: Any) -> list[Any]:
+    """Gather in a world of one rank."""
     return [value]
 
 
-def load(root: Path) -> tuple[Found, dict[str, torch.Tensor]]:
-    found = find(Store(root), 0, 1, alone)
+def load(place: Path | Store) -> tuple[Found, dict[str, torch.Tensor]]:
+    found = find(as_store(place), 0, 1, alone)
     assert found is not None
-    reader = CheckpointReader(found.path, found.manifest)
+    reader = found.reader()
     return found, {name: reader.read(name) for name in reader.names()}
 
 
@@ -83,20 +95,22 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     )
 
 
-def together(size: int, work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """`work(rank, share)` in a thread for each rank; what each returned or raised."""
-    barrier, said, results = threading.Barrier(size, timeout=120), [None] * size, [None] * size
+def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
+    """Run `work(rank, gather)` in a thread for each rank. Return what each returned or raised."""
+    barrier = threading.Barrier(size, timeout=120)
+    sent: list[Any] = [None] * size
+    results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        def share(value: Any) -> list[Any]:
-            said[rank] = value
+        def gather(value: Any) -> list[Any]:
+            sent[rank] = value
             barrier.wait()
-            heard = list(said)
+            received = list(sent)
             barrier.wait()
-            return heard
+            return received
 
         try:
-            results[rank] = work(rank, share)
+            results[rank] = work(rank, gather)
         except Exception as error:
             results[rank] = error
 
@@ -109,5 +123,5 @@ def together(size: int, work: Callable[[int, Callable[[Any], list[Any]]], Any]) 
 
 
 def end(team: list[Saver]) -> list[Report]:
-    """The one report of each rank."""
+    """Wait for all ranks, and return the one report of each."""
     return [report for saver in team for report in saver.wait(60)]

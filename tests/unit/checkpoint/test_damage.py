@@ -1,4 +1,4 @@
-"""Bad bytes: whatever happens to the files, a checkpoint is loaded as it was or is passed over, and no code runs."""
+"""Bad bytes: whatever happens to the files, a checkpoint is loaded as it was or skipped, and no code runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from checkpoints import alone, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.format import part_name, problems
+from lockstep.checkpoint.format import find_problems, part_name
 from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import Damaged, decode, encode, read_manifest
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.storage import Checkpoint, FileStore
 from lockstep.errors import UserError
 
 FILES = ["manifest.json", part_name(0), part_name(1)]
@@ -81,8 +81,8 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
     found, loaded = load(root)
     assert found.manifest.step == 10
     assert same(loaded, state(10))
-    assert [(damaged.path.name, damaged.file) for damaged in found.passed_over] == [("step-00000020", file)]
-    assert found.passed_over[0].why
+    assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [("step-00000020", file)]
+    assert found.damaged[0].why
     assert not marker.exists()
 
 
@@ -95,8 +95,8 @@ def test_a_manifest_of_another_step_does_not_match_its_files(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert found.passed_over[0].file == part_name(0)
-    assert part_name(1) in found.passed_over[0].why  # every bad file is named
+    assert found.damaged[0].file == part_name(0)
+    assert part_name(1) in found.damaged[0].why  # every bad file is named
 
 
 def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
@@ -109,19 +109,19 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
-    only = root / "step-00000010"
-    found = find(Store(root), 0, 1, alone, only)
+    only = "step-00000010"
+    found = find(FileStore(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
-    flip(only / part_name(1), 100)
+    flip(root / only / part_name(1), 100)
     with pytest.raises(UserError, match=f"{part_name(1)}: the bytes changed"):
-        find(Store(root), 0, 1, alone, only)
+        find(FileStore(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
-        find(Store(root), 0, 1, alone, root / "step-00000011")
+        find(FileStore(root), 0, 1, alone, "step-00000011")
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert find(Store(tmp_path / "checkpoints"), 0, 1, alone) is None
+    assert find(FileStore(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
 # ---- several ranks ----
@@ -131,16 +131,18 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / part_name(1), 150)
-    answers = together(size, lambda rank, share: find(Store(root), rank, size, share))
+    answers = together(size, lambda rank, gather: find(FileStore(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
-        assert [(damaged.path.name, damaged.file) for damaged in found.passed_over] == [("step-00000020", part_name(1))]
+        assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [
+            ("step-00000020", part_name(1))
+        ]
 
 
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
-    together(2, lambda rank, share: find(Store(pristine), rank, 2, share))
+    together(2, lambda rank, gather: find(FileStore(pristine), rank, 2, gather))
     assert sorted(seen) == [part_name(0), part_name(1)]
 
 
@@ -149,19 +151,19 @@ def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, first, second):
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
-    Store(tmp_path / "claimed by another").claim("other")
+    FileStore(tmp_path / "claimed by another").claim("other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
-    for answer in together(2, lambda rank, share: find(Store(places[rank]), rank, 2, share)):
+    for answer in together(2, lambda rank, gather: find(FileStore(places[rank]), rank, 2, gather)):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
 
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     other = shutil.copytree(root, tmp_path / "other")
-    manifest = read_manifest(other / "step-00000020")
+    manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
-    answers = together(2, lambda rank, share: find(Store([root, other][rank]), rank, 2, share))
+    answers = together(2, lambda rank, gather: find(FileStore([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
 
@@ -192,9 +194,9 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
     found, loaded = load(root)
     if found.manifest.step == 20:
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
-        assert repr(found.manifest) == repr(read_manifest(pristine / "step-00000020"))
+        assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
     else:
-        assert found.passed_over[0].file == file
+        assert found.damaged[0].file == file
         assert same(loaded, state(10))
     shutil.rmtree(root)
 
@@ -234,11 +236,12 @@ def surgery(data: st.DataObject, document: dict) -> None:
 
 
 def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
+    checkpoint = Checkpoint.at(folder)
     try:
-        manifest = read_manifest(folder)
-        if found := problems(folder, manifest, manifest.files):
+        manifest = read_manifest(checkpoint)
+        if found := find_problems(checkpoint, manifest, manifest.files):
             return found[0]
-        reader = CheckpointReader(folder, manifest)
+        reader = CheckpointReader(checkpoint, manifest)
         return {name: reader.read(name) for name in reader.names()}
     except Damaged as damaged:
         return damaged
@@ -307,8 +310,8 @@ def test_a_forged_safetensors_header_raises_nothing_but_damaged(pristine, tmp_pa
         (lambda c: c["tensors"]["model.weight"].update(shape=[0] * 65), "too many dimensions"),
         (lambda c: c["aliases"].update(t="nobody"), "leads nowhere"),
         (lambda c: c.pop("time"), "missing or unknown keys: time"),
-        (lambda c: c.update(step=-1), "step is no count"),
-        (lambda c: c.update(step=True), "step is no count"),
+        (lambda c: c.update(step=-1), "step is not a count"),
+        (lambda c: c.update(step=True), "step is not a count"),
         (lambda c: c.update(values={"a": {"$float": "2"}}), "stands for no number"),
     ],
 )
@@ -318,7 +321,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
-        decode(json.dumps(document).encode(), pristine)
+        decode(json.dumps(document).encode(), Checkpoint.at(pristine))
 
 
 @pytest.mark.parametrize(
@@ -334,15 +337,15 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
 )
 def test_what_is_no_manifest_is_damaged(tmp_path, text, why):
     with pytest.raises(Damaged, match=why):
-        decode(text, tmp_path)
+        decode(text, Checkpoint.at(tmp_path))
 
 
 def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_anything_is_read(root):
-    path = root / "step-00000020"
-    manifest = read_manifest(path)
+    checkpoint = Checkpoint.at(root / "step-00000020")
+    manifest = read_manifest(checkpoint)
     entry = manifest.tensors["model.weight"]
     manifest.tensors["model.weight"] = replace(entry, dtype="I32")
-    assert {damaged.file for damaged in problems(path, manifest, manifest.files)} == {
+    assert {damaged.file for damaged in find_problems(checkpoint, manifest, manifest.files)} == {
         piece.file for piece in entry.pieces
     }
 
@@ -363,12 +366,12 @@ def test_many_pieces_are_checked_quickly(tmp_path):
     }  # fmt: skip
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     document = {"format": 1, "digest": xxhash.xxh3_128(text.encode()).hexdigest(), "content": content}
-    assert len(decode(json.dumps(document).encode(), tmp_path).tensors["x"].pieces) == count
+    assert len(decode(json.dumps(document).encode(), Checkpoint.at(tmp_path)).tensors["x"].pieces) == count
 
 
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
     path = root / "step-00000020"
-    reader = CheckpointReader(path, read_manifest(path))
+    reader = CheckpointReader(Checkpoint.at(path), read_manifest(Checkpoint.at(path)))
     os.truncate(path / part_name(0), (path / part_name(0)).stat().st_size - 8)
     with pytest.raises(Damaged, match=part_name(0)):
         [reader.read(name) for name in reader.names()]

@@ -1,4 +1,4 @@
-"""Replicas that exchange gradients: torch's DistributedDataParallel, driven for sums instead of means."""
+"""Replicas whose gradients are reduced: torch's DistributedDataParallel, driven for sums instead of means."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.ddp.powersgd import KEPT_AS, PowerSGDHook
-from lockstep.parallel.driver import Whole, trainable
+from lockstep.parallel.driver import BaseDriver, Control, trainable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.task import MicroBatch
 
 # torch 2.13 renamed it.
 BUFFERS_OPTION = next(
@@ -26,12 +27,11 @@ BUFFERS_OPTION = next(
 )
 
 
-class _WithWord(nn.Module):
+class _WithControlWord(nn.Module):
     """The model plus a handful of numbers that look like one more parameter.
 
-    Their "gradient" is this rank's control word. So the word is summed inside a gradient bucket that travels
-    anyway, and the agreement of all ranks costs no collective of its own (on gloo one costs about a fifth of the
-    step of a tiny model).
+    Their "gradient" is this rank's control word. So the word is summed inside a gradient bucket that travels anyway,
+    and agreeing costs no collective of its own (on gloo one costs about a fifth of the step of a tiny model).
     """
 
     def __init__(self, model: nn.Module, word: Tensor):
@@ -45,28 +45,30 @@ class _WithWord(nn.Module):
 
 
 class Replica(DistributedDataParallel):
-    """What the task calls. Apart from the exchange it looks like the user's model: same parameters, same names."""
+    """What the task calls. Apart from the reduction it looks like the user's model: same parameters, same names."""
 
-    def __init__(self, carrier: _WithWord, **options: Any):
+    def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
         self._fix_buckets()
         self.armed = False
-        self._complete = True  # from here on, what the user's model has is set there
+        self._complete = True  # from here on, attributes that the user's model has are set there
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Last parameter first: about the order in which gradients come, and the order of the buckets from now on."""
+        """Order the last parameter first: about the order in which gradients come, and that of the buckets."""
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
 
     def _fix_buckets(self) -> None:
-        """torch deals the parameters to buckets anew after the first step. From three ranks on, the place of a gradient
-        in its bucket decides in which order the ranks are added, so a run that was resumed would differ in its last
-        bits. Here the deal is made once, before the first step."""
+        """Assign parameters to buckets once, before the first step.
+
+        torch does it anew after the first step. From three ranks on, the position of a gradient in its bucket decides
+        in which order the ranks are added, so a resumed run would differ in its last bits.
+        """
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.armed = torch.is_grad_enabled()  # torch prepares the exchange here, and only here
+        self.armed = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
         return super().forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -96,17 +98,23 @@ class Replica(DistributedDataParallel):
         return carrier.model
 
 
-class DDPDriver(Whole):
+class DDPDriver(BaseDriver):
+    """Replicas of the model, whose gradients torch's DDP reduces in buckets while backward runs."""
+
     leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
-        self.model, self.runtime = model, runtime
+        self.model = model
+        self.runtime = runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
-        self._low = self.parameters[-1].dtype == torch.bfloat16
+        self._stored_in_bf16 = self.parameters[-1].dtype == torch.bfloat16
         dtype = self._word_dtype()
         self.codec = ControlWordCodec(runtime.device, dtype)
-        carrier = _WithWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
+
+        # The control word is one more parameter; what is frozen is moved, but never reduced.
+        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
+        self._word_parameter = carrier.last[0]
         self._frozen = _frozen_names(model)
         ignored = [f"model.{name}" for name in self._frozen]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(carrier, ignored)
@@ -117,8 +125,8 @@ class DDPDriver(Whole):
             static_graph=config.static_graph,
             **{BUFFERS_OPTION: False},  # torch would in evaluations too, where ranks may run unequally many forwards
         )
-        self._word_parameter = carrier.last[0]
         self.module: nn.Module = self._replica
+
         self.hook = self._make_hook(config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
@@ -129,19 +137,23 @@ class DDPDriver(Whole):
         self.sync_buffers()
 
     def begin(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        super().begin()
         self._word_parameter.grad = None
         if self._broadcasts_buffers:
             self.sync_buffers()
 
-    def arm(self, last: bool) -> None:
-        self._replica.require_backward_grad_sync = last
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
+        self._replica.require_backward_grad_sync = control.last
+        self._replica.armed = False
         if self._reached is not None:
             self._reached.clear()
-        self._replica.armed = False
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+    def sync_buffers(self) -> None:
+        live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
+        self.runtime.collectives.broadcast_(live)
+
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
             raise _bypassed(type(self.model).__name__)
         if self.hook:
@@ -149,21 +161,16 @@ class DDPDriver(Whole):
         if word is None:
             torch.autograd.backward(total, start)
             return
-        # `times` the world size, since DDP will divide by it.
-        carried = self.codec.pack(word, times=self.gradient_factor)
-        torch.autograd.backward((total, self._word_parameter), (start, carried))
+
+        # DDP divides by the world size, so the word is multiplied by it before.
+        packed = self.codec.pack(word, times=self.gradient_factor)
+        torch.autograd.backward((total, self._word_parameter), (start, packed))
         self._check_complete()
-
-    def word(self) -> Tensor:
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad
-
-    def sync_buffers(self) -> None:
-        live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
-        self.runtime.collectives.broadcast_(live)
+        self._word = self._word_parameter.grad
 
     def _word_dtype(self) -> torch.dtype:
-        return torch.float32 if self._low else self.parameters[-1].dtype
+        return torch.float32 if self._stored_in_bf16 else self.parameters[-1].dtype
 
     def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
         word, group = self._word_parameter, self._replica.process_group
@@ -171,21 +178,24 @@ class DDPDriver(Whole):
         if config.hook == "powersgd":
             named = dict(zip(self.names, self.parameters, strict=True))
             return PowerSGDHook(word, group, named, config, seed)
-        if config.hook == "none" and self._low:
+        if config.hook == "none" and self._stored_in_bf16:
             return WideHook(word, group)
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return HalfHook(word, group, dtypes[config.hook]) if config.hook in dtypes else None
 
     def _watch_gradients(self) -> set[int]:
-        """The parameters that backward has reached, where gradients themselves do not show it."""
+        """Collect the parameters that backward has reached, where the gradients themselves do not show it."""
         reached: set[int] = set()
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
         return reached
 
     def _check_complete(self) -> None:
-        """A parameter that the last backward did not reach leaves its bucket unsent: DDP says so one step later,
-        without names, and after the last step not at all. What was exchanged is a view into a bucket."""
+        """Raise if the last backward did not reach a parameter: its bucket was not sent.
+
+        DDP itself says so one step later, without names, and after the last step not at all. A gradient that was
+        reduced is a view into a bucket.
+        """
         pairs = zip(self.names, self.parameters, strict=True)
         if self._reached is None:
             unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
@@ -195,34 +205,32 @@ class DDPDriver(Whole):
 
 
 def _frozen_names(model: nn.Module) -> list[str]:
-    """Frozen parameters, and buffers of modules without any trainable parameter: moved, but never wrapped."""
+    """Return frozen parameters, and buffers of modules without any trainable parameter."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for prefix, module in model.named_modules():
-        if any(True for _ in module.parameters()) and not any(p.requires_grad for p in module.parameters()):
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
     return sorted(set(frozen))
 
 
 def _bypassed(model: str) -> UserError:
     return UserError(
-        "a training forward through the model that Lockstep passed in",
-        f"a loss made without it: {model} or a part of it was called directly, so its gradients would not be "
-        "exchanged and the replicas would drift apart",
+        "the loss was computed without the model that Lockstep passed in",
+        f"{model} or a part of it was called directly, so its gradients would not be reduced and the replicas would "
+        "drift apart",
         "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or `model.encoder(...)`; "
         "give the model's forward an argument that selects what to compute",
     )
 
 
 def check_reached(missed: list[str]) -> None:
-    """`missed`: the parameters that a backward should have reached."""
+    """Raise if a backward did not reach some parameters."""
     if missed:
         raise UserError(
-            "every trainable parameter takes part in the loss of every micro-batch",
-            f"no gradient for {_some(missed)}",
+            f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
+            f"{some_names(missed)}",
+            "",
             "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, type "
             "ddp.find_unused_parameters=true, or (with exact=true) add `0 * parameter.sum()` for each to the loss",
         )
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

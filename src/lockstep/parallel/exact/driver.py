@@ -15,33 +15,32 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
-from lockstep.parallel.driver import Driver, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Leaf, OrderedHook, add_leaves
 from lockstep.parallel.exact.row_norms import length_of, row_lengths
 from lockstep.parallel.exact.tree import Counter, Span
-from lockstep.parallel.fsdp.driver import CUT, FSDPDriver
+from lockstep.parallel.fsdp.driver import FSDPDriver
+from lockstep.parallel.fsdp.same_parts import END
+from lockstep.parallel.strategy import strategy_of
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
-def drive_exactly(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """For the strategies that `exact` allows."""
+def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
+    """Return the driver for exact mode. `config` has refused the strategies that it does not support."""
     if runtime.world.alone:
         return OrderedSingleDriver(model, runtime.device)
-    if config.strategy in CUT:
-        return OrderedFSDPDriver(model, config.strategy, config.fsdp, config.blocks, runtime, None, config.seed)
+    if strategy_of(config).shards_parameters:
+        return OrderedFSDPDriver(model, config, runtime)
     return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 
 class _ByRows:
     """Lengths as a rank finds them that holds everything, by the formula of those that hold parts."""
 
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.lengths(grads))
-
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         return [length_of(row_lengths(tensor)) for tensor in tensors]
 
 
@@ -56,11 +55,12 @@ class OrderedSingleDriver(_ByRows, SingleDriver):
         super().begin()
         self.counter.roots.clear()
 
-    def note(self, micro: MicroBatch, total: int | None) -> None:
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
         self._span = Span(micro.index, 0)
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        super().backward(total, start, word)
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        super()._backward(total, start, word)
         self.counter.push(self._span, _take(self.parameters))
         if word is not None:
             summed = self.counter.finish()
@@ -90,14 +90,15 @@ class OrderedDDPDriver(_ByRows, DDPDriver):
         super().begin()
         self.order.counter.roots.clear()
 
-    def note(self, micro: MicroBatch, total: int | None) -> None:
-        assert total is not None
-        self._span, self._total = None if micro.padding else Span(micro.index, 0), total
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
+        self._span = None if micro.padding else Span(micro.index, 0)
+        self._total = _total(control)
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self.order.expect(self._total, self._span)
-        super().backward(total, start, word)
+        super()._backward(total, start, word)
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._span is not None, "a rank without work has one micro-batch, which is its last"
@@ -125,18 +126,15 @@ class OrderedFSDPDriver(FSDPDriver):
         for reduction in self._reductions:
             reduction.counter.roots.clear()
 
-    def note(self, micro: MicroBatch, total: int | None) -> None:
-        assert total is not None
-        self._total = total
-
-    def arm(self, last: bool) -> None:
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
         self._round += 1
         for reduction in self._reductions:
-            reduction.expect(self._round, self._total, last)
+            reduction.expect(self._round, _total(control), control.last)
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add what has no meaning before the last round
 
-    def add_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         if any(reduction.counter.roots for reduction in self._reductions):
             raise UserError(
                 "exact=true under fsdp",
@@ -144,16 +142,18 @@ class OrderedFSDPDriver(FSDPDriver):
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
 
-    def _exchange(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> None:
+        self._same.compare(END)
+        self._reduce_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         every, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = every.sum(0)  # of numbers whose sum is exact in any order
-        self._lengths = [length_of(each) for each in rows]
+        self._norms = [length_of(each) for each in rows]
 
-    def norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self._lengths)
+    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack(self._norms)
 
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         nothing = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
         return [length_of(rows) for rows in self._gather_rows(tensors, nothing)[1]]
 
@@ -211,6 +211,13 @@ class _OrderedReduceScatter(ReduceScatter):
             (span, part.clone() if part.untyped_storage().data_ptr() == behind else part)
             for span, part in self.counter.roots
         ]
+
+
+def _total(control: Control) -> int:
+    """Return the number of micro-batches of the whole step."""
+    total = control.batches.total
+    assert total is not None, "exact mode needs a source that knows its micro-batches"
+    return total
 
 
 def _take(parameters: list[nn.Parameter]) -> Leaf:

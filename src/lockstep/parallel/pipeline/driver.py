@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import ShardedDriver
-from lockstep.parallel.fsdp.driver import tell_of_blocks
+from lockstep.parallel.driver import Control, LossFn, Reduced, ShardedDriver
+from lockstep.parallel.fsdp.driver import describe_blocks
 from lockstep.parallel.fsdp.same_parts import END, SameParts
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.absent import Absent
@@ -21,15 +21,16 @@ from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline, Stage
 from lockstep.parallel.pipeline.stage_shards import shard_stage
 from lockstep.parallel.pipeline.stages import keep_only, whereabouts
 from lockstep.parallel.pipeline.staging import blocks_of, make_stages
-from lockstep.parallel.tensor.driver import agree_on_plain, explain_mixtures, lay_out, settle_gradient, sum_gradients
+from lockstep.parallel.strategy import strategy_of
+from lockstep.parallel.tensor.driver import agree_on_plain, apply_plan, explain_mixtures, settle_gradient, sum_gradients
 from lockstep.parallel.tensor.plans import Cut, choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
-from lockstep.runtime.layout import squared_norms, whole
+from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.runtime.world import World
-from lockstep.task import Loss
+from lockstep.task import Loss, MicroBatch, StepBatches
 
 
 class PipelineDriver(ShardedDriver):
@@ -50,7 +51,7 @@ class PipelineDriver(ShardedDriver):
         self.mesh = axes.mesh
         ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
         per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        self._sharded = config.strategy in ("fsdp", "fsdp-grads") and self.mesh.sizes["dp"] > 1
+        self._sharded = strategy_of(config).shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
         self._stages, self._copies, self._parts = (axes.along(axis) for axis in ("pp", "dp", "tp"))
         ways = self.mesh.sizes["tp"]
@@ -84,7 +85,6 @@ class PipelineDriver(ShardedDriver):
         self._absent = Absent(model, partly, lambda name: name in held | real)
         autocast, copies = choose(config, runtime.device).autocast, self._copies if self._sharded else None
         self._flow = Pipeline(model, chunks, config.pp.schedule, self._stages, autocast, self._absent, copies)
-        self.pipeline = self
         self.placement = replace(
             self.placement,
             runs_whole_model=False,
@@ -93,7 +93,6 @@ class PipelineDriver(ShardedDriver):
             duplicates=duplicates,
             facts=facts,
         )
-        self.run = self._flow.run
 
     def begin(self) -> None:
         super().begin()
@@ -101,10 +100,30 @@ class PipelineDriver(ShardedDriver):
         if self._same is not None:
             self._same.steps += 1
 
-    def backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        raise AssertionError("a pipeline runs all micro-batches of a step at once")
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        """Run all micro-batches of the step at once, stage by stage, in the order of the schedule."""
+        self.begin()
+        micros = list(batches)
 
-    def exchange(self, word: ControlWord) -> None:
+        def finish(micro: MicroBatch, loss: Loss) -> Tensor:
+            start = control.record(loss)  # may put another total in its place: a fault on purpose
+            return loss.total * start
+
+        # The first stages need the loss scale of fp16 before any loss is known.
+        if control.needs_unit:
+            control.micro = micros[0]
+            loss = self.evaluate(loss_fn, micros[0].data)
+            control.find_unit(0.0 if loss is None else loss.weight)
+        self._flow.run(micros, loss_fn, control.before_forward, finish)
+        control.backwards_done = batches.count
+        self._reduce(control.word())
+        return self.reduced()
+
+    def reduced(self) -> Reduced:
+        found = super().reduced()
+        return replace(found, names=self.names)  # norms are those of all stages
+
+    def _reduce(self, word: ControlWord) -> None:
         """After the last micro-batch: the word and who has used what; then the gradients, then their lengths."""
         if self._same is not None:
             self._same.compare(END)
@@ -121,9 +140,9 @@ class PipelineDriver(ShardedDriver):
         if trained:
             stages = torch.tensor([self._users[n] for n in trained], device=squared.device)
             squared[[*trained]] = self._squared_here([*trained.values()]) / stages
-        self._squared = self.runtime.collectives.sum_(squared)
+        self._squared_norms = self.runtime.collectives.sum_(squared)
 
-    def lengths(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._parts.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # what a stage has, it has whole
         squared = self._squared_here(tensors)
@@ -140,15 +159,15 @@ class PipelineDriver(ShardedDriver):
         """The parameters and buffers that this rank has only the names of."""
         return frozenset(name for name, ranks in self.placement.holders.items() if self.runtime.world.rank not in ranks)
 
-    def evaluate(self, loss_fn: Callable[[Any, Any], Loss], data: Any) -> Loss | None:
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
         return self._flow.forward(loss_fn, data)
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself, from a rank that holds it. All ranks must call this."""
         absent = name in self.elsewhere
         if name not in self.placement.holders:
-            return whole(tensor)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else whole(tensor)
+            return full_tensor(tensor)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if absent else full_tensor(tensor)
         full = full.contiguous()
         self.runtime.collectives.broadcast_([full], source=self.placement.holders[name][0])
         return full
@@ -167,7 +186,7 @@ class PipelineDriver(ShardedDriver):
         def is_here(layer: str) -> bool:
             return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
 
-        lay_out(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
+        apply_plan(model, {layer: cut for layer, cut in plan.items() if is_here(layer)}, axes, runtime)
         for chunk in mine:
             explain_mixtures(chunk)
 
@@ -175,7 +194,7 @@ class PipelineDriver(ShardedDriver):
         self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
     ) -> dict[str, str]:
         """Over the copies of each stage. What is told of it, of all stages."""
-        keep = config.strategy == "fsdp-grads"
+        keep = strategy_of(config).keeps_gathered
         owned = [p for name, p in model.named_parameters() if name in held]
         blocks = [blocks_of(chunk, model, config.blocks) for chunk in mine]
         alone = [
@@ -183,7 +202,7 @@ class PipelineDriver(ShardedDriver):
             for chunk, inside in zip(mine, blocks, strict=True)
         ]
         counts = self._stages.gather_json([sum(map(len, blocks)), sum(alone)])
-        return tell_of_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
+        return describe_blocks(sum(found for found, _ in counts), sum(own for _, own in counts))
 
     def _squared_here(self, grads: list[Tensor]) -> Tensor:
         """Terms of a sum over the copies and parts of this stage."""

@@ -16,16 +16,16 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.exchange import gather_rows, world_size
 
-Piece = dict[str, Tensor]  # every tensor has a row for each slot
+TrainedBatch = dict[str, Tensor]  # every tensor has a row for each slot
 
 
 class Carry:
     def __init__(self) -> None:
-        self._held: dict[int, Piece] = {}  # by the first slot of a micro-batch
-        self._saved: Piece = {}  # of a checkpoint, until every rank has taken its own
+        self._held: dict[int, TrainedBatch] = {}  # by the first slot of a micro-batch
+        self._saved: TrainedBatch = {}  # of a checkpoint, until every rank has taken its own
         self._first_step = True
 
-    def take(self, first: int, count: int) -> Piece | None:
+    def take(self, first: int, count: int) -> TrainedBatch | None:
         """What the slots from `first` on hold; None if they have held nothing yet."""
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]
@@ -39,7 +39,7 @@ class Carry:
             "type tail=drop and leave speed_weights out",
         )
 
-    def put(self, first: int, piece: Piece) -> None:
+    def put(self, first: int, piece: TrainedBatch) -> None:
         self._held[first] = piece
 
     def end_step(self) -> None:
@@ -62,7 +62,7 @@ class Carry:
         self._held, self._saved, self._first_step = {}, state, True
 
 
-def filled(piece: Piece | None, batch: Piece, start: Callable[[], tuple[Tensor, Tensor]]) -> Piece:
+def filled(piece: TrainedBatch | None, batch: TrainedBatch, start: Callable[[], tuple[Tensor, Tensor]]) -> TrainedBatch:
     """Where a slot has halted, the next puzzle; elsewhere what was there. `begin` says where: the states are those of
     before, and whoever thinks on lets them begin anew there."""
     fresh = {**batch, "steps": torch.zeros_like(batch["least"])}

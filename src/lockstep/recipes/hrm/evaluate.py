@@ -19,7 +19,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.carry import Piece
+from lockstep.recipes.hrm.carry import TrainedBatch
 from lockstep.recipes.hrm.pretrain import generate_name, overrides
 from lockstep.recipes.hrm.task import HRM
 from lockstep.recipes.hrm.words import check_names, help_text, in_own_words
@@ -33,7 +33,7 @@ class Recording(HRM):
 
     answers: list[dict[str, Tensor]]
 
-    def eval_loss(self, model: Any, batch: Piece) -> Loss:
+    def eval_loss(self, model: Any, batch: TrainedBatch) -> Loss:
         last: list[Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, thought: last.append(thought.logits.argmax(dim=-1)))
         try:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm.adam_atan2 import AdamATan2
 from lockstep.recipes.hrm.average import MovingAverage
-from lockstep.recipes.hrm.carry import Carry, Piece, filled
+from lockstep.recipes.hrm.carry import Carry, TrainedBatch, filled
 from lockstep.recipes.hrm.data import PuzzleDataset, PuzzleExamples, Puzzles, collate, least_steps, read_puzzles
 from lockstep.recipes.hrm.exchange import world_size
 from lockstep.recipes.hrm.losses import LOSSES, cell_loss, right_cells, solved
@@ -190,7 +190,7 @@ class HRM(Task):
     def before_batch(self, micro: MicroBatch) -> None:
         self._micro = micro
 
-    def loss(self, model: Any, batch: Piece) -> Loss:
+    def loss(self, model: Any, batch: TrainedBatch) -> Loss:
         micro, count = self._micro, len(batch["inputs"])
         held = None if micro.padding else self.carry.take(micro.first, count)
         piece = filled(held, batch, partial(model.start, count))
@@ -209,7 +209,7 @@ class HRM(Task):
             self.carry.put(micro.first, piece | now)
         return Loss(total, count, _metrics(counts))
 
-    def eval_loss(self, model: Any, batch: Piece) -> Loss:
+    def eval_loss(self, model: Any, batch: TrainedBatch) -> Loss:
         """All segments, with the average of the weights where there is one. `exact_K` is the share solved after K."""
         if self.average is None:
             return self._think(model, batch)
@@ -231,7 +231,7 @@ class HRM(Task):
         if self.average is not None:
             self.average.weights = state["average"]
 
-    def _think(self, model: Any, batch: Piece) -> Loss:
+    def _think(self, model: Any, batch: TrainedBatch) -> Loss:
         (z_h, z_l), puzzle = model.start(len(batch["inputs"])), model.puzzle_emb(batch["ids"])
         metrics: dict[str, Metric] = {}
         thought = model(z_h, z_l, batch["inputs"], puzzle)

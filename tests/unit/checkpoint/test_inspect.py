@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import commit, state
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint.format import part_name
-from lockstep.checkpoint.storage import Store
+from lockstep.checkpoint.inspect import export_weights
+from lockstep.checkpoint.storage import FileStore, committed
 from lockstep.cli import main
+from lockstep.errors import UserError
 
 
 @pytest.fixture
@@ -90,16 +93,16 @@ def test_export_writes_the_newest_or_the_step_asked_for(run, tmp_path, capsys):
 
 
 def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
-    store = Store(run / "checkpoints")
+    store = FileStore(run / "checkpoints")
     assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1", "--dry-run")
     assert (code, text) == (0, "would delete step-00000005\nwould delete step-00000010\n")
-    assert len(store.committed()) == 3
+    assert len(committed(store)) == 3
     damage(run, 15)
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
     assert "step-00000015 is damaged and stays" in text
     assert "deleted step-00000005" in text
-    assert [path.name for path in store.committed()] == ["step-00000015", "step-00000010"]
+    assert [checkpoint.name for checkpoint in committed(store)] == ["step-00000015", "step-00000010"]
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
     assert code == 2
 
@@ -121,3 +124,50 @@ def test_looking_needs_no_torch(run):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True)
+
+
+# ---- export ----
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def test_an_export_is_the_model_tied_weights_once(tmp_path):
+    model = Tied()
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
+    tensors["optimizer.moment"] = torch.ones(3)
+    checkpoint = commit(tmp_path / "checkpoints", 3, 2, tensors, aliases={"model.head.weight": "model.embed.weight"})
+    target = export_weights(checkpoint, tmp_path / "out")
+    assert target == tmp_path / "out" / "model.safetensors"
+    with safe_open(target, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    written = load_file(target)
+    assert written.keys() == {name for name in model.state_dict() if name != "head.weight"}
+    fresh = Tied()
+    load_model(fresh, target)  # what users of safetensors call
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value)
+    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+
+
+def test_nothing_damaged_is_exported(tmp_path):
+    checkpoint = commit(tmp_path, 3)
+    file = checkpoint.path / part_name(0)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="the bytes changed"):
+        export_weights(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_a_model_cannot_be_exported(tmp_path):
+    checkpoint = commit(tmp_path, 3, tensors={"other": torch.ones(1)})
+    with pytest.raises(UserError, match="no tensor whose name begins with"):
+        export_weights(checkpoint, tmp_path / "out")

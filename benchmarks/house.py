@@ -1,0 +1,109 @@
+"""Measure the shape of the source, with fixed definitions, so that two commits can be compared.
+
+    python benchmarks/house.py                     # src/lockstep of this checkout
+    python benchmarks/house.py OTHER/src/lockstep
+
+statements       AST statements, docstrings included, per 100 lines
+comments         full-line comments, in per cent of all lines
+comprehensions   and conditional expressions, per 1,000 lines
+attributes       of a class: names assigned on `self` in it, and annotated fields
+members          attributes, methods and class variables
+strategy names   comparisons with a strategy's name, outside `parallel/strategy.py` and `config/`
+
+The first row is the whole package, the second leaves recipes and `classic` out.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+STRATEGY_NAMES = {"ddp", "zero1", "fsdp", "fsdp-grads", "hsdp", "tp", "pp"}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def main(root: Path) -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+    core = {p: t for p, t in trees.items() if not {"recipes", "classic"} & set(p.relative_to(root).parts)}
+    print_density("all", trees)
+    print_density("core", core)
+
+    # Tails of functions and classes, in the core.
+    lengths = sorted(span(node) for node in nodes(core, ast.FunctionDef, ast.AsyncFunctionDef))
+    print(f"functions        p95 {lengths[int(len(lengths) * 0.95)]}, longest {lengths[-1]}")
+    folders = Counter(path.parent.relative_to(root).as_posix() for path in trees)
+    print(f"widest folders   {', '.join(f'{name} {count}' for name, count in folders.most_common(5))}")
+    classes = {f"{path.stem}.{node.name}": node for path, node in named_classes(core)}
+    widest = sorted(classes, key=lambda name: -len(attributes(classes[name])))[:6]
+    print(f"attributes       {', '.join(f'{name} {len(attributes(classes[name]))}' for name in widest)}")
+    for name in ("driver.Driver", "drivers.Driver", "step.Stepper"):
+        if name in classes:
+            found = classes[name]
+            print(f"{name:16} {len(attributes(found))} attributes, {len(members(found))} members")
+    print(f"strategy names   {sum(map(len, comparisons(core, root).values()))} compared outside their table")
+    for path, lines in comparisons(core, root).items():
+        print(f"                 {path.relative_to(root)}: lines {', '.join(map(str, lines))}")
+
+
+def print_density(name: str, trees: dict[Path, ast.Module]) -> None:
+    texts = [path.read_text().splitlines() for path in trees]
+    lines = sum(map(len, texts))
+    comments = sum(line.strip().startswith("#") for text in texts for line in text)
+    statements = sum(1 for _ in nodes(trees, ast.stmt))
+    comprehensions = sum(1 for _ in nodes(trees, *COMPREHENSIONS))
+    conditionals = sum(1 for _ in nodes(trees, ast.IfExp))
+    print(
+        f"{name:16} {lines} lines, {100 * statements / lines:.1f} statements per 100, {100 * comments / lines:.1f} % "
+        f"comments; per 1,000: {1000 * comprehensions / lines:.0f} comprehensions, {1000 * conditionals / lines:.0f} "
+        "conditional expressions"
+    )
+
+
+def nodes(trees: dict[Path, ast.Module], *kinds: type) -> list[ast.AST]:
+    return [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def named_classes(trees: dict[Path, ast.Module]) -> list[tuple[Path, ast.ClassDef]]:
+    return [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def span(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1  # pyrefly: ignore
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    found = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    for item in ast.walk(node):
+        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and isinstance(item.value, ast.Name):
+            found |= {item.attr} if item.value.id == "self" else set()
+    return found
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    targets = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
+    return attributes(node) | methods | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def comparisons(trees: dict[Path, ast.Module], root: Path) -> dict[Path, list[int]]:
+    """Return the lines that compare something with a strategy's name, or with a tuple that holds one."""
+    found: dict[Path, list[int]] = {}
+    for path, tree in trees.items():
+        relative = path.relative_to(root).as_posix()
+        if relative.startswith("config/") or relative == "parallel/strategy.py":
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Compare) or "strategy" not in ast.unparse(node):
+                continue
+            names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            if names & STRATEGY_NAMES:
+                found.setdefault(path, []).append(node.lineno)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "src" / "lockstep")

@@ -1,0 +1,194 @@
+"""This rank's part of one step: the micro-batch being computed, what the losses add up to, the control word.
+
+A driver runs the micro-batches and asks here for everything that is not about executing the model: the random stream of
+each micro-batch, the factor that its gradient starts with, and the control word that travels with the last gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep import faults
+from lockstep.config import RunConfig
+from lockstep.engine.checks import check_loss
+from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
+from lockstep.observe.metrics import Sums
+from lockstep.precision import LossScale, Precision
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
+from lockstep.runtime.seeds import derive, seed_host, seed_torch
+from lockstep.task import Loss, MicroBatch, StepBatches
+
+
+class TrainedBatch(NamedTuple):
+    """Which samples a micro-batch held. What they cost is in the step's sums."""
+
+    index: int
+    epoch: int
+    ids: Any
+
+
+@dataclass
+class Requests:
+    """What this rank asks of all ranks; the next control word carries it."""
+
+    stop: bool = False
+    save: bool = False
+    save_failed: bool = False
+
+
+@dataclass
+class MetricNames:
+    """The metrics that the log may show: those that all ranks know."""
+
+    seen: set[str] = field(default_factory=set)  # on this rank
+    known: set[str] = field(default_factory=set)  # on all ranks
+    new: bool = False  # some rank has seen one that is not known yet
+
+
+@dataclass
+class StepContext:
+    """What all steps of a run share."""
+
+    config: RunConfig
+    runtime: Runtime
+    precision: Precision
+    loss_scale: LossScale
+    global_batch: int
+    reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
+    word_has_loss: bool  # the control word carries the loss, for spike detection
+    requests: Requests = field(default_factory=Requests)
+    metrics: MetricNames = field(default_factory=MetricNames)
+    before_reduce: Callable[[], None] | None = None  # measures this rank's own work, for load balancing
+    constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+
+
+class StepControl:
+    """One step on this rank, from its first micro-batch to the control word."""
+
+    def __init__(self, context: StepContext, batches: StepBatches, step: int):
+        self.batches = batches
+        self.step = step
+        self.micro: MicroBatch | None = None  # the one being computed
+        self.backwards_done = 0
+        self.sums = Sums()
+        self.trained: list[TrainedBatch] = []
+        self._context = context
+        self._weight: float | Tensor = 0.0
+        self._loss: float | Tensor = 0.0
+
+    @property
+    def last(self) -> bool:
+        """Whether the micro-batch being computed is this rank's last one of the step."""
+        return self.backwards_done + 1 == self.batches.count
+
+    @property
+    def padding(self) -> bool:
+        """Whether the micro-batch only keeps this rank in step with the others, and weighs nothing."""
+        return self.micro is not None and self.micro.padding
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether the loss scale of fp16 does not know yet what a usual step weighs."""
+        return self._context.loss_scale.unknown
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model and the loss are computed."""
+        return self._context.precision.autocast()
+
+    def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
+        """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
+        self.micro = micro
+        self._context.runtime.heartbeat.beat("compute", self.step)
+        if stage == 0:
+            self.seed("model", micro.index)  # what a single process draws
+        else:
+            self.seed("model", micro.index, stage)
+
+    def record(self, loss: Loss) -> float:
+        """Add up what the micro-batch cost. Returns the factor that its gradient starts with."""
+        context, micro = self._context, self.micro
+        assert micro is not None
+        check_loss(loss)
+        if self.needs_unit:
+            self.find_unit(loss.weight)
+        if loss.metrics:
+            context.metrics.seen.update(loss.metrics)
+        if kind := faults.fire("loss", self.step):
+            loss.total = loss.total * float(kind)
+
+        # Padding only keeps this rank in step with the others: it weighs nothing, and its gradient is 0.
+        if micro.padding:
+            return 0.0
+        if context.reports_loss:
+            self._add(loss, micro)
+        return context.loss_scale.value
+
+    def find_unit(self, weight: Any) -> None:
+        """Find the weight of a usual step, for the loss scale of fp16. Collective: every rank must call it."""
+        micro = self.micro
+        assert micro is not None
+        context = self._context
+        silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
+        context.loss_scale.find_unit(weight, micro.samples, context.global_batch, silent)
+
+    def word(self) -> ControlWord:
+        """Return this rank's control word. The weights of all its micro-batches are known now."""
+        context = self._context
+        context.runtime.heartbeat.beat("exchange")
+        if context.before_reduce is not None:
+            context.before_reduce()
+        return ControlWord(
+            weight=self._weight,
+            stop=int(context.requests.stop),
+            exhausted=int(self.batches.exhausted),
+            step=self.step % STEP_MODULUS,
+            scale=context.loss_scale.logarithm,
+            new_metrics=int(not context.metrics.seen <= context.metrics.known),
+            save=int(context.requests.save),
+            preempt=int(context.runtime.notice.signal is not None),
+            save_failed=int(context.requests.save_failed),
+            loss=self._loss,
+        )
+
+    def constant(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a scalar on the device. Each is made once: a new one in every step would cost a copy."""
+        made = self._context.constants
+        key = value, dtype
+        if key not in made:
+            made[key] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
+        return made[key]
+
+    def seed(self, stream: str, *keys: int) -> None:
+        """Seed torch's generators for this step; in exact mode those of Python and NumPy, too."""
+        config = self._context.config
+        value = derive(config.seed, stream, self.step, *keys)
+        seed_torch(value, self._context.runtime.device)
+        if config.exact:
+            seed_host(value)
+
+    def _add(self, loss: Loss, micro: MicroBatch) -> None:
+        # On a GPU the host would wait for the weight, so there it is checked in the first step only.
+        if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
+            check_weight(float(loss.weight))
+
+        self._weight = self._weight + self._number(loss.weight, WEIGHT_GRID)
+        self.sums.add(loss)
+        self.trained.append(TrainedBatch(micro.index, micro.epoch, micro.ids))
+        if self._context.word_has_loss:
+            self._loss = self._loss + self._number(loss.total.detach(), LOSS_GRID)
+
+    def _number(self, value: Any, grid: float) -> float | Tensor:
+        """Return the value as float64. Exact mode rounds it to a grid, on which sums do not depend on their order."""
+        number = value.detach().double() if _on_gpu(value) else float(value)
+        return on_grid(number, grid) if self._context.config.exact else number
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"

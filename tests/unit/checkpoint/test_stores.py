@@ -1,0 +1,223 @@
+"""The stores keep the contract of every store; and what only the file system has to get right."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import TOKEN, commit, load, same, savers, shard, state
+from hypothesis import given
+from hypothesis import strategies as st
+from store_contract import StoreContract, put
+
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.storage import (
+    CHUNK,
+    PAGE,
+    Checkpoint,
+    FileStore,
+    MemoryStore,
+    Retention,
+    Store,
+    committed,
+    size_text,
+    split,
+    to_delete,
+)
+from lockstep.errors import UserError
+from lockstep.launch.run_dir import latest_step
+
+
+class TestFileStore(StoreContract):
+    def make(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "checkpoints")
+
+
+class TestMemoryStore(StoreContract):
+    def make(self, tmp_path: Path) -> Store:
+        return MemoryStore()
+
+
+def test_a_full_memory_store_costs_a_checkpoint_and_nothing_else():
+    store = MemoryStore(capacity=30_000)
+    commit(store, 1)
+    [saver] = savers(store)
+    saver.save(2, shard({"x": torch.ones(10_000)}, 0, 1), {}, {})
+    [report] = saver.wait()
+    assert "no space left on the disk of memory:checkpoints" in report.error
+    assert same(load(store)[1], state(1))
+
+
+# ---- the file system ----
+
+
+def test_latest_is_for_people(tmp_path):
+    assert latest_step(tmp_path) is None
+    commit(tmp_path, 7)
+    commit(tmp_path, 9)
+    assert latest_step(tmp_path) == 9
+    (tmp_path / "latest").write_text("step-garbage")
+    assert latest_step(tmp_path) is None
+
+
+def test_a_claim_removes_drafts_of_writers_that_were_killed(tmp_path):
+    for name in (".latest.123", ".owner.4", "unrelated"):
+        (tmp_path / name).touch()
+    FileStore(tmp_path).claim(TOKEN)
+    assert {path.name for path in tmp_path.iterdir()} == {"owner", "unrelated"}
+
+
+@pytest.mark.parametrize("key", ["folder/file", "file"])
+def test_a_replacement_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch, key):
+    store = FileStore(tmp_path)
+    store.replace(key, b"old")
+
+    def broken(handle: int) -> None:
+        raise OSError(errno.EIO, "the disk coughed")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="coughed"):
+        store.replace(key, b"new")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [(path.name, path.read_bytes()) for path in files] == [("file", b"old")]
+
+
+def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(tmp_path, monkeypatch):
+    """A rank whose part has failed deletes its files, and with the last one the folder that rank 0 has just made."""
+    real, removed = Path.mkdir, []
+
+    def mkdir(path: Path, *arguments: object, **options: object) -> None:
+        real(path, *arguments, **options)
+        if path.name == "folder" and len(removed) < 3:
+            path.rmdir()
+            removed.append(path)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    store = FileStore(tmp_path)
+    put(store, "folder/file", b"1")
+    assert len(removed) == 3
+    assert store.open("folder/file").read() == b"1"
+
+
+def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(OSError, match="not a file"):
+        FileStore(tmp_path).open("file")
+
+
+def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
+    missing = FileStore(tmp_path / "a" / "b")
+    assert missing.free_bytes() == pytest.approx(FileStore(tmp_path).free_bytes(), rel=0.5)
+    assert missing.folders() == []
+
+
+def test_a_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(commit(tmp_path, 3).path)
+    assert Checkpoint.at(Path()).step == 3
+
+
+# ---- bytes on their way to the disk ----
+
+
+@given(st.integers(0, 5 * PAGE) | st.integers(2 * CHUNK - PAGE, 2 * CHUNK + PAGE) | st.integers(0, 3 * CHUNK))
+def test_chunks_make_up_the_whole_and_end_at_pages(size):
+    data = memoryview(bytes(size))
+    lengths = [len(chunk) for chunk in split(data)]
+    assert sum(lengths) == size
+    assert all(0 < length <= CHUNK for length in lengths)
+    assert len(lengths) >= min(size, 2)
+    if size > 2 * PAGE:
+        assert all(length % PAGE == 0 for length in lengths[:-1])
+        assert lengths[-1] % PAGE == 0 or lengths[-1] < PAGE
+
+
+LARGE = {
+    "a": torch.randn(900_001),
+    "b": torch.arange(700_003, dtype=torch.int16),
+    "c": torch.ones(11, dtype=torch.bool),
+}
+
+
+def test_large_files_are_written_directly_and_are_the_same(tmp_path, monkeypatch):
+    direct, written = [], storage._write_directly
+    monkeypatch.setattr(storage, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
+    commit(tmp_path, 1, tensors=LARGE)
+    assert direct  # it was tried; whether it can be done depends on the disk
+    assert same(load(tmp_path)[1], LARGE)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_a_disk_that_cannot_write_directly_gets_the_same_file(tmp_path, monkeypatch, number):
+    real = os.pwrite
+
+    def pwrite(handle: int, data: memoryview, position: int) -> int:
+        if len(data) >= 1 << 20 and position > 0 and not refused:
+            refused.append(real(handle, data[:PAGE], position))  # some of it may even have been written
+            raise OSError(number, os.strerror(number))
+        return real(handle, data, position)
+
+    refused: list[int] = []
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    commit(tmp_path, 1, tensors=LARGE)
+    assert refused
+    assert same(load(tmp_path)[1], LARGE)
+
+
+def test_sizes_as_text():
+    assert [size_text(size) for size in (0, 999, 1000, 1_234_567, 5e9, 3e12, 4e15)] == [
+        *("0 bytes", "999 bytes", "1.0 kB", "1.2 MB", "5.0 GB", "3.0 TB", "4000.0 TB"),
+    ]
+
+
+# ---- retention ----
+
+
+def test_what_stays():
+    losses = [(10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 1.0), (60, None), (70, 5.0)]
+    known = [(step, {"loss": loss}) for step, loss in losses]
+    assert to_delete(known, Retention(last=3)) == [10, 20, 30, 40]
+    assert to_delete(known, Retention(last=1, every=20)) == [10, 30, 50]
+    assert to_delete(known, Retention(last=1, best="loss")) == [10, 20, 30, 40, 60]  # of equals, the newest
+    assert to_delete(known, Retention(last=1, best="loss", mode="max")) == [10, 20, 30, 40, 50, 60]
+    assert to_delete(known, Retention(last=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
+    assert to_delete([(5, {})], Retention(last=1)) == []
+    for mode in ("min", "max"):
+        unclear = [(10, {"loss": 1.0}), (20, {"loss": math.nan}), (30, {"loss": math.nan})]
+        assert to_delete(unclear, Retention(last=1, best="loss", mode=mode)) == [20]
+
+
+@given(
+    steps=st.sets(st.integers(0, 100)),
+    last=st.integers(1, 5),
+    every=st.none() | st.integers(1, 10),
+    best=st.none() | st.just("loss"),
+    mode=st.sampled_from(["min", "max"]),
+    data=st.data(),
+)
+def test_the_newest_always_stays(steps, last, every, best, mode, data):
+    numbers = st.floats() | st.none() | st.text(max_size=1)
+    known = [(step, data.draw(st.dictionaries(st.just("loss"), numbers))) for step in steps]
+    doomed = to_delete(known, Retention(last, every, best, mode))
+    assert len(set(doomed)) == len(doomed)
+    assert set(doomed) <= steps - set(sorted(steps)[-last:])
+    if every:
+        assert not [step for step in doomed if step % every == 0]
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"mode": "least"}])
+def test_rules_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(UserError, match="checkpoint"):
+        Retention(**wrong)
+
+
+def test_retention_is_applied_after_each_commit(tmp_path):
+    [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
+    for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
+        saver.save(step, shard(state(step), 0, 1), {}, {"metrics": {"loss": loss}})
+    assert all(report.committed and report.error is None for report in saver.wait())
+    assert [checkpoint.name for checkpoint in committed(FileStore(tmp_path))] == ["step-00000004", "step-00000002"]
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
