@@ -7,6 +7,7 @@ nothing about gradients: that is the Stepper's work.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,16 +22,17 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
+from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import is_spike
-from lockstep.engine.samples import SampleHistory, blame
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, on_main, save_weights, write_summary
+from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import forget_recordings
 from lockstep.parallel.driver import Driver
@@ -39,6 +41,9 @@ from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
+MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
+
+Span = tuple[int, int]  # first and last + 1 position in the endless order of samples
 
 
 @dataclass
@@ -62,6 +67,41 @@ class AgreedRequests:
         self.stop |= result.stop
         self.preempt |= result.leave
         self.save |= result.save
+
+
+class SampleHistory:
+    """The samples of this rank's newest steps, and, with `log.samples`, a file with those of all steps.
+
+    The file has one line per step. A step that was repeated after a restart has several; the last attempt's counts.
+    """
+
+    def __init__(self, path: Path | None, attempt: int):
+        """`path` is that of the file, or None; `attempt` counts the restarts of the run."""
+        self._sink: JsonlSink | None = None
+        if path is not None:
+            path.parent.mkdir(exist_ok=True)
+            self._sink = JsonlSink(path)
+        self._attempt = attempt
+        # On a GPU the outcome of a step is read one step late, so two steps may still be asked about.
+        self._spans: list[tuple[int, Span | None]] = []
+
+    def begin_step(self, step: int, span: Span | None) -> None:
+        self._spans = [*self._spans[-1:], (step, span)]
+
+    def span_of(self, step: int) -> Span | None:
+        """Return the positions of the samples of `step`, which must be one of the last two."""
+        return next(span for number, span in self._spans if number == step)
+
+    def end_step(self, step: int, pieces: list[TrainedBatch]) -> None:
+        """Log the samples of `step`."""
+        if self._sink is None:
+            return
+        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -395,3 +435,26 @@ def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | 
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
         return None
+
+
+def blame(pieces: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
+    """Describe the micro-batches of this rank that may have spoiled a step.
+
+    Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
+    """
+    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
+    pairs = list(zip(pieces, losses, strict=True))
+    if spike:
+        worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []
+    else:
+        worst = [(piece, loss) for piece, loss in pairs if not math.isfinite(loss)]
+    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_name_samples(piece)}" for piece, loss in worst]
+
+
+def _name_samples(piece: TrainedBatch) -> str:
+    if len(piece.ids) == 0:
+        return ""
+    named = ", ".join(str(int(i)) for i in piece.ids[:MAX_NAMED_IDS])
+    more = len(piece.ids) - MAX_NAMED_IDS
+    rest = f" and {more} more" if more > 0 else ""
+    return f", samples {named}{rest}"

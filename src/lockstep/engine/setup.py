@@ -41,8 +41,7 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
-from lockstep.engine.run import Run
-from lockstep.engine.samples import SampleHistory
+from lockstep.engine.run import Run, SampleHistory
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
@@ -205,10 +204,9 @@ class RunBuilder:
             resumed=resumed,
             evaluation=self.evaluation,
         )
-        stepper.outcomes.skips.on_skip = run.report_skip
-        stepper.outcomes.skips.on_many_empty = lambda result, reason: recorder.event(
-            "warning", step=result.step, reason=reason
-        )
+        skips = stepper.outcomes.skips
+        skips.on_skip = run.report_skip
+        skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
         return run
 
     def evaluate(
