@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.outcome import MANY
+from lockstep.engine.outcome import MANY_EMPTY
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
@@ -494,14 +494,19 @@ def test_replicas_that_do_not_drift(pool: Pool) -> None:
 
 @pytest.mark.parametrize("job", sorted(JOBS))
 def test_a_run_whose_steps_all_have_weight_0(pool: Pool, job: str, tmp_path: Path) -> None:
-    values = VALUES | {"steps": MANY + 2, "run_dir": str(tmp_path / "run")}
+    values = VALUES | {"steps": MANY_EMPTY + 2, "run_dir": str(tmp_path / "run")}
     errors = pool.errors(JOBS[job], weighted_regression(40, seed=0, zeros=1.0), values, world=2)
     assert_user_errors(
-        errors, f"a training of {MANY + 2} steps", "the loss of every step had weight 0", "is not written"
+        errors,
+        f"none of the {MANY_EMPTY + 2} steps was applied",
+        "the loss of every step had weight 0",
+        "is not written",
     )
     assert not (tmp_path / "run" / "model.safetensors").exists()
     warnings = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["event"] == "warning"]
-    assert [(event["step"], f"last {MANY} steps" in event["reason"]) for event in warnings] == [(MANY - 1, True)]
+    assert [(event["step"], f"last {MANY_EMPTY} steps" in event["reason"]) for event in warnings] == [
+        (MANY_EMPTY - 1, True)
+    ]
 
 
 def test_one_step_with_something_in_it_is_enough(pool: Pool) -> None:
@@ -531,4 +536,4 @@ def test_a_run_whose_steps_are_all_skipped(pool: Pool, values: dict[str, Any], f
     task = weighted_regression(40, seed=0)
     task.tensors[0][:] = float("nan")
     (error,) = pool.errors(fit, task, VALUES | {"steps": 3} | values, world=1)
-    assert_user_errors([error], "a training of 3 steps", found, fix, "is not written")
+    assert_user_errors([error], "none of the 3 steps was applied", found, fix, "is not written")
