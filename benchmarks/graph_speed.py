@@ -27,7 +27,7 @@ from turns import settings, take_turns
 import lockstep
 from lockstep.config import resolve_for
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.recipes.hrm import TASK as HRM
 from lockstep.runtime import context
@@ -141,21 +141,22 @@ def by_lockstep(
 ) -> Generator[None]:
     task = make()
     asked = values | settings(run_dir, block, checkpoint={"minutes": None}, clip={"norm": 1.0})
-    run = Run(resolve_for(task.defaults, task.presets, [("benchmark", asked)]).without_options(), runtime, "bench")
-    run.adopt(task.model(), task.optimizer, task)
-    run.open(task.data(), task.collate)
+    resolved = resolve_for(task.defaults, task.presets, [("benchmark", asked)]).without_options()
+    builder = open_run(resolved, runtime, "bench")
+    builder.setup_model(task.model(), task.optimizer, task)
+    run = builder.setup_run(task.data(), task.collate)
     before = task.before_batch if loop._overrides(task, "before_batch") else None
     try:
-        for share in run.shares():
+        for batches in run.step_batches():
             if before:
-                share.batches = loop._told(share.batches, before)
-            run.finish(share, run.stepper.step(share, task.loss))
+                batches.batches = loop._call_before_each(batches.batches, before)
+            run.finish(batches, run.stepper.step(batches, task.loss))
             if loop._overrides(task, "after_step"):
                 task.after_step(run.driver.model, run.stepper.counters.step)
             if run.stepper.counters.step % block == 0:
                 yield
     finally:
-        run.end_loaders()
+        run.close_loaders()
 
 
 def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, workers: int | None) -> None:

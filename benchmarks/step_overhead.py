@@ -154,7 +154,7 @@ def worker(case: str, repeats: int, out: Path) -> None:
         asked = resolved(work, accumulation, runtime.world, out.parent / f"run-{out.name}")
         loops = {
             "raw": raw_loop(work, accumulation, runtime.world, Path(folder) / "raw.jsonl"),
-            "lockstep": by_lockstep(work, asked, runtime, BLOCK, keeping=True),
+            "lockstep": by_lockstep(work, asked, runtime, BLOCK, maintaining=True),
             "raw again": raw_loop(work, accumulation, runtime.world, Path(folder) / "raw2.jsonl"),
         }
         found = take_turns(loops, repeats).values()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Resolved
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss, Task
 
@@ -78,15 +79,17 @@ def settings(run_dir: object, log_every: int, **more: Any) -> dict[str, Any]:
     return {"steps": MANY, "log": {"every": log_every, "progress": "off"}, "run_dir": str(run_dir), **more}
 
 
-def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int, keeping: bool = False) -> Iterator[Run]:
-    """The middle of `engine/loop.fit`, stopped after every block. `keeping`: with the look at what is to be saved."""
-    run = Run(resolved, runtime, "bench", task.unit)  # only now: it seeds what the model draws
-    run.adopt(task.model(), task.optimizer, task)
-    run.open(task.data(), task.collate)
-    for share in run.shares():
-        run.finish(share, run.stepper.step(share, task.loss))
-        if keeping:
-            run.keep()
+def by_lockstep(
+    task: Task, resolved: Resolved, runtime: Runtime, block: int, maintaining: bool = False
+) -> Iterator[Run]:
+    """The middle of `engine/loop.fit`, stopped after every block. `maintaining`: with the look at what is due."""
+    builder = open_run(resolved, runtime, "bench", task.unit)  # only now: it seeds what the model draws
+    builder.setup_model(task.model(), task.optimizer, task)
+    run = builder.setup_run(task.data(), task.collate)
+    for batches in run.step_batches():
+        run.finish(batches, run.stepper.step(batches, task.loss))
+        if maintaining:
+            run.maintain()
         if run.stepper.counters.step % block == 0:
             yield run
 

@@ -23,7 +23,8 @@ def main() -> None:
         model, optimizer = run.setup(model, optimizer)
         for step in run.steps(dataset):
             for x, y in step:
-                loss = F.cross_entropy(model(x), y, reduction="sum")  # a sum and its weight: divided once, by all
+                # A sum and its weight, x (B, 2) and y (B,): Lockstep divides once, by the weight of all ranks.
+                loss = F.cross_entropy(model(x), y, reduction="sum")
                 step.backward(loss, weight=len(y))
             step.apply()
 
@@ -33,6 +34,7 @@ def main() -> None:
 
 
 def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> lockstep.Loss:
+    """Return the loss and the number of right labels. x is (B, 2), y is (B,)."""
     out = model(x)
     right = (out.argmax(dim=1) == y).sum()
     return lockstep.Loss(F.cross_entropy(out, y, reduction="sum"), len(y), {"accuracy": right})

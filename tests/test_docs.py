@@ -194,7 +194,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts a page in a process of its own; two at a time. Torch is imported once, before the processes fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch._dynamo", "safetensors.torch", "cloudpickle", "lockstep.api", "lockstep.engine.run"]
+        ["torch._dynamo", "safetensors.torch", "cloudpickle", "lockstep.api", "lockstep.engine.setup"]
     )
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
 

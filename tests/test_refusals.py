@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lockstep.config import parse_overrides, resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.run import Run
+from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.collectives import Collectives
@@ -353,9 +353,15 @@ GRID = {
     ),
 }
 MODEL = {
-    "no module": Row({}, "an nn.Module", "a tuple", "the module itself", Asked(lambda: (Net(), 1))),
-    "wrapped": Row({}, "a plain model", "a DataParallel", "type strategy=ddp", Asked(lambda: nn.DataParallel(Net()))),
-    "compiled": Row({}, "a plain model", "OptimizedModule", "type compile=true", Asked(lambda: torch.compile(Net()))),
+    "no module": Row(
+        {}, "must return an nn.Module; it returned a tuple", "", "the module itself", Asked(lambda: (Net(), 1))
+    ),
+    "wrapped": Row(
+        {}, "wrapped in DataParallel", "a plain model", "type strategy=ddp", Asked(lambda: nn.DataParallel(Net()))
+    ),
+    "compiled": Row(
+        {}, "wrapped in OptimizedModule", "a plain model", "type compile=true", Asked(lambda: torch.compile(Net()))
+    ),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
     "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
     "remat without blocks": Row(
@@ -463,7 +469,7 @@ MODEL = {
         Asked(Strange),
     ),
     "places of a batch in a pipeline": Row(
-        {"strategy": "pp"}, "before_batch()", "at once", "type strategy=ddp", Placed(long_row)
+        {"strategy": "pp"}, "before_batch()", "in flight together", "type strategy=ddp", Placed(long_row)
     ),
     "places of a batch that move": Row(
         {"load_balance": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
@@ -486,12 +492,17 @@ BATCH = {
         {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
     ),
     "one speed for four ranks": Row(
-        {"load_balance": [1.0]}, "load_balance=[1.0]", "1 numbers for 4 ranks", "load_balance=auto"
+        {"load_balance": [1.0]}, "load_balance=[1.0] has 1 numbers for 4 ranks", "", "load_balance=auto"
     ),
     "nothing to deal": Row(
-        {"load_balance": "auto"}, "by speed", "one for each, and none to move", "type micro_batch=1"
+        {"load_balance": "auto"},
+        "cannot deal 4 micro-batches to 4 ranks",
+        "one for each, and none to move",
+        "type micro_batch=1",
     ),
-    "a micro-batch that nobody can lower": Row({"micro_batch": "auto"}, "micro_batch=auto", "no launcher", "--nproc N"),
+    "a micro-batch that nobody can lower": Row(
+        {"micro_batch": "auto"}, "micro_batch=auto", "started by another", "--nproc N"
+    ),
     "less than a step": Row({"steps": None, "epochs": 0.01}, "epochs=0.01", "less than half a step", "type steps=1"),
     "no whole step": Row({"tail": "drop", "global_batch": 128}, "tail=drop", "leaves no step", "type tail=short"),
 }
@@ -505,12 +516,14 @@ DATA = {
     "shards of its own": Row({"data.sharding": "own"}, "sharding=own cannot", "for a stream", "leave data.sharding"),
     "speeds of a stream": Row(
         {"load_balance": "auto", "micro_batch": 1},
-        "by speed",
-        "a stream",
+        "cannot deal the micro-batches of a stream",
+        "its own samples",
         "leave load_balance",
         Asked(samples=Stream()),
     ),
-    "numbers of a stream": Row({"log.samples": True}, "log.samples", "a stream", "leave", Asked(samples=Stream())),
+    "numbers of a stream": Row(
+        {"log.samples": True}, "the samples of a stream have none", "", "leave", Asked(samples=Stream())
+    ),
     "an uneven stream": Row(
         {"global_batch": 18, "micro_batch": 2},
         "on 4 ranks",
@@ -528,12 +541,14 @@ DATA = {
     "rewinding a stream": Row(
         {"nonfinite.policy": "rewind"}, "rewind", "a stream", "policy skip", Asked(samples=Stream())
     ),
-    "an evaluation of a stream": Row({}, "to evaluate on", "a stream", "list(stream)", Asked(held_out=Stream())),
-    "an evaluation of nothing": Row({}, "to evaluate on", "no samples", "return None", Asked(held_out=[])),
+    "an evaluation of a stream": Row(
+        {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())
+    ),
+    "an evaluation of nothing": Row({}, "to evaluate on has no samples", "", "return None", Asked(held_out=[])),
     "the best without evaluations": Row(
         {"checkpoint.best": "eval_loss"},
-        "checkpoint.best",
-        "no evaluation",
+        "there is no evaluation during the run",
+        "",
         "type evaluate.every",
         Asked(held_out=ROWS),
     ),
@@ -541,15 +556,15 @@ DATA = {
 TABLE = CONFIGURATION | GRAPHS | GRID | MODEL | BATCH | DATA
 
 
-def attempt(row: Row, folder: Path, train: Callable[[Run, Asked], Any], *fix: str) -> None:
+def attempt(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], Any], *fix: str) -> None:
     values = {"device": "cpu", "compile": False, "run_dir": str(folder / f"run{len(fix)}"), "log.progress": "off"}
     layers = [("task default", values), ("command line", PLAIN | row.values), ("fix", parse_overrides(fix))]
     resolved = resolve(layers)
     with pretended(row.ranks) as runtime:
-        train(Run(resolved, runtime, "asked"), row.task)
+        train(open_run(resolved, runtime, "asked"), row.task)
 
 
-def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) -> None:
+def check_refused(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], Any]) -> None:
     with pytest.raises(UserError) as refused:
         attempt(row, folder, train)
     told = refused.value
@@ -566,11 +581,11 @@ def check_refused(row: Row, folder: Path, train: Callable[[Run, Asked], Any]) ->
 @pytest.mark.parametrize("name", TABLE)
 def test_refused_before_the_first_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
-    check_refused(TABLE[name], tmp_path, lambda run, task: loop.fit(task, run))
+    check_refused(TABLE[name], tmp_path, lambda builder, task: loop.fit(task, builder))
 
 
-def by_hand(run: Run, task: Asked) -> None:
-    own = OwnRun(run)
+def by_hand(builder: RunBuilder, task: Asked) -> None:
+    own = OwnRun(builder)
     model = task.make()
     own.setup(model, task.optimizer(model))
     for _ in own.steps(task.data()):
@@ -602,40 +617,40 @@ def test_refused_in_a_loop_of_ones_own(name: str, tmp_path: Path) -> None:
 TOLD = [
     ({}, 2, {}, Net),
     ({}, 1, {}, Net),
-    ({"strategy": "zero1"}, 2, {"strategy": "zero1: optimizer state cut over 2 ranks"}, Net),
-    ({"strategy": "fsdp"}, 2, {"strategy": "fsdp: 3 blocks of Block, cut over 2 ranks"}, Net),
-    ({"strategy": "fsdp"}, 1, {"strategy": "fsdp: one process, so nothing is cut"}, Net),
+    ({"strategy": "zero1"}, 2, {"strategy": "zero1: optimizer state sharded over 2 ranks"}, Net),
+    ({"strategy": "fsdp"}, 2, {"strategy": "fsdp: 3 blocks of Block, sharded over 2 ranks"}, Net),
+    ({"strategy": "fsdp"}, 1, {"strategy": "fsdp: one process, so nothing is sharded"}, Net),
     (
         {"strategy": "fsdp"},
         2,
         {
-            "strategy": "fsdp: no blocks, cut over 2 ranks: the whole model is gathered at once, which saves little "
+            "strategy": "fsdp: no blocks, sharded over 2 ranks: the full model is gathered at once, which saves little "
             "(name some, such as blocks=[Linear])"
         },
         Strange,
     ),
-    ({"strategy": "hsdp"}, 4, {"strategy": "hsdp: 3 blocks of Block, cut over 2 ranks, 2 copies"}, Net),
+    ({"strategy": "hsdp"}, 4, {"strategy": "hsdp: 3 blocks of Block, sharded over 2 ranks, 2 replicas"}, Net),
     (
         {"strategy": "hsdp"},
         2,
-        {"strategy": "hsdp: 2 copies on one rank each, so nothing is cut (type strategy=ddp, or strategy=fsdp)"},
+        {"strategy": "hsdp: 2 replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"},
         Net,
     ),
-    ({"mesh.tp": 2}, 4, {"strategy": "ddp: 6 layers cut over 2 ranks; 2 copies"}, Net),
-    ({"strategy": "pp", "mesh.pp": 2}, 4, {"strategy": "pp: 2 stages over 2 ranks; 2 copies"}, long_row),
+    ({"mesh.tp": 2}, 4, {"strategy": "ddp: 6 layers sharded over 2 ranks; 2 replicas"}, Net),
+    ({"strategy": "pp", "mesh.pp": 2}, 4, {"strategy": "pp: 2 stages over 2 ranks; 2 replicas"}, long_row),
     ({"strategy": "pp", "pp.schedule": "interleaved"}, 2, {"strategy": "pp: 4 stages over 2 ranks"}, long_row),
     (
         {"strategy": "fsdp", "mesh.pp": 2},
         4,
-        {"strategy": "fsdp: 2 stages over 2 ranks; 8 blocks of Block, cut over 2 ranks"},
+        {"strategy": "fsdp: 2 stages over 2 ranks; 8 blocks of Block, sharded over 2 ranks"},
         long_row,
     ),
     (
         {"strategy": "fsdp", "mesh.tp": 2},
         2,
         {
-            "strategy": "fsdp: 6 layers cut over 2 ranks; one group of ranks with samples of its own, so nothing more "
-            "is cut (mesh.dp is 1)"
+            "strategy": "fsdp: 6 layers sharded over 2 ranks; one group of ranks with samples of its own, so nothing "
+            "more is sharded (mesh.dp is 1)"
         },
         Net,
     ),
@@ -649,7 +664,7 @@ def test_how_the_ranks_share_the_model_is_told(
     values: dict[str, Any], ranks: int, expected: dict[str, str], make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     with pytest.raises(FirstStep):
-        attempt(Row(values, "", "", "", Asked(make), ranks), tmp_path, lambda run, task: loop.fit(task, run))
+        attempt(Row(values, "", "", "", Asked(make), ranks), tmp_path, lambda builder, task: loop.fit(task, builder))
     (start,) = (record for record in read_jsonl(tmp_path / "run0/events.jsonl") if record["event"] == "start")
     plan = json.loads((tmp_path / "run0/plan.json").read_text())
     for told in (start["facts"], plan):
@@ -670,7 +685,7 @@ def test_blocks_may_be_named_for_fp8() -> None:
 def test_places_of_a_batch_that_stay_where_they_are(tmp_path: Path) -> None:
     row = Row({"load_balance": [1, 2, 1, 1], "micro_batch": 1}, "", "", "", Placed())
     with pytest.raises(FirstStep):
-        attempt(row, tmp_path, lambda run, task: loop.fit(task, run))
+        attempt(row, tmp_path, lambda builder, task: loop.fit(task, builder))
 
 
 def test_a_process_group_of_another_size_than_the_environment_says() -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.engine.own_loop import OwnRun
-    from lockstep.engine.run import Run
+    from lockstep.engine.setup import RunBuilder
     from lockstep.task import Task
 
 # From the folder of a run that ended early to what to type to resume it.
@@ -258,8 +258,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 f"leave {key} out; your script's own arguments are its options",
             )
 
-    with _running(resolved, Path(sys.argv[0]).stem or "run") as run:
-        own = OwnRun(run)
+    with _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
+        own = OwnRun(builder)
         regular_exit = None
         try:
             yield own
@@ -308,27 +308,27 @@ def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
     """Train `task` in this process, which may be one of many ranks."""
     from lockstep.engine import loop
 
-    with _running(resolved, name, task.unit) as run:
-        summary = loop.fit(task, run)
-    return RunResult(run.run_dir, summary, task)
+    with _running(resolved, name, task.unit) as builder:
+        summary = loop.fit(task, builder)
+    return RunResult(builder.folder.path, summary, task)
 
 
 @contextmanager
-def _running(resolved: Resolved, name: str, *unit: str) -> Iterator[Run]:
+def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[RunBuilder]:
     """Open a run in this process; if its body fails, record that in the run folder and raise it with an explanation."""
+    from lockstep.engine import setup
     from lockstep.engine.diagnose import explained
-    from lockstep.engine.run import Run
     from lockstep.runtime import context
 
     with context.start(World.from_env(), resolved.config) as runtime:
-        run = Run(resolved, runtime, name, *unit)
+        builder = setup.open_run(resolved, runtime, name, unit)
         try:
-            with explained(run):
-                yield run
+            with explained(builder):
+                yield builder
         except BaseException as error:
             # The time is stamped first: the launcher blames the rank that failed first.
             failure.stamp(error)
-            run.fail(error)
+            builder.fail(error)
             raise
 
 

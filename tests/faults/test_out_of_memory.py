@@ -74,6 +74,6 @@ def test_auto_goes_on_one_size_down_with_the_same_global_batch(tmp_path):
     assert (plan["micro_batch"], plan["global_batch"], plan["accumulation"]) == (2, 16, 4)
     losses = [json.loads((run / "summary.json").read_text())["loss"] for run in (usual.run, ended.run)]
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[0]
-    assert "going on with micro-batches of 4" in ended.output
+    assert "continuing with micro-batches of 4" in ended.output
     assert "(not counted as a restart)" in ended.output
     assert "Traceback" not in ended.output

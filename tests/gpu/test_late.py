@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import resolve
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -57,9 +57,9 @@ def trained(task: Task, device: str, folder) -> tuple[dict[str, torch.Tensor], d
     }
     resolved = resolve([("test", values)])
     with context.start(World(), resolved.config) as runtime:
-        run = Run(resolved, runtime, "test")
-        summary = loop.fit(task, run)
-        return {name: p.detach().cpu() for name, p in run.driver.model.named_parameters()}, summary
+        builder = open_run(resolved, runtime, "test")
+        summary = loop.fit(task, builder)
+        return {name: p.detach().cpu() for name, p in builder.driver.model.named_parameters()}, summary
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -90,18 +90,18 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
     resolved = resolve([("test", values | {"log.progress": "off", "log.every": 5, "run_dir": str(tmp_path / "run")})])
     task = Steady("adamw", tensor_weights)
     with context.start(World(), resolved.config) as runtime:
-        run = Run(resolved, runtime, "test")
-        run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
+        builder = open_run(resolved, runtime, "test")
+        builder.setup_model(task.model(), task.optimizer)
+        run = builder.setup_run(task.data(), task.collate)
         assert run.stepper.late
         try:
-            for share in run.shares():
+            for batches in run.step_batches():
                 if run.stepper.counters.step == 20:
                     torch.cuda.set_sync_debug_mode("error")
                 if run.stepper.counters.step == 55:
                     torch.cuda.set_sync_debug_mode("default")
-                run.finish(share, run.stepper.step(share, task.loss))
+                run.finish(batches, run.stepper.step(batches, task.loss))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        run.save()
+        run.save_weights()
         run.close()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint.run_state import RunState
 from lockstep.engine import loop
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.layout import full_tensor
@@ -129,18 +129,19 @@ def bits(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[s
         {"steps": 30, "log.every": 3, "checkpoint.at_end": False, "checkpoint.minutes": None} | values
     )
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        summary = loop.fit(task, run)
+        builder = open_run(resolved, runtime, "test")
+        summary = loop.fit(task, builder)
+        assert builder.run is not None
         told = {"eval": repr(summary["eval_loss"]), "skipped": summary["skipped"]}
-        return digests(run.checkpoints.state, run.run_dir, run) | told
+        return digests(builder.run) | told
 
 
-def digests(state: RunState, run_dir: Any, run: Run) -> dict[str, Any]:
-    tensors, _, _ = state.capture()
+def digests(run: Run) -> dict[str, Any]:
+    tensors, _, _ = run.checkpoints.state.capture()
     if run.config.strategy == "zero1" and not run.runtime.world.alone:  # each rank has the moments of its own part
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     held = {name: full_tensor(t).detach().cpu() for name, t in sorted(tensors.items())}
-    lines = read_jsonl(run_dir / "metrics.jsonl") if run.runtime.is_main else []
+    lines = read_jsonl(run.folder.path / "metrics.jsonl") if run.runtime.is_main else []
     logged = [[line["step"], line["loss"], line["weight"], line["grad_norm"], line["metrics"]] for line in lines]
     return {
         "weights": _sha({n: t for n, t in held.items() if n.startswith("model.")}),

@@ -20,6 +20,7 @@ from lockstep.data.shard import next_window
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -79,14 +80,14 @@ class WatchedRun(Run):
 
     trace: Trace
 
-    def shares(self) -> Iterator[StepBatches]:
+    def step_batches(self) -> Iterator[StepBatches]:
         self.trace = Trace(self._weights())
-        for share in super().shares():
+        for batches in super().step_batches():
             self._pieces: list[TrainedBatch] = []
-            share.batches = self._note(share.batches)
-            yield share
+            batches.batches = self._note(batches.batches)
+            yield batches
 
-    def finish(self, share: StepBatches, result: StepResult | None) -> None:
+    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
@@ -101,7 +102,7 @@ class WatchedRun(Run):
             [float(group["lr"]) for group in groups],
         )
         self.trace.steps.append(note)
-        super().finish(share, result)
+        super().finish(batches, result)
 
     def _note(self, batches: Any) -> Iterator[Any]:
         for micro in batches:
@@ -118,34 +119,40 @@ def configured(values: dict[str, Any]) -> Resolved:
 
 
 @contextmanager
-def watched_run(world: World, store: Any, values: dict[str, Any]) -> Iterator[WatchedRun]:
+def open_watched(world: World, store: Any, values: dict[str, Any]) -> Iterator[RunBuilder]:
     resolved = configured(values)
     with context.start(world, resolved.config, store=store) as runtime:
-        yield WatchedRun(resolved, runtime, "test")
+        yield open_run(resolved, runtime, "test", run_class=WatchedRun)
+
+
+def trace_of(builder: RunBuilder) -> Trace:
+    assert isinstance(builder.run, WatchedRun)
+    return builder.run.trace
 
 
 def fit(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
     """A job: what `lockstep.fit` does, in this worker."""
-    with watched_run(world, store, values) as run:
-        summary = loop.fit(task, run)
-        run.trace.summary = summary
-        return run.trace
+    with open_watched(world, store, values) as builder:
+        summary = loop.fit(task, builder)
+        trace = trace_of(builder)
+        trace.summary = summary
+        return trace
 
 
 def train(world: World, store: Any, task: type[Task], values: dict[str, Any]) -> None:
     """A job: what `lockstep train` does with a recipe and its presets, in this worker. What it leaves is on disk."""
     resolved = resolve_for(task.defaults, task.presets, [("test", QUIET | values)])
     with context.start(world, resolved.config, store=store) as runtime:
-        loop.fit(make_task(task, resolved.config.task), Run(resolved, runtime, "test"))
+        loop.fit(make_task(task, resolved.config.task), open_run(resolved, runtime, "test"))
 
 
 def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
     """A job: the same training as a loop of the user's own."""
-    with watched_run(world, store, values) as run:
-        own = OwnRun(run)
+    with open_watched(world, store, values) as builder:
+        own = OwnRun(builder)
         train_by_hand(own, task)
         own.close()
-        return run.trace
+        return trace_of(builder)
 
 
 def train_by_hand(own: OwnRun, task: Task) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.plan.memory import bytes_of
 from lockstep.runtime import context
 from lockstep.runtime.layout import local
@@ -58,9 +58,9 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
     """A job: two steps, then what lies on this rank."""
     resolved = configured({"global_batch": 8, "micro_batch": 2, "steps": 2} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        run.adopt(Chain(), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
-        run.open(TensorDataset(torch.randn(16, WIDTH)), torch.utils.data.default_collate)
+        builder = open_run(resolved, runtime, "test")
+        builder.setup_model(Chain(), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+        run = builder.setup_run(TensorDataset(torch.randn(16, WIDTH)), torch.utils.data.default_collate)
         before_backward, beside = [], [0]
 
         def loss(model: nn.Module, batch: Any) -> Loss:
@@ -70,8 +70,8 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
             return Loss(total, len(batch[0]))
 
         before = [bytes_of(run.driver.parameters)]
-        for share in run.shares():
-            run.finish(share, run.stepper.step(share, loss))
+        for batches in run.step_batches():
+            run.finish(batches, run.stepper.step(batches, loss))
         parameters = run.driver.parameters
         grads = [p.grad for p in parameters if p.grad is not None]
         states: list[Tensor] = [

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from again import Again
 from lockstep.config import resolve
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.parallel.cudagraph import graphs
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -85,9 +85,9 @@ def trained(
         resolved = resolve([("test", values)])
         with context.start(world, resolved.config, store) as runtime:
             runtime.heartbeat.hook = lambda step, phase: phases.append(phase)
-            run = Run(resolved, runtime, "test")
-            loop.fit(task(), run)
-            return {name: value.clone() for name, value in run.driver.model.state_dict().items()}, phases
+            builder = open_run(resolved, runtime, "test")
+            loop.fit(task(), builder)
+            return {name: value.clone() for name, value in builder.driver.model.state_dict().items()}, phases
     finally:
         nn.Module.compile = compiles  # type: ignore[method-assign]
 

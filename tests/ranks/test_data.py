@@ -26,7 +26,7 @@ from ranks.support import (
     assert_exact,
     assert_user_errors,
     fit,
-    watched_run,
+    open_watched,
     weighted_regression,
 )
 
@@ -243,8 +243,8 @@ def test_the_tasks_collate_is_used_for_tensor_datasets_too(pool: Pool) -> None:
 
 def loaders_left(world: World, store: Any, dataset: Any) -> int:
     values = {"global_batch": 4, "micro_batch": 1, "steps": 2, "data.workers": 2}
-    with watched_run(world, store, values) as run:
-        loop.fit(Collector(dataset), run)
+    with open_watched(world, store, values) as builder:
+        loop.fit(Collector(dataset), builder)
         return len(multiprocessing.active_children())
 
 

@@ -13,7 +13,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Rows, fit, watched_run
+from ranks.support import Rows, fit, open_watched
 
 WORLDS = (1, 2, 3, 4)
 
@@ -69,9 +69,9 @@ class Outcome:
 
 
 def evaluate(world: World, store: Any, task: Scored, values: dict[str, Any]) -> Outcome:
-    with watched_run(world, store, values) as run:
-        run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
+    with open_watched(world, store, values) as builder:
+        builder.setup_model(task.model(), task.optimizer)
+        run = builder.setup_run(task.data(), task.collate)
         found = run.evaluate(task.eval_data(), task.eval_loss, task.collate)
         weights = {name: p.detach().clone() for name, p in run.driver.model.named_parameters()}
         mode = run.driver.model.training
@@ -138,13 +138,13 @@ def test_worker_processes_change_nothing(pool: Pool) -> None:
 
 
 def own_evaluate(world: World, store: Any, task: Scored, settings: dict[str, Any]) -> dict[str, float]:
-    with watched_run(world, store, settings) as run:
-        own = OwnRun(run)
+    with open_watched(world, store, settings) as builder:
+        own = OwnRun(builder)
         model = task.model()
         own.setup(model, task.optimizer(model))
         for step in own.steps(task.data(), task.collate):
             for batch in step:
-                loss = task.loss(run.driver.module, batch)
+                loss = task.loss(builder.driver.module, batch)
                 step.backward(loss.total, loss.weight)
             step.apply()
             return own.evaluate(task.eval_data(), task.eval_loss)
@@ -168,11 +168,11 @@ class Normalised(Scored):
 
 
 def buffers_around_evaluation(world: World, store: Any, task: Scored) -> tuple[Tensor, Tensor]:
-    with watched_run(world, store, values(micro_batch=4)) as run:
-        run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
-        for share in run.shares():
-            run.finish(share, run.stepper.step(share, task.loss))
+    with open_watched(world, store, values(micro_batch=4)) as builder:
+        builder.setup_model(task.model(), task.optimizer)
+        run = builder.setup_run(task.data(), task.collate)
+        for batches in run.step_batches():
+            run.finish(batches, run.stepper.step(batches, task.loss))
         mean = run.driver.model[1].running_mean
         before = mean.clone()
         run.evaluate(task.eval_data(), task.eval_loss, task.collate)

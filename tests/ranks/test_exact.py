@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.exact import hook
 from lockstep.parallel.exact.driver import OrderedDDPDriver
@@ -136,11 +136,12 @@ def _first_difference(found: dict[str, Any], single: dict[str, Any]) -> str:
 def by_hand(world: World, store: Any, values: dict[str, Any]) -> dict[str, Any]:
     resolved = configured(values | {"steps": 8, "checkpoint.at_end": False})
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        own = OwnRun(run)
+        builder = open_run(resolved, runtime, "test")
+        own = OwnRun(builder)
         train_by_hand(own, Tokens("mlp"))
         own.close()
-        return digests(run.checkpoints.state, run.run_dir, run)
+        assert builder.run is not None
+        return digests(builder.run)
 
 
 def test_a_loop_of_ones_own(pool: Pool) -> None:
@@ -168,17 +169,17 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
 
     dist.batch_isend_irecv = counting
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        driver = run.adopt(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        builder = open_run(resolved, runtime, "test")
+        driver = builder.setup_model(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)).driver
         assert isinstance(driver, OrderedDDPDriver)
-        run.open(Tokens("mlp").data(), torch.utils.data.default_collate)
-        (share,) = [share for share, _ in zip(run.shares(), range(1), strict=False)]
+        run = builder.setup_run(Tokens("mlp").data(), torch.utils.data.default_collate)
+        batches = next(run.step_batches())
 
         def loss(model: nn.Module, batch: Any) -> Loss:
             waiting.append(len(driver.hook.tree.roots))
             return Tokens("mlp").loss(model, batch)
 
-        run.stepper.step(share, loss)
+        run.stepper.step(batches, loss)
         run.checkpoints.close()
         gradient = sum(p.nbytes for p in driver.parameters)
         return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
@@ -285,8 +286,8 @@ EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
         (Tokens("norm", network=Normed), ("norm is a BatchNorm1d", "track_running_stats=False")),
         (Tokens("counting", network=Counting), ("the buffer 'calls' changed",)),
         (Declared("counting", network=Counting), ("the buffer 'calls' changes in training",)),
-        (Misspelt("counting", network=Counting), ("no buffer 'counts' in the model", "calls")),
-        (Text("counting", network=Counting), ("a text, not a tuple",)),
+        (Misspelt("counting", network=Counting), ("'counts', which is no buffer of the model", "calls")),
+        (Text("counting", network=Counting), ("a string, not a tuple",)),
         (Streamed("mlp"), ("data from a StreamSource",)),
     ],
     ids=["batchnorm", "buffer", "declared", "misspelt", "text", "stream"],

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import ReferenceTask, watched_run, weighted_regression
+from ranks.support import ReferenceTask, open_watched, weighted_regression
 
 WARM, MEASURED = 3, 4  # steps; torch rearranges its buckets, with a broadcast, after the first
 
@@ -19,13 +19,13 @@ def collectives(world: World, store: Any, task: ReferenceTask, values: dict[str,
     """The collectives that torch itself recorded while MEASURED steps ran, whoever started them."""
     settings = {"steps": WARM + MEASURED + 1} | values  # the last step writes a log line, which needs one more
     recorder = profile(activities=[ProfilerActivity.CPU])
-    with watched_run(world, store, settings) as run:
-        run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
-        for number, share in enumerate(run.shares()):
+    with open_watched(world, store, settings) as builder:
+        builder.setup_model(task.model(), task.optimizer)
+        run = builder.setup_run(task.data(), task.collate)
+        for number, batches in enumerate(run.step_batches()):
             if number == WARM:
                 recorder.start()
-            run.finish(share, run.stepper.step(share, task.loss))
+            run.finish(batches, run.stepper.step(batches, task.loss))
             if number + 1 == WARM + MEASURED:
                 recorder.stop()
                 break

@@ -11,6 +11,7 @@ from lockstep import faults
 from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool
@@ -28,17 +29,17 @@ def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) 
     faults.reset()
     resolved = configured(BASE | FP16 | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        applied, scales, finish = [], [], run.finish
+        applied, scales = [], []
 
-        def note(share: Any, result: Any) -> None:
-            applied.append(result.applied)
-            scales.append(run.stepper.scaler.value)
-            finish(share, result)
+        class NotedRun(Run):
+            def finish(self, batches: Any, result: Any) -> None:
+                applied.append(result.applied)
+                scales.append(self.stepper.scaler.value)
+                super().finish(batches, result)
 
-        run.finish = note
-        loop.fit(Ragged(), run)
-        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+        builder = open_run(resolved, runtime, "test", run_class=NotedRun)
+        loop.fit(Ragged(), builder)
+        weights, _ = full_state(builder.driver.model, keep=True, fetch=builder.driver.fetch)
         return {"applied": applied, "scales": scales, "weights": {name: t.cpu().clone() for name, t in weights.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that would train a wrong model, or hang: every rank stops with the right words, and nobody waits."""
+"""Mistakes that would train a wrong model, or hang: every rank stops with the right message, and none hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.outcome import MANY
+from lockstep.engine.outcome import MANY_EMPTY
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
@@ -27,7 +27,7 @@ from ranks.support import (
     assert_user_errors,
     fit,
     flat,
-    watched_run,
+    open_watched,
     weighted_regression,
     windows,
 )
@@ -164,12 +164,12 @@ class TrunkAndHead(nn.Module):
 
 def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
     task = Regression(network=lambda: TrunkAndHead(world.rank))
-    with watched_run(world, store, VALUES) as run:
-        driver = run.adopt(task.model(), task.optimizer)
-        run.open(task.data(), task.collate)
+    with open_watched(world, store, VALUES) as builder:
+        driver = builder.setup_model(task.model(), task.optimizer).driver
+        run = builder.setup_run(task.data(), task.collate)
         frozen = task.net.trunk.linear.weight.clone()
-        for share in run.shares():
-            run.finish(share, run.stepper.step(share, task.loss))
+        for batches in run.step_batches():
+            run.finish(batches, run.stepper.step(batches, task.loss))
         return {
             "names": driver.names,
             "ignored": set(driver.module.parameters_to_ignore),
@@ -249,7 +249,7 @@ def test_unequal_configuration(pool: Pool) -> None:
 )
 def test_a_batch_that_cannot_be_split(pool: Pool, values: dict[str, Any], fix: str) -> None:
     errors = pool.errors(fit, Regression(), {"steps": 2} | values, world=4)
-    assert_user_errors(errors, "cannot be split", fix)
+    assert_user_errors(errors, "a batch that cannot be split", fix)
 
 
 # ---- parameters that take no part -----------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Branching(WeightedRegression):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_find_unused_parameters_is_exact(pool: Pool, world: int, micro_batch: int) -> None:
-    """Used by some ranks, in some micro-batches, and in the second epoch's first step by nobody."""
+    """Used by some ranks, in some micro-batches, and in the second epoch's first step by no rank."""
     made = weighted_regression(24, seed=10)
     samples = windows(24, 8, "short", 5)
     made.tensors[0][samples[1], 0] = -1.0
@@ -318,8 +318,8 @@ def test_find_unused_parameters_is_exact(pool: Pool, world: int, micro_batch: in
 def own(world: World, store: Any, body: Callable[..., None]) -> None:
     """A loop whose body a test gets wrong."""
     task = Regression()
-    with watched_run(world, store, VALUES) as run:
-        loop = OwnRun(run)
+    with open_watched(world, store, VALUES) as builder:
+        loop = OwnRun(builder)
         plain = task.model()
         model, optimizer = loop.setup(plain, task.optimizer(plain))
         for step in loop.steps(task.data()):
@@ -360,11 +360,11 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 
 MISTAKES = [
-    (forgets_apply, ("step 0 ended without it", "call step.apply()")),
-    (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
-    (applies_too_early, ("1 of", "batches went backward")),
-    (forgets_backward, ("one step.backward", "0 for batch 0")),
-    (goes_backward_twice, ("one step.backward", "2 for batch 0")),
+    (forgets_apply, ("step 0 ended without step.apply()", "call step.apply()")),
+    (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
+    (applies_too_early, ("step.apply() was called after 1 of",)),
+    (forgets_backward, ("step.backward was called 0 times for batch 0",)),
+    (goes_backward_twice, ("step.backward was called twice for batch 0",)),
 ]
 
 
@@ -386,6 +386,55 @@ def mends_its_loop(task: Any, model: Any, optimizer: Any, step: Any) -> None:
 
 def test_the_refused_step_changes_nothing(pool: Pool) -> None:
     pool.run(own, mends_its_loop, world=2)
+
+
+def refused_states(world: World, store: Any) -> dict[str, str]:
+    """A job: what is refused before `setup`, between `setup` and `steps`, and inside the loop."""
+    task = Regression()
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except UserError as error:
+            found[name] = str(error).splitlines()[0]
+
+    def evaluate() -> Any:
+        return loop.evaluate(task.data(), task.loss)
+
+    with open_watched(world, store, VALUES | {"steps": 1}) as builder:
+        loop = OwnRun(builder)
+        attempt("steps without a model", lambda: next(iter(loop.steps(task.data()))))
+        attempt("evaluate without a model", evaluate)
+        plain = task.model()
+        attempt("no optimizer", lambda: loop.setup(plain))
+        model, _ = loop.setup(plain, task.optimizer(plain))
+        attempt("second model", lambda: loop.setup(task.model(), task.optimizer(plain)))
+        attempt("evaluate without a batch", evaluate)
+        attempt("stop", loop.stop)
+        attempt("no state", lambda: loop.register("part", 3))
+        for step in loop.steps(task.data()):
+            attempt("register late", lambda: loop.register("part", model))
+            attempt("second loop", lambda: next(iter(loop.steps(task.data()))))
+            forgets_apply(task, model, None, step)
+            step.apply()
+        loop.close()
+    return found
+
+
+def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
+    for found in pool.run(refused_states, world=2):
+        assert found == {
+            "steps without a model": "run.steps(dataset) was called before run.setup",
+            "evaluate without a model": "run.evaluate(dataset, loss) was called before run.setup",
+            "no optimizer": "run.setup(model) has no optimizer, and Perceptron has trainable parameters",
+            "second model": "a run trains one model, and a second one was passed to setup",
+            "evaluate without a batch": "an evaluation before the first step has no batch size",
+            "stop": "run.stop() was called before the first step",
+            "no state": "run.register('part', part) needs a part with a state; int has none",
+            "register late": "run.register('part', ...) was called after run.steps(...)",
+            "second loop": "run.steps(dataset) was called a second time",
+        }
 
 
 # ---- replicas -------------------------------------------------------------------------------------------
@@ -445,14 +494,19 @@ def test_replicas_that_do_not_drift(pool: Pool) -> None:
 
 @pytest.mark.parametrize("job", sorted(JOBS))
 def test_a_run_whose_steps_all_have_weight_0(pool: Pool, job: str, tmp_path: Path) -> None:
-    values = VALUES | {"steps": MANY + 2, "run_dir": str(tmp_path / "run")}
+    values = VALUES | {"steps": MANY_EMPTY + 2, "run_dir": str(tmp_path / "run")}
     errors = pool.errors(JOBS[job], weighted_regression(40, seed=0, zeros=1.0), values, world=2)
     assert_user_errors(
-        errors, f"a training of {MANY + 2} steps", "the loss of every step had weight 0", "is not written"
+        errors,
+        f"none of the {MANY_EMPTY + 2} steps was applied",
+        "the loss of every step had weight 0",
+        "is not written",
     )
     assert not (tmp_path / "run" / "model.safetensors").exists()
     warnings = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["event"] == "warning"]
-    assert [(event["step"], f"last {MANY} steps" in event["reason"]) for event in warnings] == [(MANY - 1, True)]
+    assert [(event["step"], f"last {MANY_EMPTY} steps" in event["reason"]) for event in warnings] == [
+        (MANY_EMPTY - 1, True)
+    ]
 
 
 def test_one_step_with_something_in_it_is_enough(pool: Pool) -> None:
@@ -482,4 +536,4 @@ def test_a_run_whose_steps_are_all_skipped(pool: Pool, values: dict[str, Any], f
     task = weighted_regression(40, seed=0)
     task.tensors[0][:] = float("nan")
     (error,) = pool.errors(fit, task, VALUES | {"steps": 3} | values, world=1)
-    assert_user_errors([error], "a training of 3 steps", found, fix, "is not written")
+    assert_user_errors([error], "none of the 3 steps was applied", found, fix, "is not written")

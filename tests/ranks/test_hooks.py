@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import resolve
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.ddp.driver import DDPDriver
@@ -361,7 +361,7 @@ def char_lm(world: World, store: Any, values: dict[str, Any]) -> float:
     settings = {"clip.norm": 1.0, "lr.schedule": "cosine", "lr.peak": 5e-3, "lr.warmup": 4, "steps": 120}
     resolved = configured(settings | {"global_batch": 8, "evaluate.batch": 16} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        return loop.fit(CharLM(**preset["task"]), Run(resolved, runtime, "test"))["eval_loss"]
+        return loop.fit(CharLM(**preset["task"]), open_run(resolved, runtime, "test"))["eval_loss"]
 
 
 def test_powersgd_trains_the_character_model_as_well(pool: Pool) -> None:

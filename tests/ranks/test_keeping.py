@@ -16,13 +16,14 @@ from torch.utils.data import TensorDataset
 
 from lockstep import faults
 from lockstep.engine import loop
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Regression, Trace, WatchedRun, assert_user_errors, configured, fit, flat, windows
+from ranks.support import Regression, Trace, assert_user_errors, configured, fit, flat, windows
 
 BASE = {"global_batch": 8, "micro_batch": 2, "steps": 12, "checkpoint.at_end": False, "log.every": 1}
 LENGTH = 40  # of Regression's data
@@ -62,9 +63,9 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(pool: Pool, tmp_path
     values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 2, "checkpoint.keep": 2, "checkpoint.keep_every": 6}
     pool.run(fit, Regression(), values, world=world)
     assert steps_kept(tmp_path) == [6, 10, 12]
-    told = events(tmp_path, "checkpoint")
-    assert [event["step"] for event in told] == [2, 4, 6, 8, 10, 12]
-    assert all(event["stall_s"] > 0 and event["write_s"] > 0 for event in told)
+    saved = events(tmp_path, "checkpoint")
+    assert [event["step"] for event in saved] == [2, 4, 6, 8, 10, 12]
+    assert all(event["stall_s"] > 0 and event["write_s"] > 0 for event in saved)
 
 
 def test_minutes_count_on_rank_0_and_all_save_together(pool: Pool, tmp_path: Path) -> None:
@@ -107,11 +108,11 @@ def test_an_error_does_not_throw_away_the_save_in_flight(pool: Pool, tmp_path: P
 def failing(world: World, store: Any, task: Task, values: dict[str, Any], plan: list[dict[str, Any]]) -> None:
     resolved = configured(values)
     with injected(world, plan), context.start(world, resolved.config, store=store) as runtime:
-        run = WatchedRun(resolved, runtime, "test")
+        builder = open_run(resolved, runtime, "test")
         try:
-            loop.fit(task, run)
+            loop.fit(task, builder)
         except ZeroDivisionError as error:
-            run.fail(error)
+            builder.fail(error)
             raise
 
 
@@ -136,7 +137,7 @@ def test_a_full_disk_does_not_stop_training(pool: Pool, tmp_path: Path, rank: in
     assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
 
 
-def test_a_full_disk_in_the_last_save_is_told_too(pool: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_in_the_last_save_is_logged_too(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 6}
     pool.run(faulty, Regression(), values, [{"how": "disk full", "rank": 1, "step": 12}], world=2)
     assert steps_kept(tmp_path) == [6]
@@ -231,11 +232,11 @@ def test_a_loss_spike_may_stop_the_run(pool: Pool, tmp_path: Path) -> None:
     assert_user_errors(pool.errors(fit, Spiky(), values, world=2), "a loss spike", "spike.policy=stop")
 
 
-# ---- asked to leave ----
+# ---- preemption ----
 
 
 class SlowlyScored(Regression):
-    """The notice to leave comes in the middle of an evaluation."""
+    """The preemption notice comes in the middle of an evaluation."""
 
     def __init__(self, at: int):
         super().__init__()
@@ -254,27 +255,27 @@ class SlowlyScored(Regression):
             self.notice()
 
 
-def leaving(world: World, store: Any, values: dict[str, Any], at: int) -> tuple[int | None, int, int]:
-    """A job: (step it left at, evaluation batches run, evaluations told)."""
+def preempted(world: World, store: Any, values: dict[str, Any], at: int) -> tuple[int | None, int, int]:
+    """A job: (step it was preempted at, evaluation batches run, exit code)."""
     task = SlowlyScored(at if world.rank == 0 else -1)
     resolved = configured(BASE | {"evaluate.every": 4, "evaluate.batch": 2, "resume": "auto"} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = WatchedRun(resolved, runtime, "test")
+        builder = open_run(resolved, runtime, "test")
         task.notice = lambda: setattr(runtime.notice, "signal", "SIGTERM")
         try:
-            loop.fit(task, run)
+            loop.fit(task, builder)
         except Preempted as left:
-            run.fail(left)
+            builder.fail(left)
             return left.step, task.seen, left.code
         return None, task.seen, 0
 
 
-def test_leaving_during_an_evaluation(pool: Pool, tmp_path: Path) -> None:
+def test_preemption_during_an_evaluation(pool: Pool, tmp_path: Path) -> None:
     values = {"run_dir": str(tmp_path)}
-    results = pool.run(leaving, values, 3, world=2)
+    results = pool.run(preempted, values, 3, world=2)
     assert [(step, code) for step, _, code in results] == [(4, 75), (4, 75)]
     assert results[0][1] == 3  # broken off at once
     assert steps_kept(tmp_path) == [4]
     assert not events(tmp_path, "eval")
-    pool.run(leaving, values, -1, world=3)
-    assert [event["step"] for event in events(tmp_path, "eval")] == [4, 8, 12]  # the one it had to leave comes first
+    pool.run(preempted, values, -1, world=3)
+    assert [event["step"] for event in events(tmp_path, "eval")] == [4, 8, 12]  # the interrupted one comes first

@@ -22,7 +22,7 @@ from lockstep.runtime import context
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import configured, watched_run
+from ranks.support import configured, open_watched
 from ranks.test_strategies import STRATEGIES, Small, assert_close, final, single
 
 __all__ = ["single"]  # a fixture
@@ -178,14 +178,15 @@ def test_training_ends_with_the_same_parameters(pool: Pool, single: dict[str, An
 
 def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     """A job: the weights before the first step, in a loop of the user's own."""
-    with watched_run(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as run:
+    with open_watched(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as builder:
         with torch.device("meta"):
             model = Small()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        OwnRun(run).setup(model, optimizer)
-        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+        OwnRun(builder).setup(model, optimizer)
+        driver = builder.driver
+        weights, _ = full_state(driver.model, keep=True, fetch=driver.fetch)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        assert held == {id(p) for p in run.driver.parameters}
+        assert held == {id(p) for p in driver.parameters}
         return {name: tensor.clone() for name, tensor in weights.items()}
 
 

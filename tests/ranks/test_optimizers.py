@@ -16,7 +16,7 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
 from lockstep.task import Loss
 from pool import Pool
-from ranks.support import Regression, assert_user_errors, fit, watched_run
+from ranks.support import Regression, WatchedRun, assert_user_errors, fit, open_watched
 
 VALUES = {"global_batch": 4, "micro_batch": 2, "steps": 6}
 
@@ -90,11 +90,11 @@ class LateMetric(Regression):
 def logged(world: Any, store: Any, task: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
     import json
 
-    with watched_run(world, store, values) as run:
+    with open_watched(world, store, values) as builder:
         from lockstep.engine import loop
 
-        loop.fit(task, run)
-        return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+        loop.fit(task, builder)
+        return [json.loads(line) for line in (builder.folder.path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_metric_may_appear_late_and_on_one_rank_only(pool: Pool) -> None:
@@ -123,14 +123,19 @@ def modes_after_evaluation(world: Any, store: Any) -> list[bool]:
             model.out.eval()  # a frozen batch norm would be kept so
             return model
 
-    with watched_run(world, store, VALUES | {"evaluate.every": 2}) as run:
+    modes: list[bool] = []
+
+    class ModesRun(WatchedRun):
+        def finish(self, batches: Any, result: Any) -> None:
+            modes.append(self.driver.model.out.training)
+            super().finish(batches, result)
+
+    with open_watched(world, store, VALUES | {"evaluate.every": 2}) as builder:
         from lockstep.engine import loop
 
-        modes: list[bool] = []
-        finish = run.finish
-        run.finish = lambda share, result: (modes.append(run.driver.model.out.training), finish(share, result))
-        loop.fit(Evaluated(), run)
-        return [*modes, run.driver.model.hidden.training]
+        builder.run_class = ModesRun
+        loop.fit(Evaluated(), builder)
+        return [*modes, builder.driver.model.hidden.training]
 
 
 def test_an_evaluation_leaves_every_module_in_its_mode(pool: Pool) -> None:
@@ -144,9 +149,9 @@ def leaves_alone(world: Any, store: Any) -> None:
 
     from lockstep.engine import own_loop as module
 
-    module.LEAVE_TOGETHER = timedelta(seconds=2)
-    with watched_run(world, store, VALUES) as run:
-        own = module.OwnRun(run)
+    module.BREAK_TIMEOUT = timedelta(seconds=2)
+    with open_watched(world, store, VALUES) as builder:
+        own = module.OwnRun(builder)
         task = Regression()
         model = task.model()
         model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -162,7 +167,7 @@ def leaves_alone(world: Any, store: Any) -> None:
 
 def test_a_rank_that_leaves_the_loop_alone_says_so(pool: Pool) -> None:
     errors = pool.errors(leaves_alone, world=2)
-    assert_user_errors(errors[:1], "rank 0 of 2 left it at step 3", "run.stop()")
+    assert_user_errors(errors[:1], "rank 0 of 2 left `for step in run.steps(...)` at step 3", "run.stop()")
 
 
 def test_the_weights_are_saved_even_if_show_fails(pool: Pool, tmp_path) -> None:

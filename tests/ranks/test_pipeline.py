@@ -16,6 +16,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.pipeline.pipeline import fits
 from lockstep.parallel.pipeline.stages import list_layers, split_layers
@@ -115,25 +116,25 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
     """A job: the whole model after a run."""
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        original = run.finish
 
-        def finish(share: Any, result: Any) -> None:
-            if leave_at is not None and run.stepper.counters.step == leave_at - 1 and world.rank == 0:
-                runtime.notice.signal = "SIGTERM"
-            original(share, result)
+        class PreemptedRun(Run):
+            def finish(self, batches: Any, result: Any) -> None:
+                if leave_at is not None and self.stepper.counters.step == leave_at - 1 and world.rank == 0:
+                    runtime.notice.signal = "SIGTERM"
+                super().finish(batches, result)
 
-        run.finish = finish
+        builder = open_run(resolved, runtime, "test", run_class=PreemptedRun)
         summary: dict[str, Any] = {}
         try:
-            summary = loop.fit(task, run)
+            summary = loop.fit(task, builder)
         except Preempted:
             pass
+        run: Any = builder.run
         weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
         kinds = [type(p.schedule).__name__ for p in run.driver._flow._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}
-        return {"weights": copies, "summary": summary, "held": held, "kinds": kinds, "folder": str(run.run_dir)}
+        return {"weights": copies, "summary": summary, "held": held, "kinds": kinds, "folder": str(run.folder.path)}
 
 
 def assert_same(found: dict[str, Any], single: dict[str, Any]) -> None:
@@ -363,7 +364,7 @@ def own(world: World, store: Any) -> None:
     with context.start(world, resolved.config, store=store) as runtime:
         task = Row()
         model = task.model()
-        OwnRun(Run(resolved, runtime, "test")).setup(model, task.optimizer(model))
+        OwnRun(open_run(resolved, runtime, "test")).setup(model, task.optimizer(model))
 
 
 def test_a_loop_of_ones_own_is_refused(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Stop, change the number of ranks, go on: the same weights, moments and samples as if nothing had happened."""
+"""Stop, change the number of ranks, resume: the same weights, moments and samples as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from lockstep.checkpoint.manager import Resumed
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
@@ -102,39 +103,40 @@ class Part:
     left_at: int | None
 
 
-class LeavingRun(WatchedRun):
-    """The last rank alone is told to leave, in the middle of step `leave_at - 1`; all must leave after it."""
+class PreemptedRun(WatchedRun):
+    """The last rank alone is preempted, in the middle of step `preempt_at - 1`; all ranks must end after it."""
 
-    leave_at: int | None = None
+    preempt_at: int | None = None
 
-    def shares(self) -> Iterator[StepBatches]:
+    def step_batches(self) -> Iterator[StepBatches]:
         self.began_with = self.state()
         world = self.runtime.world
-        for share in super().shares():
-            if self.stepper.counters.step + 1 == self.leave_at and world.rank == world.size - 1:
+        for batches in super().step_batches():
+            if self.stepper.counters.step + 1 == self.preempt_at and world.rank == world.size - 1:
                 self.runtime.notice.signal = "SIGUSR1"
-            yield share
+            yield batches
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.checkpoints.state.capture()[0].items()}
 
 
-def train_part(world: World, store: Any, task: Task, values: dict[str, Any], leave_at: int | None = None) -> Part:
-    """A job: train in `run_dir`, from its newest checkpoint if it has one, and leave at `leave_at`."""
+def train_part(world: World, store: Any, task: Task, values: dict[str, Any], preempt_at: int | None = None) -> Part:
+    """A job: train in `run_dir`, from its newest checkpoint if it has one, and end preempted at `preempt_at`."""
     resolved = configured(BASE | {"resume": "auto"} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run, left_at = LeavingRun(resolved, runtime, "test"), None
-        run.leave_at = leave_at
+        run_class = type("PreemptedRun", (PreemptedRun,), {"preempt_at": preempt_at})
+        builder = open_run(resolved, runtime, "test", run_class=run_class)
+        summary: dict[str, Any] = {}
+        left_at = None
         try:
-            run.trace.summary = loop.fit(task, run) if leave_at is None else _fit_and_leave(task, run)
+            summary = loop.fit(task, builder)
+            assert preempt_at is None, "the run continued to its end"
         except Preempted as left:
             left_at = left.step
+        run = builder.run
+        assert isinstance(run, PreemptedRun)
+        run.trace.summary = summary
         return Part(run.trace, run.began_with, run.state(), run.resumed, left_at)
-
-
-def _fit_and_leave(task: Task, run: LeavingRun) -> dict[str, Any]:
-    loop.fit(task, run)
-    raise AssertionError("the run went on to its end")
 
 
 def ids_by_step(parts: list[Part]) -> list[list[int]]:
@@ -179,8 +181,8 @@ def test_any_world_goes_on_from_any_other(pool: Pool, saved: Any, tmp_path: Path
 def test_a_run_that_left_and_came_back_has_the_same_bits(pool: Pool, tmp_path: Path, world: int) -> None:
     whole = pool.run(train_part, Averaged(), {"run_dir": str(tmp_path / "whole")}, world=world)
     values = {"run_dir": str(tmp_path / "parts")}
-    for leave_at in (3, 9, None):
-        parts = pool.run(train_part, Averaged(), values, leave_at, world=world)
+    for preempt_at in (3, 9, None):
+        parts = pool.run(train_part, Averaged(), values, preempt_at, world=world)
     assert_same_bits(parts[0].ended_with, whole[0].ended_with)
 
 
@@ -188,8 +190,8 @@ def test_a_changing_world_has_the_same_loss_curve(pool: Pool, tmp_path: Path) ->
     pool.run(train_part, Averaged(), {"run_dir": str(tmp_path / "constant")}, world=2)
     values = {"run_dir": str(tmp_path / "changing")}
     ids = []
-    for world, leave_at in ((4, 3), (3, 6), (1, 9), (2, None)):
-        ids += ids_by_step(pool.run(train_part, Averaged(), values, leave_at, world=world))
+    for world, preempt_at in ((4, 3), (3, 6), (1, 9), (2, None)):
+        ids += ids_by_step(pool.run(train_part, Averaged(), values, preempt_at, world=world))
     constant, changing = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("constant", "changing"))
     assert [line["step"] for line in changing] == list(range(1, 15))
     for a, b in zip(constant, changing, strict=True):
@@ -284,10 +286,10 @@ def test_a_run_may_begin_from_another_runs_checkpoint(pool: Pool, saved: Any, tm
 
 
 def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path) -> None:
-    def job(world: World, store: Any, leave: bool) -> tuple[list[int], list[int]]:
+    def job(world: World, store: Any, preempt: bool) -> tuple[list[int], list[int]]:
         resolved = configured({**BASE, "steps": 6, "run_dir": str(tmp_path), "resume": "auto"})
         with context.start(world, resolved.config, store=store) as runtime:
-            own, task, steps = OwnRun(WatchedRun(resolved, runtime, "own")), Averaged(), []
+            own, task, steps = OwnRun(open_run(resolved, runtime, "own")), Averaged(), []
             counts = CountsUp()
             plain = task.model()
             model, *_ = own.setup(plain, *task.optimizer(plain))
@@ -296,7 +298,7 @@ def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path)
                 for step in own.steps(task.data()):
                     steps.append(step.index)
                     counts.seen.append(step.index)
-                    if leave and step.index == 2:
+                    if preempt and step.index == 2:
                         runtime.notice.signal = "SIGTERM"
                     for batch in step:
                         loss = task.loss(model, batch)

@@ -46,7 +46,7 @@ def ticking(clock: Clock, rank: int) -> Iterator[float]:
 def timed(world: World, store: Any, job: str, task: Any, values: dict[str, Any], clock: Clock) -> Trace:
     """A job whose measurements come from `clock`, twice in a run."""
     ticks = ticking(clock, world.rank)
-    load_balance._now, load_balance.AGAIN = lambda device: next(ticks), 12
+    load_balance._now, load_balance.PERIOD = lambda device: next(ticks), 12
     return JOBS[job](world, store, task, values)
 
 
@@ -90,12 +90,12 @@ def test_a_deal_is_taken_back_when_the_other_rank_gets_slow(pool: Pool, tmp_path
     traces = pool.run(timed, "fit", task, values, turned_round, world=2)
     assert [work(traces, step) for step in (6, 14, 29)] == [(4, 4), (6, 2), (2, 6)]
     assert_exact(task, traces, windows(LENGTH, BATCH, "short", 30))
-    told = [line for line in read_jsonl(tmp_path / "run" / "events.jsonl") if line["event"] == "deal"]
-    assert [line["step"] for line in told] == [8, 20]
-    assert told[0]["reason"] == (
+    deals = [line for line in read_jsonl(tmp_path / "run" / "events.jsonl") if line["event"] == "deal"]
+    assert [line["step"] for line in deals] == [8, 20]
+    assert deals[0]["reason"] == (
         "rank 1 is 3.0x slower than rank 0: micro-batches 6 + 2 instead of 4 + 4, step 1.2 s -> 0.6 s expected"
     )
-    assert "rank 0 is 3.0x slower than rank 1: micro-batches 2 + 6 instead of 6 + 2" in told[1]["reason"]
+    assert "rank 0 is 3.0x slower than rank 1: micro-batches 2 + 6 instead of 6 + 2" in deals[1]["reason"]
 
 
 def a_little_slower(rank: int, marks: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.precision import BF16_STORED
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
@@ -102,7 +102,7 @@ def trained(world: World, store: Any, values: dict[str, Any]) -> float:
     resolved = configured(usual | values)
     with context.start(world, resolved.config, store=store) as runtime:
         task = CharLM(width=32, layers=2, heads=2, context=32, max_bytes=200_000, eval_bytes=8192)
-        return loop.fit(task, Run(resolved, runtime, "test"))["eval_loss"]
+        return loop.fit(task, open_run(resolved, runtime, "test"))["eval_loss"]
 
 
 def test_char_lm_learns_as_in_fp32(pool: Pool) -> None:

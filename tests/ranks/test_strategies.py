@@ -17,6 +17,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.diagnose import explained
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -111,22 +112,21 @@ def final(
     """A job: the whole model after a run, and what was measured on it."""
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
         task = kind()
-        if leave_at is not None:
-            notice = runtime.notice
-            original = run.finish
 
-            def finish(share: Any, result: Any) -> None:
-                if run.stepper.counters.step == leave_at - 1 and world.rank == 0:
-                    notice.signal = "SIGTERM"
-                original(share, result)
+        class PreemptedRun(Run):
+            def finish(self, batches: Any, result: Any) -> None:
+                if leave_at is not None and self.stepper.counters.step == leave_at - 1 and world.rank == 0:
+                    runtime.notice.signal = "SIGTERM"
+                super().finish(batches, result)
 
-            run.finish = finish
+        builder = open_run(resolved, runtime, "test", run_class=PreemptedRun)
         try:
-            summary = loop.fit(task, run)
+            summary = loop.fit(task, builder)
         except Preempted as left:
             summary = {"left": left.step}
+        run = builder.run
+        assert run is not None
         weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         copies = {name: t.cpu().clone() for name, t in weights.items()}
         return {"weights": copies, "summary": summary, "resumed": run.resumed is not None}
@@ -269,23 +269,23 @@ class Penalty(Ragged):
 def penalised(world: World, store: Any, values: dict[str, Any]) -> None:
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        with explained(run):
-            loop.fit(Penalty(), run)
+        builder = open_run(resolved, runtime, "test")
+        with explained(builder):
+            loop.fit(Penalty(), builder)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp", "fsdp x tp"])
 def test_a_loss_that_reads_what_is_cut(pool: Pool, name: str) -> None:
     errors = pool.errors(penalised, STRATEGIES[name], world=2)
-    assert_user_errors(errors, "a task that computes with parameters", "type strategy=ddp")
+    assert_user_errors(errors, "the task computes with them", "type strategy=ddp")
 
 
 def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> dict[str, str]:
     resolved = configured(BASE | STRATEGIES[name] | {"steps": 1})
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        loop.fit(kind(), run)
-        return dict(run.driver.placement.facts)
+        builder = open_run(resolved, runtime, "test")
+        loop.fit(kind(), builder)
+        return dict(builder.driver.placement.facts)
 
 
 def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:

@@ -18,6 +18,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor.driver import settle_gradient
@@ -139,25 +140,26 @@ BASE = {"global_batch": 8, "micro_batch": 2, "steps": 4, "clip.norm": 0.5, "log.
 def train(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[str, Any]:
     resolved = configured(BASE | {"ddp.find_unused_parameters": True} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        summary = loop.fit(task, run)
-        return _outcome(run, summary)
+        builder = open_run(resolved, runtime, "test")
+        summary = loop.fit(task, builder)
+        return _outcome(builder.run, summary)
 
 
 def by_hand(world: World, store: Any, task: Tokens, values: dict[str, Any]) -> dict[str, Any]:
     resolved = configured(BASE | {"ddp.find_unused_parameters": True} | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        own = OwnRun(run)
+        builder = open_run(resolved, runtime, "test")
+        own = OwnRun(builder)
         train_by_hand(own, task)
         found = own.evaluate(task.eval_data(), task.loss)
         own.close()
-        return _outcome(run, {"eval_loss": found["loss"]})
+        return _outcome(builder.run, {"eval_loss": found["loss"]})
 
 
-def _outcome(run: Run, summary: dict[str, Any]) -> dict[str, Any]:
+def _outcome(run: Run | None, summary: dict[str, Any]) -> dict[str, Any]:
+    assert run is not None
     weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
-    lines = (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()
+    lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
     parameters = dict(run.driver.model.named_parameters())
     return {
         "weights": {name: tensor.clone() for name, tensor in weights.items()},
@@ -281,8 +283,10 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
     """A job: how many numbers of each tensor this rank would write into a checkpoint, and how many there are."""
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        loop.fit(MODELS["always used"](), run)
+        builder = open_run(resolved, runtime, "test")
+        loop.fit(MODELS["always used"](), builder)
+        run = builder.run
+        assert run is not None
         tensors, _, _ = run.checkpoints.state.capture()
         slices = run.checkpoints._slices(tensors)
         mine = {part.name: part.tensor.numel() for part in slices}

@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_update import assert_same_steps
 from lockstep.config import resolve_for
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.commands import load_synced_config, overrides
@@ -56,8 +56,10 @@ def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, An
     resolved = resolve_for(HRM.defaults, HRM.presets, [("test", values)])
     task = make_task(Restless, resolved.config.task)
     with context.start(world, resolved.config, store=store) as runtime:
-        run = Run(resolved, runtime, "test")
-        loop.fit(task, run)
+        builder = open_run(resolved, runtime, "test")
+        loop.fit(task, builder)
+        run = builder.run
+        assert run is not None
         state = {name: tensor.clone() for name, tensor in run.checkpoints.state.capture()[0].items()}
         return Ended(state, run.resumed.step if run.resumed else None)
 

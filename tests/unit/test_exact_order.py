@@ -1,4 +1,4 @@
-"""The tree of exact mode: one order of additions, whoever does them."""
+"""The tree of exact mode: one order of additions, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.launch.restarts import Restarts, Settings, Situation
 from torch import nn
 
 from again import Again
@@ -16,10 +17,8 @@ from lockstep.config import RunConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
-from lockstep.launch.state_machine import Restarts, Settings, Situation
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.call_chain import CallChain
-from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
+from lockstep.parallel.cudagraph.graphs import WATCHED, Graphs
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
 from lockstep.runtime.heartbeat import FOLDER
@@ -81,38 +80,43 @@ def test_without_a_count_of_activations_nothing_is_promised() -> None:
 # ---- an error becomes advice ----------------------------------------------------------------------------
 
 
-def a_run(folder: Path, phase: str = "compute", **values: Any) -> Any:
-    """As much of a Run as an explanation needs: after a step."""
+def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
+    """As much of a RunBuilder, with its Run, as an explanation needs: after a step."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     config = RunConfig(**({"global_batch": 8, "steps": 5} | values))
-    return SimpleNamespace(
+    runtime = SimpleNamespace(
+        world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"), heartbeat=SimpleNamespace(phase=phase)
+    )
+    run = SimpleNamespace(
         config=config,
         plan=make_plan(config, 1, 100),
-        runtime=SimpleNamespace(
-            world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"), heartbeat=SimpleNamespace(phase=phase)
-        ),
-        driver=SimpleNamespace(model=model),
-        optimizers=Optimizers(optimizer, model),
+        runtime=runtime,
         stepper=SimpleNamespace(counters=SimpleNamespace(step=3)),
-        run_dir=folder,
-        opened=True,
+        folder=SimpleNamespace(path=folder),
         evaluation_batch=lambda: 8,
+    )
+    return SimpleNamespace(
+        config=config,
+        runtime=runtime,
+        driver=SimpleNamespace(model=model),
+        model=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
+        run=run,
     )
 
 
-def explain(run: Any, error: Exception) -> Exception:
-    with pytest.raises(Exception) as caught, explained(run):  # noqa: PT011
+def explain(builder: Any, error: Exception) -> Exception:
+    with pytest.raises(Exception) as caught, explained(builder):  # noqa: PT011
         raise error
     return caught.value
 
 
 def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
-    found = explain(a_run(tmp_path), torch.OutOfMemoryError(TORCH_SAYS))
+    found = explain(a_builder(tmp_path), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
-    assert found.problem == "step 3 with micro-batches of 8"
+    assert str(found).startswith("step 3 with micro-batches of 8 does not fit into memory\n")
     assert found.found.startswith("out of memory: 2.0 GiB wanted, 512.0 MiB free; it holds parameters 160 B, ")
     assert "gradients 160 B, optimizer 336 B" in found.found  # two moments, and four step counters
     order = [found.fix.index(word) for word in ("micro_batch=4", "remat=full", "strategy=fsdp", "fsdp.offload=true")]
@@ -121,11 +125,11 @@ def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_what_is_enough_by_itself_is_said(tmp_path: Path) -> None:
     message = TORCH_SAYS.replace("2.00 GiB", "600 bytes").replace("512.00 MiB", "300 bytes")
-    found = str(explain(a_run(tmp_path), torch.OutOfMemoryError(message)))
+    found = str(explain(a_builder(tmp_path), torch.OutOfMemoryError(message)))
     assert "the first first: strategy=fsdp --nproc 2 (about 328 B less, enough by itself); " in found
     message = message.replace("300 bytes", "200 bytes")
     assert "strategy=fsdp --nproc 2 (about 328 B less)" in str(
-        explain(a_run(tmp_path), torch.OutOfMemoryError(message))
+        explain(a_builder(tmp_path), torch.OutOfMemoryError(message))
     )
 
 
@@ -135,9 +139,10 @@ def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_pat
         "is free. 2000 bytes allowed; Of the allocated memory 1700 bytes is allocated by PyTorch, and 0 bytes is "
         "reserved by PyTorch but unallocated."
     )
-    run = a_run(tmp_path)
-    run.optimizers = Optimizers(torch.optim.AdamW(run.driver.model.parameters()), run.driver.model)
-    found = str(explain(run, torch.OutOfMemoryError(message)))
+    builder = a_builder(tmp_path)
+    model = builder.driver.model
+    builder.model.optimizers = Optimizers(torch.optim.AdamW(model.parameters()), model)
+    found = str(explain(builder, torch.OutOfMemoryError(message)))
     assert "600 B wanted, 300 B free of the 2.0 KiB that gpu_memory allows" in found
     assert "optimizer 0 B (and 320 B from its first step on)" in found
     assert "strategy=fsdp --nproc 2 (about 320 B less)" in found  # 620 are missing
@@ -146,38 +151,39 @@ def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_pat
 
 def test_host_memory_too(tmp_path: Path) -> None:
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
-    found = str(explain(a_run(tmp_path), error))
+    found = str(explain(a_builder(tmp_path), error))
     assert "64 B wanted" in found
     assert "offload" not in found
 
 
-def test_captured_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    model = run.driver.model
-    CallChain.of(model).install("graph", GraphedCall(model, Again(), True, lambda *_, **__: None))
-    assert "graph=false" not in str(explain(run, torch.OutOfMemoryError(TORCH_SAYS)))
-    for _ in range(WARMUP_CALLS + 2):
+def test_recorded_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
+    builder = a_builder(tmp_path)
+    model = builder.driver.model
+    recorded = Graphs(model, model._call_impl, Again(), True, lambda *_, **__: None)
+    model._compiled_call_impl = recorded
+    assert "graph=false" not in str(explain(builder, torch.OutOfMemoryError(TORCH_SAYS)))
+    for _ in range(WATCHED + 2):
         model(torch.ones(1, 4)).sum().backward()
-    found = explain(run, torch.OutOfMemoryError(TORCH_SAYS))
+    found = explain(builder, torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
     assert found.fix.startswith("type one of these, the first first: graph=false; micro_batch=4")
 
 
 def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
-    found = explain(a_run(tmp_path, "evaluate", micro_batch="auto"), torch.OutOfMemoryError(TORCH_SAYS))
+    found = explain(a_builder(tmp_path, "evaluate", micro_batch="auto"), torch.OutOfMemoryError(TORCH_SAYS))
     assert "an evaluation in batches of 8" in str(found)
     assert "evaluate.batch=4" in str(found)
 
 
 def test_before_there_is_a_model(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    del run.driver
-    assert "to build the model" in str(explain(run, torch.OutOfMemoryError(TORCH_SAYS)))
+    builder = a_builder(tmp_path)
+    builder.driver = builder.model = builder.run = None
+    assert "the model does not fit into memory" in str(explain(builder, torch.OutOfMemoryError(TORCH_SAYS)))
 
 
 def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
     error = RuntimeError("size mismatch")
-    assert explain(a_run(tmp_path), error) is error
+    assert explain(a_builder(tmp_path), error) is error
 
 
 # ---- micro_batch=auto -----------------------------------------------------------------------------------
@@ -185,16 +191,16 @@ def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
 
 def test_auto_leaves_a_note_for_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    found = explain(a_run(tmp_path, micro_batch="auto"), torch.OutOfMemoryError(TORCH_SAYS))
+    found = explain(a_builder(tmp_path, micro_batch="auto"), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, SmallerMicroBatch)
     assert json.loads((tmp_path / "micro_batch.json").read_text()) == {"micro_batch": 4}
 
 
 def test_auto_without_a_launcher_and_at_one_sample_gives_advice(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
-    assert isinstance(explain(a_run(tmp_path, micro_batch="auto"), torch.OutOfMemoryError("")), UserError)
+    assert isinstance(explain(a_builder(tmp_path, micro_batch="auto"), torch.OutOfMemoryError("")), UserError)
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    found = explain(a_run(tmp_path, micro_batch="auto", global_batch=1), torch.OutOfMemoryError(""))
+    found = explain(a_builder(tmp_path, micro_batch="auto", global_batch=1), torch.OutOfMemoryError(""))
     assert isinstance(found, UserError)
     assert "micro_batch=" not in found.fix
     assert not (tmp_path / "micro_batch.json").exists()
@@ -214,7 +220,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
     assert smaller_micro_batch(make_plan(config, 1, samples)) == smaller
 
 
-def test_such_an_end_is_restarted_without_any_checkpoint_and_no_slot_is_dropped(tmp_path: Path) -> None:
+def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = Failure.from_json(json.loads((tmp_path / "rank-1.json").read_text()))
     assert failure.kind == SMALLER

@@ -1,28 +1,31 @@
-"""What is told of a run: before its first step what was asked, what was derived, and why; and how it ended."""
+"""What is printed and recorded about a run: the facts before its first step, and the summary after its last one.
+
+Each fact is one line: a derived value, and the reason for it.
+"""
 
 from __future__ import annotations
 
-import json
 import math
+import operator
 import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
-from lockstep.engine.load_balance import about_speeds
+from lockstep.config.strategies import Strategy
+from lockstep.engine.load_balance import describe_speeds
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
-from lockstep.parallel.driver import trainable
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
@@ -30,7 +33,6 @@ from lockstep.parallel.tensor.driver import is_sharded_along_tp
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
@@ -38,20 +40,15 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
     from lockstep.observe.run_folder import RunFolder
 
-MOST_PIDS = 16
+MAX_PIDS = 16  # that are listed
+
+COMPARE = {">=": operator.ge, "<=": operator.le}
 
 
-def tell_launcher(config: RunConfig) -> None:
-    """The launcher does not know the task's own settings: rank 0 leaves those that concern it where it looks."""
-    folder = os.environ.get(FOLDER)
-    if folder and os.environ.get("RANK") == "0":
-        settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
-        staged = Path(folder) / "settings.json.tmp"
-        staged.write_text(json.dumps(settings))
-        staged.rename(Path(folder) / "settings.json")
+# ---- before the first step ----
 
 
-def facts(
+def describe_run(
     model: nn.Module,
     config: RunConfig,
     plan: Plan,
@@ -59,63 +56,72 @@ def facts(
     precision: Precision,
     runtime: Runtime,
 ) -> dict[str, str]:
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    told = {
-        "world": _world(runtime),
-        **_pids(runtime),
-        "parameters": f"{trainable:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else ""),
-        "precision": f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}",
-        "batch": _batch(plan),
-        "data": _data(plan, config),
-        "learning rate": ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
-        + _scaling(config, plan),
-    }
+    """Return the facts about a run, by name. Collective: every rank must call it."""
+    facts = {"world": _world(runtime)}
+    if not runtime.world.alone:
+        facts["pids"] = _pids(runtime)
+    facts["parameters"] = _parameters(model)
+
+    # Every number format that a value passes through, since a setting names only one of them.
+    facts["precision"] = f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}"
+    facts["batch"] = _batch(plan)
+    facts["data"] = _data(plan, config)
+    facts["learning rate"] = _learning_rate(rate, config, plan)
+
+    # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
     mesh = plan_mesh(config, runtime.world)
-    if shared := about_strategy(model, config, mesh, runtime.world):
-        told["strategy"] = shared
+    sharding = describe_strategy(model, config, mesh, runtime.world)
+    if sharding:
+        facts["strategy"] = sharding
     if config.remat != "none":
-        told["remat"] = about_remat(model, config)
+        facts["remat"] = describe_remat(model, config)
     if not mesh.plain:
-        told["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
-    if config.micro_batch in (None, "auto") and not config.exact and _drops(model):
-        told["dropout"] = "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
-    if (config.strategy == "pp" or (config.mesh.pp or 1) > 1) and _drops(model) and not runtime.world.alone:
-        told["dropout"] = "from the second stage on, its masks are others than without a pipeline (mesh.pp)"
+        facts["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
+    dropout = _dropout(model, config, mesh)
+    if dropout:
+        facts["dropout"] = dropout
+
+    # Settings that change what a step costs. What is off is not mentioned.
     if config.load_balance != "none" and not runtime.world.alone:
-        told["speeds"] = about_speeds(config.load_balance, plan)
+        facts["speeds"] = describe_speeds(config.load_balance, plan)
     if wants_graph(config, runtime):
-        told["graph"] = "the model's calls are recorded" + " if launch-bound, which is told then" * (
-            config.graph == "auto"
-        )
+        facts["graph"] = "the model's calls are captured"
+        if config.graph == "auto":
+            facts["graph"] += " if launch-bound, which is logged then"
     if config.optimizer != "task":
-        told["optimizer"] = f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
+        facts["optimizer"] = f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
     if config.ddp.hook != "none" and not runtime.world.alone:
-        told["exchange"] = about(config.ddp)
-    return told
-
-
-def _drops(model: nn.Module) -> bool:
-    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
+        facts["exchange"] = about(config.ddp)
+    return facts
 
 
 def _world(runtime: Runtime) -> str:
-    size = runtime.world.size
-    if runtime.world.alone:
-        return f"1 process on {runtime.device}, {_count(runtime.threads, 'CPU thread')}"
     threads = _count(runtime.threads, "CPU thread")
-    return f"{size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
-
-
-def _pids(runtime: Runtime) -> dict[str, str]:
-    """For whoever wants to look at a rank, or to kill it. Every rank must call this."""
     if runtime.world.alone:
-        return {}
-    everybody = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
-    several = len({host for host, _ in everybody}) > 1
-    words = [f"rank {rank} {pid}" + f" on {host}" * several for rank, (host, pid) in enumerate(everybody)]
-    more = [f"and {len(words) - MOST_PIDS} more"] if len(words) > MOST_PIDS else []
-    return {"pids": ", ".join(words[:MOST_PIDS] + more)}
+        return f"1 process on {runtime.device}, {threads}"
+    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
+
+
+def _pids(runtime: Runtime) -> str:
+    """List the process ids of all ranks, for attaching to one or killing it. Collective: every rank must call it."""
+    processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
+    # A process id means nothing without its host, if there are several.
+    several_hosts = len({host for host, _ in processes}) > 1
+    words = []
+    for rank, (host, pid) in enumerate(processes[:MAX_PIDS]):
+        on_host = f" on {host}" if several_hosts else ""
+        words.append(f"rank {rank} {pid}{on_host}")
+    if len(processes) > MAX_PIDS:
+        words.append(f"and {len(processes) - MAX_PIDS} more")
+    return ", ".join(words)
+
+
+def _parameters(model: nn.Module) -> str:
+    # numel() of a sharded parameter (a DTensor) is that of the full tensor.
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    about_frozen = f", {frozen:,} frozen and not exchanged" if frozen else ""
+    return f"{trained:,} trainable{about_frozen}"
 
 
 def _batch(plan: Plan) -> str:
@@ -125,56 +131,176 @@ def _batch(plan: Plan) -> str:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("es" if noun.endswith("ch") else "s") * (number != 1)
-
-
 def _data(plan: Plan, config: RunConfig) -> str:
-    if plan.steps_per_epoch is None:
+    # A stream does not know its length, so there are no epochs, and no position to resume at exactly.
+    if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
-    tail = "" if plan.samples is None or plan.samples % plan.global_batch == 0 else f", last one {config.tail}"
-    if tail.endswith("drop"):
-        tail = f", the last {(plan.samples or 0) % plan.global_batch} samples of an epoch dropped"
+    # What happens to the samples at the end of an epoch that do not fill a step.
+    tail = ""
+    rest = plan.samples % plan.global_batch
+    if rest and config.tail == "drop":
+        tail = f", the last {rest} samples of an epoch dropped"
+    elif rest:
+        tail = f", last one {config.tail}"
+
     epochs = plan.steps / plan.steps_per_epoch
     per_epoch = f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}"
     return f"{per_epoch}; {plan.steps} steps = {epochs:.2f} epochs"
 
 
-def _scaling(config: RunConfig, plan: Plan) -> str:
+def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
+    landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     if config.lr.scaling == "none":
-        return ""
-    return f" ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
+        return landmarks
+
+    # The landmarks above are already scaled: say by which rule, or they look like a mistake.
+    rule = f"{config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch}"
+    return f"{landmarks} ({rule})"
 
 
-def resumed_text(resumed: Resumed, folder: RunFolder) -> str:
-    ranks = f"{resumed.world} rank{'s' * (resumed.world != 1)}"
-    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {ranks}"
-    return "; changed since: ".join([text, *([", ".join(resumed.changes)] if resumed.changes else [])])
+def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
+    """Return a line if the dropout masks depend on the number of ranks."""
+    if not any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+        return None
+    # Each stage seeds its own stream: only the first one draws what a single process would.
+    if mesh.sizes["pp"] > 1:
+        return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
+
+    # Random streams are keyed by micro-batch, and the derived size of one depends on the number of ranks.
+    if config.micro_batch in (None, "auto") and not config.exact:
+        return "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
+    return None
 
 
-def start_record(run: Run) -> dict[str, Any]:
-    model = run.driver.model
+def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
+    """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {_count(resumed.world, 'rank')}"
+    # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
+    if resumed.changes:
+        text += f"; changed since: {', '.join(resumed.changes)}"
+    return text
+
+
+def start_record(
+    name: str, unit: str, folder: RunFolder, precision: Precision, driver: Driver, plan: Plan, runtime: Runtime
+) -> dict[str, Any]:
+    """Return the fields of the `start` event."""
     return {
-        "task": run.name,
-        "world": run.runtime.world.size,
-        "device": str(run.runtime.device),
-        "precision": run.precision.name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in trainable(run.driver.model)[1]),
-        "unit": run.unit,
-        "steps": run.plan.steps,
-        "run_dir": run.folder.shown,
+        "task": name,
+        "world": runtime.world.size,
+        "device": str(runtime.device),
+        "precision": precision.name,
+        "parameters": sum(p.numel() for p in driver.model.parameters()),
+        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
+        "unit": unit,
+        "steps": plan.steps,
+        "run_dir": folder.shown,
     }
 
 
+# ---- how the ranks share the model ----
+
+
+def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
+    """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas, about which there is nothing to say."""
+    strategy = config.sharing
+    if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
+        return None
+    if world.alone:
+        return f"{strategy.name}: one process, so nothing is sharded"
+
+    # First what divides the computation, then what divides the state among the ranks that compute the same.
+    parts = _describe_model_axes(model, config, mesh)
+    if strategy.shards_parameters:
+        parts.append(_describe_shards(model, config, strategy, mesh, world))
+    elif strategy.shards_optimizer:
+        parts.append(f"optimizer state sharded over {world.size} ranks")
+    elif mesh.data_size > 1:
+        parts.append(f"{mesh.data_size} replicas")
+    return f"{strategy.name}: {'; '.join(parts)}"
+
+
+def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
+    """Describe what the pp and tp axes divide."""
+    parts = []
+
+    # A rank holds several stages under an interleaved schedule, which has its own default number.
+    pp_size = mesh.sizes["pp"]
+    if pp_size > 1:
+        from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
+
+        stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
+        parts.append(f"{stages} stages over {pp_size} ranks")
+
+    tp_size = mesh.sizes["tp"]
+    if tp_size > 1:
+        # Of the layers that lie on this rank: another stage may have another number.
+        layers = sum(any(map(is_sharded_along_tp, module.parameters(recurse=False))) for module in model.modules())
+        of_stage = " of the first stage" if pp_size > 1 else ""
+        parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
+    return parts
+
+
+def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
+    """Describe what FSDP shards, over how many ranks."""
+    replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
+    ranks = mesh.data_size // replicas
+    # One rank per shard group is legal, and saves nothing: say so, and what to type.
+    if ranks == 1 and replicas > 1:
+        return f"{replicas} replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"
+    if ranks == 1:
+        return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
+
+    over = f"sharded over {ranks} ranks"
+    if replicas > 1:
+        over += f", {replicas} replicas"
+    # FSDP gathers one block at a time. Without blocks it gathers everything.
+    blocks = find_blocks(model, config.blocks)
+    if blocks:
+        return f"{_count_blocks(blocks)}, {over}"
+
+    part = class_to_name(model)
+    suggestion = f" (name some, such as blocks=[{part}])" if part else ""
+    return f"no blocks, {over}: the full model is gathered at once, which saves little{suggestion}"
+
+
+def describe_remat(model: nn.Module, config: RunConfig) -> str:
+    """`full: 4 blocks of Layer`"""
+    blocks = find_blocks(model, config.blocks)
+    again = recomputed(blocks, config.remat)
+    # remat=every-2 recomputes some of them only.
+    of_all = f" (of {len(blocks)})" if len(again) < len(blocks) else ""
+    return f"{config.remat}: {_count_blocks(again)}{of_all}"
+
+
+def _count_blocks(blocks: list[nn.Module]) -> str:
+    """`4 blocks of Layer, 2 of Encoder`"""
+    counts = Counter(class_name(block) for block in blocks)
+    (first, number), *rest = counts.items()
+    words = [f"{_count(number, 'block')} of {first}"]
+    words += [f"{count} of {name}" for name, count in rest]
+    return ", ".join(words)
+
+
+def _count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `2 micro-batches`"""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+# ---- after the last step ----
+
+
 def summary_of(run: Run) -> dict[str, Any]:
+    """Return what `summary.json` holds: counts, losses, and the goals with their verdict."""
     counters = run.stepper.counters
+
+    # The newest evaluation, even if steps came after it; the loss is that of the last log line.
     metrics = run.evaluation.metrics if run.evaluation else {}
     losses = {
         "loss": run.recorder.last.get("loss"),
         "eval_loss": run.evaluation.loss if run.evaluation else None,
     }
-    goals = judge(run.config.goals, metrics | losses)
     summary = {
         "task": run.name,
         "step": counters.step,
@@ -185,88 +311,21 @@ def summary_of(run: Run) -> dict[str, Any]:
         "eval_metrics": metrics,
         "world": run.runtime.world.size,
     }
-    return summary | ({"goals": goals, "pass": all(goal["pass"] for goal in goals)} if goals else {})
 
-
-# How the ranks share the model, in one line for the first screen.
-
-
-def about_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
-    """`fsdp: 4 blocks of Layer, cut over 2 ranks`. None: whole copies, about which there is nothing to tell."""
-    if config.strategy == "ddp" and mesh.plain:
-        return None
-    if world.alone:
-        return f"{config.strategy}: one process, so nothing is cut"
-    words = _computation(model, config, mesh)
-    if config.sharing.shards_parameters:
-        words.append(_cut(model, config, mesh, world))
-    elif config.strategy == "zero1":
-        words.append(f"optimizer state cut over {world.size} ranks")
-    elif mesh.data_size > 1:
-        words.append(f"{mesh.data_size} copies")
-    return f"{config.strategy}: {'; '.join(words)}"
-
-
-def about_remat(model: nn.Module, config: RunConfig) -> str:
-    """`full: 4 blocks of Layer`"""
-    blocks = find_blocks(model, config.blocks)
-    again = recomputed(blocks, config.remat)
-    of_all = f" (of {len(blocks)})" * (len(again) < len(blocks))
-    return f"{config.remat}: {_in_words(again)}{of_all}"
-
-
-def _computation(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
-    """What pp and tp cut."""
-    words = []
-    ranks, ways = mesh.sizes["pp"], mesh.sizes["tp"]
-    if ranks > 1:
-        from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
-
-        stages = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
-        words.append(f"{stages} stages over {ranks} ranks")
-    if ways > 1:
-        cut = sum(any(is_sharded_along_tp(p) for p in module.parameters(recurse=False)) for module in model.modules())
-        words.append(f"{cut} layers{' of the first stage' * (ranks > 1)} cut over {ways} ranks")
-    return words
-
-
-def _cut(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str:
-    """What fsdp, fsdp-grads and hsdp cut."""
-    copies = count_replicas(config.fsdp, world) if config.sharing.replica_groups else 1
-    ranks = mesh.data_size // copies
-    if ranks == 1:
-        if copies > 1:
-            return f"{copies} copies on one rank each, so nothing is cut (type strategy=ddp, or strategy=fsdp)"
-        return "one group of ranks with samples of its own, so nothing more is cut (mesh.dp is 1)"
-    over = f"cut over {ranks} ranks" + f", {copies} copies" * (copies > 1)
-    if blocks := find_blocks(model, config.blocks):
-        return f"{_in_words(blocks)}, {over}"
-    part = class_to_name(model)
-    named = f" (name some, such as blocks=[{part}])" if part else ""
-    return f"no blocks, {over}: the whole model is gathered at once, which saves little{named}"
-
-
-def _in_words(blocks: list[nn.Module]) -> str:
-    """`4 blocks of Layer, 2 of Encoder`"""
-    counts = Counter(class_name(block) for block in blocks)
-    (first, number), *rest = counts.items()
-    blocks_of_first = f"{number} block{'s' * (number > 1)} of {first}"
-    return ", ".join([blocks_of_first, *(f"{count} of {name}" for name, count in rest)])
-
-
-# What a run is meant to reach (`goals: ["accuracy >= 0.9"]`), and whether it has.
-
-
-COMPARE = {">=": lambda value, bound: value >= bound, "<=": lambda value, bound: value <= bound}
+    # A metric cannot take the place of a loss: the losses come last.
+    goals = judge(run.config.goals, metrics | losses)
+    if goals:
+        summary["goals"] = goals
+        summary["pass"] = all(goal["pass"] for goal in goals)
+    return summary
 
 
 def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Each goal with the value that was found. A value that is missing, or not a number, reaches nothing."""
-    return [_judge(goal, values) for goal in goals]
-
-
-def _judge(goal: str, values: Mapping[str, float | None]) -> dict[str, Any]:
-    name, sign, bound = goal.split()
-    value = values.get(name)
-    reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
-    return {"target": goal, "value": value, "pass": reached}
+    """Return each goal (`accuracy >= 0.9`) with the value found. A value that is missing or NaN reaches no goal."""
+    verdicts = []
+    for goal in goals:
+        name, sign, bound = goal.split()
+        value = values.get(name)
+        reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
+        verdicts.append({"target": goal, "value": value, "pass": reached})
+    return verdicts

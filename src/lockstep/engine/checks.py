@@ -1,8 +1,12 @@
-"""What is checked at the start of a run and while it runs, so that silent mistakes stop loudly."""
+"""Checks at the start of a run and while it runs, so that silent mistakes become loud errors.
+
+Where a check compares ranks it is collective, and raises the same error on every rank.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,268 +22,312 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, StepBatches
 
-WRAPPERS: dict[type, str] = {  # and what to type instead
+# Wrappers that a model must not come in, and what to type instead.
+WRAPPERS: dict[type, str] = {
     DistributedDataParallel: "strategy=ddp",
     nn.DataParallel: "strategy=ddp",
     FullyShardedDataParallel: "strategy=fsdp",
     FSDPModule: "strategy=fsdp",
 }
 
+# Parameters are compared as integers of the same width.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# ---- the configuration ----
+
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
-    """Ranks with different settings train different models, or wait for each other for ever."""
-    mine = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
-    everybody = runtime.collectives.gather_json(mine)
-    for rank, theirs in enumerate(everybody):
-        different = sorted(key for key in mine.keys() | theirs.keys() if everybody[0].get(key) != theirs.get(key))
+    """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
+    # The default run_dir holds a time, which differs between the ranks; rank 0 chooses it for all.
+    own = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
+    first, *others = runtime.collectives.gather_json(own)
+    for rank, theirs in enumerate(others, start=1):
+        different = sorted(key for key in first.keys() | theirs.keys() if first.get(key) != theirs.get(key))
         if different:
             key = different[0]
             raise UserError(
-                "the same configuration on every rank",
-                f"{key} is {everybody[0].get(key)} on rank 0 and {theirs.get(key)} on rank {rank}"
-                + (f" ({len(different)} keys differ)" if len(different) > 1 else ""),
+                "the ranks have different configurations: "
+                f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}",
+                f"{len(different)} keys differ" if len(different) > 1 else "",
                 "pass every rank the same file and the same key=value arguments",
             )
 
 
-def first_share(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
-    """The first share of every rank, or the same error on every rank.
-
-    Two ranks that read the same samples double their weight, and nothing else would ever show it. Those of one
-    `data_rank` must read the same ones.
-    """
-    share, problem, mine = None, None, None
-    try:
-        share = source.take()
-        share.batches = batches = list(share)
-        mine = None if batches[0].padding else digest(batches[0].data)
-    except UserError as error:
-        problem = error
-    everybody = runtime.collectives.gather_json(
-        [mine, problem and [problem.problem, problem.found, problem.fix], data_rank]
-    )
-    for rank, (_, trouble, _) in enumerate(everybody):
-        if trouble:
-            raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
-    assert share is not None
-    firsts = _first_batches([(place, value) for value, _, place in everybody])
-    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
-    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
-        check_different(
-            list(firsts.values()),
-            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
-            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
-        )
-    return share
-
-
-def _first_batches(found: list[tuple[int, str | None]]) -> dict[int, str | None]:
-    """One digest per data rank."""
-    firsts: dict[int, str | None] = {}
-    for rank, (place, value) in enumerate(found):
-        if firsts.setdefault(place, value) != value:
-            raise UserError(
-                "the same samples on all ranks that share a layer or follow each other as stages",
-                f"rank {rank} read another first batch than the first rank of its group",
-                "let Lockstep deal the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
-                "samples that draw random numbers",
-            )
-    return firsts
-
-
-def check_different(digests: list[str | None], fix: str) -> None:
-    """The first batches of all ranks; None: that rank has none."""
-    seen: dict[str, int] = {}
-    for rank, value in enumerate(digests):
-        if value is not None and value in seen:
-            raise UserError(
-                "different samples on every rank",
-                f"ranks {seen[value]} and {rank} read the same first batch",
-                fix,
-            )
-        if value is not None:
-            seen[value] = rank
-
-
-def check_loss(loss: Loss) -> None:
-    if not isinstance(loss, Loss):
-        raise UserError(
-            "a loss with its weight",
-            f"loss() returned a {type(loss).__name__}",
-            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
-        )
-    if loss.total.dim() != 0 or not loss.total.requires_grad:
-        raise UserError(
-            "a loss: one number, the SUM over the micro-batch, that depends on the parameters",
-            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
-            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
-        )
-    on_gpu = isinstance(loss.weight, torch.Tensor) and loss.weight.is_cuda  # looking at it would make the host wait
-    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
-        raise UserError(
-            "a loss weight: how many terms the sum has", f"{loss.weight}", "return a finite weight of 0 or more"
-        )
-
-
-def check_plain(model: Any) -> None:
-    """Lockstep wraps and compiles by itself: a model that is wrapped already would be exchanged twice, or renamed."""
-    if not isinstance(model, nn.Module):
-        raise UserError("a model: an nn.Module", f"a {type(model).__name__}", "return the module itself from model()")
-    for name, module in model.named_modules():
-        typed = [word for kind, word in WRAPPERS.items() if isinstance(module, kind)]
-        typed += ["compile=true"] * hasattr(module, "_orig_mod")
-        if typed:
-            raise UserError(
-                "a plain model, which Lockstep wraps by itself",
-                f"a {type(module).__name__}" + f" as {name!r}" * bool(name),
-                f"return the model inside it, and type {typed[0]}",
-            )
-
-
-def check_supported(model: nn.Module) -> None:
-    """What the step cannot carry yet is refused by name."""
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise UserError(
-                "dense gradients", f"{name!r} has sparse=True", "leave sparse=True out: its gradient is then dense"
-            )
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise UserError(
-                "real trainable parameters", f"{name!r} is complex", "store it as real numbers (torch.view_as_real)"
-            )
-
-
-def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
-    """SyncBatchNorm talks to all ranks in every forward, so all must run equally many."""
-    if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return
-    short = tail == "short" and (plan.samples or 0) % plan.global_batch
-    if plan.micro_batches % plan.world or short:
-        raise UserError(
-            "SyncBatchNorm, whose forward waits for all ranks",
-            f"ranks that run different numbers of micro-batches ({plan.micro_batches} on {plan.world} ranks"
-            + (", and a short last step" if short else "")
-            + ")",
-            f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
-        )
-
-
 def check_best(config: RunConfig, evaluates: bool) -> None:
-    """The best checkpoint is one whose weights were evaluated: without evaluations none would ever be kept."""
+    """Check that checkpoints are evaluated if the best one is wanted: otherwise none would ever be kept."""
     if config.checkpoint.best and not (evaluates and config.evaluate.every):
+        fix = "type evaluate.every=100"
+        if not evaluates:
+            fix += ", and return a dataset from eval_data()"
         raise UserError(
-            f"checkpoint.best={config.checkpoint.best}",
-            "no evaluation during the run to compare checkpoints by" + "; eval_data() gives none" * (not evaluates),
-            "type evaluate.every=100" + ", and return a dataset from eval_data()" * (not evaluates),
+            f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run",
+            "" if evaluates else "eval_data() returns None",
+            fix,
         )
 
 
-def check_logged(config: RunConfig, source: BatchSource) -> None:
+def check_sample_log(config: RunConfig, source: BatchSource) -> None:
+    """Check that the samples have ids, if they are to be logged."""
     if config.log.samples and isinstance(source, StreamSource):
         raise UserError(
-            "log.samples=true",
-            "a stream, whose samples have no numbers to write down",
+            "log.samples=true needs sample ids, and the samples of a stream have none",
+            "",
             "return a dataset with __getitem__ and __len__ from data(), or leave log.samples out",
         )
 
 
-def check_places(config: RunConfig, staged: bool, alone: bool) -> None:
-    """For a task with `before_batch`, which keeps something for every place of the global batch, on the rank that runs
-    it."""
-    asked = "before_batch(), with which the task keeps something for every place in the global batch"
+def check_before_batch(config: RunConfig, staged: bool, alone: bool) -> None:
+    """Check that a task with `before_batch` gets the same part of every global batch on the same rank, in order."""
     if staged:
         raise UserError(
-            f"{asked}, in a pipeline (mesh.pp)",
-            "all micro-batches of a step at once, so that none is the one before its loss",
+            "before_batch() cannot be used in a pipeline (mesh.pp)",
+            "all micro-batches of a step are in flight together, so none directly precedes its loss",
             "type strategy=ddp, without mesh.pp",
         )
     if config.load_balance == "auto" and not alone:
         raise UserError(
-            f"{asked}, with load_balance=auto",
-            "places that move to other ranks when the speeds have been measured",
+            "before_batch() cannot be used with load_balance=auto",
+            "micro-batches move to other ranks once the speeds are measured, away from what the task keeps for them",
             "leave load_balance out, or give one number for each rank, such as [1, 2]",
         )
 
 
-def check_enough_work(plan: Plan) -> None:
-    """A pipeline with one micro-batch is a queue of one: all stages but one wait at any time."""
-    if plan.micro_batches // plan.world < 2:
-        several = max(1, plan.global_batch // (2 * plan.world))
-        fix = f"type micro_batch={several} or less" if plan.global_batch >= 2 * plan.world else "type a larger batch"
+def check_something_left(steps: int, done: int) -> None:
+    """Check that a resumed run has not been trained for longer than is wanted now: its record would be overwritten."""
+    if done > steps:
         raise UserError(
-            "a pipeline (mesh.pp), in which several micro-batches are on their way at once",
-            f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {plan.micro_batch} samples in a "
-            f"step, for {plan.world} "
-            f"pipeline{'s' * (plan.world > 1)}",
-            f"{fix}: at least one for each stage is best",
+            f"steps={steps} leaves nothing to train: the checkpoint is of step {done}",
+            "",
+            f"type steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
         )
+
+
+# ---- the model ----
+
+
+def check_plain(model: Any) -> None:
+    """Check that the model is not wrapped yet: its gradients would be reduced twice, or its parameters renamed."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
+        )
+    for name, module in model.named_modules():
+        settings = [setting for wrapper, setting in WRAPPERS.items() if isinstance(module, wrapper)]
+        # torch.compile(model) puts the model into a module of a private class.
+        if hasattr(module, "_orig_mod"):
+            settings.append("compile=true")
+        if settings:
+            wrapped = repr(name) if name else "the model"
+            raise UserError(
+                f"{wrapped} is already wrapped in {type(module).__name__}",
+                "Lockstep wraps and compiles a plain model itself",
+                f"return the model inside it, and type {settings[0]}",
+            )
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse by name what the step cannot train."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UserError(
+                f"sparse gradients are not supported, and {name!r} has sparse=True",
+                "",
+                "leave sparse=True out: its gradient is then dense",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UserError(
+                f"complex trainable parameters are not supported, and {name!r} is complex",
+                "",
+                "store it as real numbers (torch.view_as_real)",
+            )
+
+
+def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
+    """Check that all ranks run equally many micro-batches with SyncBatchNorm, whose forward is collective."""
+    if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return
+    short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
+    if plan.micro_batches % plan.world or short:
+        also = ", and a short last step" if short else ""
+        raise UserError(
+            "SyncBatchNorm needs ranks that run equally many micro-batches, since its forward waits for all of them",
+            f"{plan.micro_batches} on {plan.world} ranks{also}",
+            f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
+        )
+
+
+def check_enough_micro_batches(plan: Plan) -> None:
+    """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
+    if plan.micro_batches // plan.world >= 2:
+        return
+    # Two micro-batches for each pipeline, if the batch has so many samples.
+    if plan.global_batch >= 2 * plan.world:
+        fix = f"type micro_batch={plan.global_batch // (2 * plan.world)} or less"
+    else:
+        fix = "type a larger batch"
+    pipelines = f"{plan.world} pipeline{'s' if plan.world > 1 else ''}"
+    micro_batches = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+    raise UserError(
+        "a pipeline (mesh.pp) needs at least two micro-batches in every step",
+        f"{micro_batches} of {plan.micro_batch} samples in a step, for {pipelines}",
+        f"{fix}: at least one for each stage is best",
+    )
 
 
 class TrainableGuard:
-    """What is trainable was fixed when the model was wrapped: a layer unfrozen later would never be exchanged."""
+    """Notices parameters that are frozen, unfrozen or replaced during the run.
+
+    The set of trainable parameters is fixed when the model is wrapped: the gradients of a layer that is unfrozen later
+    would never be all-reduced.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = [p for _, p in model.named_parameters()]
+        named = list(model.named_parameters())
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
         self.trainable = [p.requires_grad for p in self.parameters]
 
     def check(self) -> None:
-        if [p.requires_grad for p in self.parameters] != self.trainable:
-            pairs = zip(self.names, self.parameters, self.trainable, strict=True)
-            name, p = next((name, p) for name, p, before in pairs if p.requires_grad != before)
-            raise self._changed(
-                f"{name!r} was {'unfrozen' if p.requires_grad else 'frozen'} after the model was wrapped"
-            )
+        """Check in every step that no parameter was frozen or unfrozen."""
+        if [p.requires_grad for p in self.parameters] == self.trainable:
+            return
+        # Only now look for the one that changed: the comparison above is all that every step pays.
+        for name, p, before in zip(self.names, self.parameters, self.trainable, strict=True):
+            if p.requires_grad != before:
+                raise _trainable_changed(f"{name!r} was {'frozen' if before else 'unfrozen'}")
 
     def check_structure(self) -> None:
-        """Slower, so only now and then: parameters added, removed or replaced."""
+        """Check that no parameter was added, removed or replaced. Slower, so not in every step."""
         now = dict(self.model.named_parameters())
         for name, p in zip(self.names, self.parameters, strict=True):
             if now.pop(name, None) is not p:
-                raise self._changed(f"parameter {name!r} was replaced or removed after the model was wrapped")
+                raise _trainable_changed(f"parameter {name!r} was replaced or removed")
         if now:
-            raise self._changed(f"parameter {next(iter(now))!r} was added after the model was wrapped")
-
-    def _changed(self, found: str) -> UserError:
-        return UserError(
-            "the same trainable parameters during the whole run",
-            found,
-            "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
-            "start a second run from the saved weights",
-        )
+            raise _trainable_changed(f"parameter {next(iter(now))!r} was added")
 
 
-def _checksum(parameter: nn.Parameter) -> torch.Tensor:
-    """The sum of its bits as whole numbers: any single change shows, which a norm in floating point may swallow."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return parameter.detach().contiguous().view(whole).sum(dtype=torch.int64)
+def _trainable_changed(change: str) -> UserError:
+    return UserError(
+        f"{change} after the model was wrapped",
+        "the trainable parameters must stay the same during the run",
+        "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
+        "start a second run from the saved weights",
+    )
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
-    """Replicas must hold the same bits. Compares a checksum per parameter; names the first that differs."""
-    pairs = [(name, p) for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))]
-    if runtime.world.alone or not pairs:
+    """Check that all ranks hold the same bits, with a checksum per parameter. Collective."""
+    # Parameters on the meta device have no bits yet: they are initialised after this.
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    if only_frozen:
+        named = [(name, p) for name, p in named if not p.requires_grad]
+    if runtime.world.alone or not named:
         return
-    names, parameters = zip(*pairs, strict=True)
-    everybody = runtime.collectives.gather_json(torch.stack([_checksum(p) for p in parameters]).tolist())
-    for rank, theirs in enumerate(everybody):
-        for name, mine, other in zip(names, everybody[0], theirs, strict=True):
-            if mine != other:
+    # The one host synchronisation of this check.
+    checksums = torch.stack([_checksum(p) for _, p in named]).tolist()
+    first, *others = runtime.collectives.gather_json(checksums)
+    for rank, theirs in enumerate(others, start=1):
+        for (name, _), expected, found in zip(named, first, theirs, strict=True):
+            if expected != found:
                 raise UserError(
-                    "the same weights on every rank",
                     f"{name!r} differs between rank 0 and rank {rank}",
+                    "every rank must hold the same weights",
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
                 )
 
 
-def check_something_left(steps: int, done: int) -> None:
-    """A run that has been trained for longer than is asked now was not meant: its record would be overwritten."""
-    if done > steps:
+def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the sum of the parameter's bits as integers, shape (): any single change shows, unlike in a norm."""
+    integers = parameter.detach().contiguous().view(INTEGERS[parameter.element_size()])
+    return integers.sum(dtype=torch.int64)
+
+
+# ---- the data and the loss ----
+
+
+def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
+    """Take the batches of the first step, and check that the ranks read different samples. Collective.
+
+    Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
+    `data_rank` must read the same ones.
+    """
+    batches: StepBatches | None = None
+    problem: UserError | None = None
+    own: str | None = None
+    try:
+        batches = source.take()
+        # Read all of them now: an error while reading is gathered too, and raised on every rank.
+        batches.batches = micro_batches = list(batches)
+        own = None if micro_batches[0].padding else digest(micro_batches[0].data)
+    except UserError as error:
+        problem = error
+
+    gathered = runtime.collectives.gather_json([data_rank, own, problem and list(problem.args)])
+    # A rank that failed raises its own error, the others a copy of the first one.
+    for rank, (_, _, trouble) in enumerate(gathered):
+        if trouble:
+            raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
+    assert batches is not None
+
+    digests = _one_per_data_rank([(place, found) for place, found, _ in gathered])
+    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
+    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
+        check_different(
+            digests,
+            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
+            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+        )
+    return batches
+
+
+def _one_per_data_rank(found: list[tuple[int, str | None]]) -> list[str | None]:
+    """Return the digest of each data rank, after checking that its ranks agree. `found` is (data rank, digest)."""
+    digests: dict[int, str | None] = {}
+    for rank, (data_rank, value) in enumerate(found):
+        if digests.setdefault(data_rank, value) != value:
+            raise UserError(
+                f"rank {rank} read another first batch than the first rank of its group",
+                "ranks that share a layer, or are stages of one pipeline, must read the same samples",
+                "let Lockstep shard the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
+                "samples that draw random numbers",
+            )
+    return list(digests.values())
+
+
+def check_different(digests: Sequence[str | None], fix: str) -> None:
+    """Check that no two ranks have the same first batch. None: that rank has no batch."""
+    seen: dict[str, int] = {}
+    for rank, value in enumerate(digests):
+        if value is None:
+            continue
+        if value in seen:
+            raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)
+        seen[value] = rank
+
+
+def check_loss(loss: Loss) -> None:
+    """Check what the task's `loss` returned: a sum of shape (), and a weight."""
+    if not isinstance(loss, Loss):
         raise UserError(
-            f"steps = {steps}",
-            f"a checkpoint of step {done}: nothing is left to train",
-            f"type steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
+            f"loss() must return lockstep.Loss(sum, weight); it returned a {type(loss).__name__}",
+            "",
+            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
+        )
+    if loss.total.dim() != 0 or not loss.total.requires_grad:
+        raise UserError(
+            "the loss must be one number, the SUM over the micro-batch, that depends on the parameters",
+            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
+            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+    # Reading a weight on the GPU would make the host wait for it.
+    on_gpu = isinstance(loss.weight, torch.Tensor) and loss.weight.is_cuda
+    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
+        raise UserError(
+            f"the weight of a loss is the number of its terms; it cannot be {loss.weight}",
+            "",
+            "return a finite weight of 0 or more",
         )

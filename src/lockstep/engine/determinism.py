@@ -1,5 +1,8 @@
-"""What `exact` asks of a run beyond the order of additions: nothing in it that depends on who computes, and the same
-surroundings on every rank and in every part of the run."""
+"""What `exact` requires of a run beyond the order of additions.
+
+Nothing in the run may depend on which rank computes it, and everything that decides about bits (threads, torch, the
+device) must be the same on every rank and in every part of the run.
+"""
 
 from __future__ import annotations
 
@@ -19,142 +22,171 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
 
-WEIGHT_GRID = 2.0**32  # weights count in steps of 1/this: below 2^21 a step their sums are exact in any order
+# Sums of multiples of a power of two are exact in any order, as long as they stay below 2^53 of these units.
+WEIGHT_GRID = 2.0**32  # weights are multiples of 1/this: their sums are exact below 2^21 a step
 LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
 
-
-ROUNDING = 1e-6  # of a weight: what its grid may change
-CUT = ("micro_batch", "global_batch")  # settings that decide which gradients are added
+MAX_ROUNDING = 1e-6  # relative: how much its grid may change a weight
+BATCH_SETTINGS = ("micro_batch", "global_batch")  # settings that decide which gradients are added
 
 
 def on_grid(value: float | Tensor, grid: float) -> Any:
-    """The nearest multiple of 1/grid."""
+    """Return the nearest multiple of 1/grid. `value` is a number, or a tensor of any shape."""
     if isinstance(value, Tensor):
         return torch.round(value.double() * grid) / grid
     return round(value * grid) / grid if math.isfinite(value) else value
 
 
 def check_weight(weight: float) -> None:
-    """A weight that the grid changes would train another model."""
-    if abs(on_grid(weight, WEIGHT_GRID) - weight) > ROUNDING * weight:
+    """Check that the grid does not change the weight: that would train another model."""
+    if abs(on_grid(weight, WEIGHT_GRID) - weight) > MAX_ROUNDING * weight:
         raise UserError(
-            f"exact=true with a weight of {weight:.3g}",
-            "weights count in multiples of 2^-32 there, and this one would be changed",
+            f"exact=true cannot represent a weight of {weight:.3g}",
+            "weights are multiples of 2^-32 there, and this one would be changed",
             "multiply the loss and its weight by one large number, which changes nothing else: 1e6, for instance",
         )
 
 
 class Exactness:
-    """Of one run. A checkpoint keeps what decides about bits beside the program: it must be as it was."""
+    """Guards the promise of `exact` in one run.
+
+    Its state in a checkpoint is what decides about bits outside the program: a resumed run compares it.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
-        """`changing`: the buffers that the task says its training changes."""
+        """`changing` names the buffers that training changes, according to the task."""
         _check_changing(model, changing)
         _check_batchnorm(model)
         self.model = model
-        self.here = _surroundings(runtime)
+        self.platform = _agreed_platform(runtime)
         self._changes: list[Change] = []  # since the checkpoint that was loaded
-        self._unfused = _step_one_by_one(optimizers)
-        self._buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
+        self._unfused = _step_unfused(optimizers)
+        self._first_buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
     def begin(self, source: BatchSource, plan: Plan, settings: list[Change]) -> str:
-        """With the data known. `settings`: those that a resumed run has changed. What is told before the first step."""
+        """Check the source, and return a line for the banner. `settings` are those that a resumed run has changed."""
         if not isinstance(source, MapSource):
             raise UserError(
-                "exact=true",
-                f"data from a {type(source).__name__}: which samples make up a micro-batch follows the number of ranks",
+                f"exact=true cannot be used with data from a {type(source).__name__}",
+                "which samples make up a micro-batch would depend on the number of ranks",
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
-        self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        changes = [*self._changes, *(setting for setting in settings if setting.key in CUT)]
-        told = [f"the same bits on 1 to {plan.micro_batches} ranks, with {self.here['threads']} CPU thread(s) each"]
-        told += ["fused optimizers step without their fused kernels"] if self._unfused else []
-        told += [f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"] if changes else []
-        return "; ".join(told)
+        # Cloned only now: resuming may have restored them.
+        self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+        threads = self.platform["threads"]
+        parts = [f"the same bits on 1 to {plan.micro_batches} ranks, with {threads} CPU thread(s) each"]
+        if self._unfused:
+            parts.append("fused optimizers step without their fused kernels")
+        # Other settings may change too, such as the learning rate: the bits then differ because they are meant to.
+        changes = [*self._changes, *(change for change in settings if change.key in BATCH_SETTINGS)]
+        if changes:
+            parts.append(f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}")
+        return "; ".join(parts)
 
     def end_step(self) -> None:
-        """After the first step, look at the buffers. Those that a forward changes (running statistics, counters) follow
-        what a rank has seen; rank 0's are saved and evaluated, so they would carry the number of ranks into the
-        result."""
-        for name, before in self._buffers.items():
+        """Check after the first step of this process that no buffer has changed.
+
+        Buffers that a forward changes (running statistics, counters) depend on the samples that a rank has seen.
+        Rank 0's are saved and evaluated, so they would carry the number of ranks into the result.
+        """
+        for name, before in self._first_buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                raise _changing_buffer(name, "changed in the first step; it follows the samples that a rank has seen")
-        self._buffers = {}
+                raise _changing_buffer(
+                    f"the buffer {name!r} changed in the first step",
+                    "it depends on the samples that a rank has seen",
+                )
+        self._first_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.here)
+        return dict(self.platform)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["threads"] != self.here["threads"]:
+        # Only the number of threads can be set back. Other changes are reported in the banner.
+        threads = self.platform["threads"]
+        if state["threads"] != threads:
             raise UserError(
-                f"exact=true with {self.here['threads']} CPU threads per rank",
-                f"a checkpoint of a run with {state['threads']}: kernels add in another order with another number",
+                f"exact=true with {threads} CPU threads per rank cannot resume a run with {state['threads']}",
+                "kernels add in another order with another number of threads",
                 f"type threads={state['threads']}",
             )
-        self._changes = [Change(key, state[key], now) for key, now in self.here.items() if state[key] != now]
+        self._changes = [Change(key, state[key], now) for key, now in self.platform.items() if state[key] != now]
 
 
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
-    """`names`: a task's `changing_buffers`."""
+    """Check the task's `changing_buffers`: buffers of the model, and with `exact` there must be none."""
     known = [name for name, _ in model.named_buffers()]
-    wrong = "a text, not a tuple of names" if isinstance(names, str) else None
-    for name in names if wrong is None else ():
-        if name in known:
-            raise _changing_buffer(name, "changes in training, as the task says")
-        wrong = f"no buffer {name!r} in the model"
-    if wrong is not None:
+    problem = None
+    if isinstance(names, str):
+        problem = "is a string, not a tuple of names"
+    else:
+        # Declaring such a buffer lets the task be refused before the first step rather than after it.
+        for name in names:
+            if name in known:
+                raise _changing_buffer(
+                    f"the buffer {name!r} changes in training", "the task's changing_buffers says so"
+                )
+            problem = f"names {name!r}, which is no buffer of the model"
+    if problem:
         raise UserError(
-            f"changing_buffers={names!r} in the task",
-            wrong,
+            f"changing_buffers={names!r} in the task {problem}",
+            "",
             f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
         )
 
 
-def _changing_buffer(name: str, what: str) -> UserError:
+def _check_batchnorm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        # In eval mode, or without running statistics, a forward changes no buffer.
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            raise UserError(
+                f"exact=true needs buffers that training does not change, and {name or type(model).__name__} is a "
+                f"{type(module).__name__}",
+                "its running statistics depend on the samples that a rank has seen",
+                "use GroupNorm; or pass track_running_stats=False, which leaves the statistics of each micro-batch",
+            )
+
+
+def _changing_buffer(problem: str, reason: str) -> UserError:
     return UserError(
-        "exact=true with a model whose buffers stay as they are in training",
-        f"the buffer {name!r} {what}",
+        f"exact=true needs buffers that training does not change, and {problem}",
+        reason,
         "keep such numbers in the task, or compute them from the step; or leave exact out",
     )
 
 
-def _surroundings(runtime: Runtime) -> dict[str, Any]:
-    """The same on all ranks, or a refusal."""
+def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
+    """Return what decides about bits outside the program, after checking that all ranks have the same."""
+    # Kernels are chosen by the device's model and the CPU's instruction set, and change with torch's version.
     device = runtime.device
-    here = {
+    own = {
         "threads": runtime.threads,
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
-    everybody = runtime.collectives.gather_json(here)
-    for rank, theirs in enumerate(everybody):
-        for key, value in everybody[0].items():
+    first, *others = runtime.collectives.gather_json(own)
+    for rank, theirs in enumerate(others, start=1):
+        for key, value in first.items():
             if theirs[key] != value:
                 raise UserError(
-                    "exact=true, which needs ranks that compute alike",
-                    f"{key} is {value} on rank 0 and {theirs[key]} on rank {rank}",
+                    f"exact=true needs equal ranks, and {key} is {value} on rank 0 and {theirs[key]} on rank {rank}",
+                    "",
                     "run on machines of one kind, with one version of torch; or type exact=false",
                 )
-    return here
+    return own
 
 
-def _check_batchnorm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-            raise UserError(
-                "exact=true with a model whose buffers stay as they are in training",
-                f"{name or type(model).__name__} is a {type(module).__name__}: its running statistics follow the "
-                "samples that a rank has seen",
-                "use GroupNorm; or pass track_running_stats=False, which leaves the statistics of each micro-batch",
-            )
+def _step_unfused(optimizers: Optimizers) -> bool:
+    """Switch fused kernels off, and return whether there were any.
 
-
-def _step_one_by_one(optimizers: Optimizers) -> bool:
-    """Fused optimizers round the last elements of a tensor otherwise than the others (on a CPU), so what they do
-    depends on where a tensor is cut. The same algorithms without that: whether there was anything to change."""
+    On a CPU they round the last elements of a tensor differently from the others, so that the result would depend on
+    where a tensor is sharded. Without them the algorithm is the same.
+    """
     fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
         group["fused"] = False
-    optimizers.folds = optimizers.skips_by_itself = False
+    # Only fused kernels divide the gradients and skip the step by themselves.
+    optimizers.folds = False
+    optimizers.skips_by_itself = False
     return bool(fused)

@@ -1,6 +1,7 @@
-"""Out of memory: say what took it and what would help; or, with micro_batch=auto, go on one size down.
+"""Turn errors of torch into errors about the run: what happened, what was found, and what to type.
 
-The rank that ran out ends, and its launcher stops the others, which wait for it in a collective.
+Out of memory is the main one. With micro_batch=auto the rank leaves a note with a smaller size, and ends; its launcher
+stops the other ranks, which wait for it in a collective, and starts all of them again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
+from lockstep.parallel.driver import Driver
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
@@ -27,118 +29,194 @@ from lockstep.runtime.heartbeat import FOLDER
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
+    from lockstep.engine.setup import RunBuilder
 
-SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"
+SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def is_one(error: RuntimeError) -> bool:
-    """Whether it says that memory has run out, a GPU's or the host's."""
+@contextmanager
+def explained(builder: RunBuilder) -> Iterator[None]:
+    """Raise known errors of torch as errors that say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise _explain_out_of_memory(error, builder) from error
+        # torch raises this where a plain tensor meets a parameter that is sharded.
+        driver = builder.driver
+        if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
+            raise _explain_sharded_parameters(error, builder) from error
+        raise
+
+
+def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> UserError:
+    """Explain that sharded parameters are gathered in the model's forward only."""
+    setting = f"strategy={builder.config.strategy}"
+    if builder.config.mesh.tp:
+        setting += f" mesh.tp={builder.config.mesh.tp}"
+    return UserError(
+        f"{setting} shards parameters, and the task computes with them, or calls a part of the model, by itself",
+        str(error).splitlines()[0],
+        "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
+        "weights; or type strategy=ddp, which keeps full parameters on every rank",
+    )
+
+
+# ---- out of memory ----
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the memory of a GPU or of the host has run out."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exception:
+    """Return an error that says what did not fit, what memory holds, and what would help, best advice first."""
+    message = str(error)
+    found = _describe_missing(message)
+    driver = builder.driver
+    if driver is None:
+        return UserError("the model does not fit into memory", found, "build a smaller one, or type device=cpu")
+
+    # Captured graphs hold memory of their own, so giving them up is the first advice.
+    held = _footprint(driver, builder)
+    on_host = not isinstance(error, torch.OutOfMemoryError)
+    config = builder.config
+    world = builder.runtime.world
+    first = [Option("graph=false", None)] if has_captures(driver.model) else []
+    advice: list[Option] = []
+
+    # What does not fit, and what would make it smaller, depends on how far the run has come.
+    run = builder.run
+    if run is None:
+        what = "the model"
+        advice = options(held, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
+    elif builder.runtime.heartbeat.phase == "evaluate":
+        batch = run.evaluation_batch()
+        what = f"an evaluation in batches of {batch}"
+        if batch > 1:
+            first.append(Option(f"evaluate.batch={batch // 2}", None))
+    else:
+        what = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
+        smaller = _note_smaller_micro_batch(run)
+        if smaller:
+            return SmallerMicroBatch(f"{what} does not fit: {found}; continuing with micro-batches of {smaller}")
+        blocks = len(find_blocks(driver.model, config.blocks))
+        advice = options(held, config, world.size, run.plan.micro_batch, blocks, on_host)
+
+    # Options that are enough by themselves come first; otherwise the order stays.
+    missing = _missing(message, held.to_come)
+    advice = sorted(advice, key=lambda option: not option.enough(missing))
+    fix = "; ".join(option.text(missing) for option in [*first, *advice])
+    return UserError(
+        f"{what} does not fit into memory",
+        f"{found}; it holds {held}",
+        f"type one of these, the first first: {fix}",
+    )
+
+
+def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
+    """Count the bytes of the tensors that lie on this rank's device."""
+    device = builder.runtime.device
+    model = driver.model
+    optimizers = builder.model.optimizers if builder.model else None
+
+    def count(tensors: Iterable[Any]) -> int:
+        # Offloaded tensors lie elsewhere.
+        return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
+
+    # The optimizers' state, and what their first step has still to make.
+    state: list[Any] = []
+    to_come = 0
+    if optimizers:
+        for optimizer in optimizers.all:
+            state += [value for values in optimizer.state.values() for value in values.values()]
+            to_come += sum(moments * count(parameters) for moments, parameters in _moments_to_come(optimizer))
+        if optimizers.masters:
+            state += optimizers.masters.held()
+
+    held = Footprint(
+        parameters=count([*model.parameters(), *model.buffers()]),
+        gradients=count(p.grad for p in model.parameters()),
+        optimizer=count(state),
+        to_come=to_come,
+    )
+    if device.type != "cuda":
+        return held
+    # At the peak, whatever was none of these was activations, or buffers that come and go with them.
+    peak = torch.cuda.max_memory_allocated(device)
+    return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
+
+
+def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the number of moments that the first step will make, and their parameters, for torch's own optimizers."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for group in optimizer.param_groups:
+        # Adam and its relatives keep two, SGD keeps one if it has momentum.
+        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
+        yield moments, [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+
+
+# ---- micro_batch=auto ----
+
+
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
-    """What an earlier attempt of this run found to be the most."""
+    """Return the largest micro-batch that fits, as far as an earlier attempt of this run has found out."""
     if FOLDER not in os.environ:
         raise UserError(
-            "micro_batch=auto, which starts again with a smaller one when memory runs out",
-            "nobody who could start again: these ranks have no launcher of ours",
+            "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
+            "these ranks were started by another one",
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
         )
-    path = _note(run_dir)
+    path = _note_path(run_dir)
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None
     )
 
 
-def explanation(error: RuntimeError, run: Run) -> Exception:
-    found = _what_was_missing(str(error))
-    if not hasattr(run, "driver"):
-        return UserError("to build the model", found, "build a smaller one, or type device=cpu")
-    held = _footprint(run)
-    on_host = not isinstance(error, torch.OutOfMemoryError)
-    first = [Option("graph=false", None)] if has_captures(run.driver.model) else []
-    if not run.opened:
-        asked = "to put the model on its device"
-        less = options(held, run.config, run.runtime.world.size, micro_batch=1, blocks=1, on_host=on_host)
-    elif run.runtime.heartbeat.phase == "evaluate":
-        batch = run.evaluation_batch()
-        asked, less = f"an evaluation in batches of {batch}", []
-        first += [Option(f"evaluate.batch={batch // 2}", None)] if batch > 1 else []
-    else:
-        asked = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
-        if smaller := _one_size_down(run):
-            return SmallerMicroBatch(f"{asked} does not fit: {found}; going on with micro-batches of {smaller}")
-        blocks = len(find_blocks(run.driver.model, run.config.blocks))
-        less = options(held, run.config, run.runtime.world.size, run.plan.micro_batch, blocks, on_host)
-    missing = _missing(str(error), held.to_come)
-    less = sorted(less, key=lambda option: not option.enough(missing))  # otherwise as they are
-    advice = "; ".join(option.text(missing) for option in [*first, *less])
-    return UserError(asked, f"{found}; it holds {held}", f"type one of these, the first first: {advice}")
-
-
-def _one_size_down(run: Run) -> int | None:
-    """With micro_batch=auto under our launcher: leave a note for the next attempt, which begins at the last commit."""
+def _note_smaller_micro_batch(run: Run) -> int | None:
+    """With micro_batch=auto, note a smaller size for the next attempt, and return it."""
     if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
         return None
+    # The next attempt begins at the last commit, with this size.
     smaller = smaller_micro_batch(run.plan)
-    staged = run.run_dir / f"micro_batch.json.{run.runtime.world.rank}"  # several ranks may run out at once
+    run_dir = run.folder.path
+    staged = run_dir / f"micro_batch.json.{run.runtime.world.rank}"  # several ranks may run out of memory at once
     staged.write_text(json.dumps({"micro_batch": smaller}))
-    os.replace(staged, _note(run.run_dir))
+    os.replace(staged, _note_path(run_dir))
     return smaller
 
 
-def _note(run_dir: Path) -> Path:
+def _note_path(run_dir: Path) -> Path:
     return run_dir / "micro_batch.json"
 
 
-def _footprint(run: Run) -> Footprint:
-    model, made, device = run.driver.model, getattr(run, "optimizers", None), run.runtime.device
-
-    def count(tensors: Iterable[Any]) -> int:
-        """What is offloaded lies elsewhere."""
-        return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
-
-    states = [state for optimizer in (made.all if made else []) for state in optimizer.state.values()]
-    masters = made.masters.held() if made and made.masters else []
-    held = Footprint(
-        parameters=count([*model.parameters(), *model.buffers()]),
-        gradients=count(p.grad for p in model.parameters()),
-        optimizer=count([*masters, *(value for state in states for value in state.values())]),
-        to_come=sum(
-            moments * count(parameters)
-            for optimizer in (made.all if made else [])
-            for moments, parameters in _moments_to_come(optimizer)
-        ),
-    )
-    if device.type != "cuda":
-        return held
-    worst = torch.cuda.max_memory_allocated(device)
-    return replace(held, activations=max(0, worst - held.parameters - held.gradients - held.optimizer))
+# ---- torch's message ----
 
 
-def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
-    """How many, each as large as these parameters, torch's own optimizers make in a first step. Of others nothing is
-    known."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    for group in optimizer.param_groups:
-        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
-        yield moments, [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-
-
-def _what_was_missing(message: str) -> str:
-    wanted, free = _wanted(message), _free(message)
+def _describe_missing(message: str) -> str:
+    wanted = _wanted(message)
     if wanted is None:
         return f"out of memory: {message.splitlines()[0] if message else 'no details'}"
-    allowed = _size(rf"({SIZE}) allowed", message)
-    of = f" of the {amount(allowed)} that gpu_memory allows" if allowed is not None else ""
-    return f"out of memory: {amount(wanted)} wanted" + ("" if free is None else f", {amount(free)} free{of}")
+    text = f"out of memory: {amount(wanted)} wanted"
+    free = _free(message)
+    if free is not None:
+        text += f", {amount(free)} free"
+        allowed = _size(rf"({SIZE}) allowed", message)
+        if allowed is not None:
+            text += f" of the {amount(allowed)} that gpu_memory allows"
+    return text
 
 
 def _missing(message: str, to_come: int) -> int | None:
-    wanted, free = _wanted(message), _free(message)
-    return None if wanted is None or free is None else max(0, wanted - free + to_come)
+    """Return how many bytes more are needed, with what the optimizer has still to make; None if torch does not say."""
+    wanted = _wanted(message)
+    free = _free(message)
+    if wanted is None or free is None:
+        return None
+    return max(0, wanted - free + to_come)
 
 
 def _wanted(message: str) -> int | None:
@@ -146,10 +224,15 @@ def _wanted(message: str) -> int | None:
 
 
 def _free(message: str) -> int | None:
-    """As torch writes it: `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`; with a limit, also
-    `4.00 GiB allowed; Of the allocated memory 3.50 GiB is allocated by PyTorch`."""
+    """Return the free bytes.
+
+    torch writes `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`; with a limit, also `4.00 GiB
+    allowed; Of the allocated memory 3.50 GiB is allocated by PyTorch`.
+    """
     free = _size(rf"of which ({SIZE}) is free", message)
-    allowed, taken = _size(rf"({SIZE}) allowed", message), _size(rf"({SIZE}) is allocated by PyTorch", message)
+    allowed = _size(rf"({SIZE}) allowed", message)
+    taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
+    # A limit (gpu_memory) counts only what PyTorch itself has allocated.
     if free is None or allowed is None or taken is None:
         return free
     return max(0, min(free, allowed - taken))
@@ -160,34 +243,6 @@ def _size(pattern: str, message: str) -> int | None:
     if found is None:
         return None
     number, unit = found[1].split()
-    return round(float(number) * UNITS[unit.removesuffix("bytes").removesuffix("B").removesuffix("i")])
-
-
-# Errors of torch's in the words of a run: what was asked, what was found, what to type.
-
-
-@contextmanager
-def explained(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if is_one(error):
-            raise explanation(error, run) from error
-        if (
-            "mixed torch.Tensor and DTensor" in str(error)
-            and hasattr(run, "driver")
-            and not run.driver.placement.replicated
-        ):
-            raise _outside_the_model(error, run) from error
-        raise
-
-
-def _outside_the_model(error: RuntimeError, run: Run) -> UserError:
-    """Only in a forward are parameters whole that this rank holds parts of."""
-    asked = f"strategy={run.config.strategy}" + (f" mesh.tp={run.config.mesh.tp}" if run.config.mesh.tp else "")
-    return UserError(
-        f"{asked}, with a task that computes with parameters, or calls a part of the model, by itself",
-        f"parameters of which this rank holds a part: {str(error).splitlines()[0]}",
-        "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
-        "weights; or type strategy=ddp, where parameters are whole",
-    )
+    # `MiB`, `B` and `bytes` leave `M`, nothing and nothing.
+    prefix = unit.removesuffix("bytes").removesuffix("B").removesuffix("i")
+    return round(float(number) * UNITS[prefix])

@@ -1,8 +1,8 @@
-"""Ranks of different speed: every rank gets as many micro-batches of a step as it does in the time of the others.
+"""Ranks of different speed: each gets as many micro-batches of a step as it runs in the time of the others.
 
-What comes out does not depend on it. A micro-batch has the same samples and random numbers whoever runs it, and sums
-are divided once; so the deal may change between any two steps, if it changes for all ranks at once. That is why it is
-a position in the data, agreed on beforehand, from which on a new deal counts: loader processes read ahead.
+The result does not depend on it. A micro-batch has the same samples and random numbers on any rank, and sums are
+divided once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
+Loader processes read ahead, so a new deal holds from a position in the data on that all ranks agree on beforehand.
 """
 
 from __future__ import annotations
@@ -26,59 +26,73 @@ from lockstep.task import BatchSource
 
 WARM_UP = 3  # steps that are not measured: they compile, allocate, connect
 MEASURED = 5  # steps after them
-AGAIN = 100  # steps from one measurement to the next
-LEAST_GAIN = 0.1  # of a step: less may be noise, and is not worth a change
+PERIOD = 100  # steps from one measurement to the next
+MIN_GAIN = 0.1  # of a step: less may be noise, and is not worth a change
+SHOWN_RANKS = 16  # in a deal that is printed
+
 Speeds = str | Sequence[float]  # `load_balance`
 
 
 class Pace(NamedTuple):
-    """What a micro-batch takes of one rank, in seconds, with the wait for its data and without the exchange."""
+    """The seconds of one micro-batch on one rank, with the wait for its data and without the gradient all-reduce."""
 
-    whole: float | None  # forward and backward; None: of one in a step, whose backward has the exchange in it
+    whole: float | None  # forward and backward; None for a rank with one in a step, whose backward has the all-reduce
     forward: float
 
 
-def by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """The plan with what follows from `load_balance`, or a refusal."""
+def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
+    """Return the plan with what follows from `load_balance`, or refuse them."""
     if speeds == "none":
         return plan
     if not isinstance(speeds, str) and len(speeds) != plan.world:
+        ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''}"
         raise UserError(
-            f"load_balance={list(speeds)}",
-            f"{len(speeds)} numbers for {plan.world} rank{'s' * (plan.world > 1)}",
+            f"load_balance={list(speeds)} has {len(speeds)} numbers for {ranks}",
+            "",
             "give one number for each rank, or type load_balance=auto",
         )
     if plan.world > 1 and plan.micro_batches <= plan.world:
-        smaller = max(1, plan.global_batch // (4 * plan.world))
-        fits = smaller < plan.micro_batch
-        raise UserError(
-            "load_balance: micro-batches dealt by speed",
-            f"{plan.micro_batches} micro-batches for {plan.world} ranks: one for each, and none to move",
-            f"type micro_batch={smaller}" if fits else f"type global_batch={4 * plan.world} or more, and micro_batch=1",
-        )
+        raise _too_few_to_deal(plan)
+    # With `auto` the first steps are dealt evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
     most = max(apportion(plan.micro_batches, tuple(speeds)))
     return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by load_balance"})
 
 
-def about_speeds(speeds: Speeds, plan: Plan) -> str:
-    """Told before the first step."""
+def _too_few_to_deal(plan: Plan) -> UserError:
+    # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
+    smaller = max(1, plan.global_batch // (4 * plan.world))
+    if smaller < plan.micro_batch:
+        fix = f"type micro_batch={smaller}"
+    else:
+        fix = f"type global_batch={4 * plan.world} or more, and micro_batch=1"
+    return UserError(
+        f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.world} ranks",
+        "one for each, and none to move",
+        fix,
+    )
+
+
+def describe_speeds(speeds: Speeds, plan: Plan) -> str:
+    """Return a line for the banner."""
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
-    return f"micro-batches {_dealt(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
+    return f"micro-batches {_show(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
-def open_dealer(
-    speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, tell: Callable[..., None]
+def open_load_balancer(
+    speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log: Callable[..., None]
 ) -> LoadBalancer | None:
-    """Whoever measures, with `auto`. Given numbers count at once, and stay."""
+    """Return a balancer that measures, with `auto`. Given numbers are applied at once, and stay."""
     if speeds == "none" or plan.world == 1:
         return None
+
+    # From here on ranks run different numbers of micro-batches.
     _check_can_be_uneven(source, driver.model)
     assert isinstance(source, MapSource)
     if isinstance(speeds, str):
-        return LoadBalancer(plan, source, runtime, tell)
+        return LoadBalancer(plan, source, runtime, log)
     source.deal_by(speeds)
     return None
 
@@ -86,92 +100,115 @@ def open_dealer(
 def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
     if not isinstance(source, MapSource):
         raise UserError(
-            "load_balance: micro-batches dealt by speed",
-            "a stream, or a source of your own: every rank reads its own samples, and nobody can deal them anew",
+            "load_balance cannot deal the micro-batches of a stream, or of a source of your own",
+            "every rank reads its own samples there",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError(
-            "load_balance: ranks that run different numbers of micro-batches",
-            "SyncBatchNorm, whose forward waits for all ranks",
+            "load_balance gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for "
+            "all ranks",
+            "",
             "use GroupNorm or LayerNorm, or leave load_balance out",
         )
 
 
 class LoadBalancer:
-    """Measures what a micro-batch takes of each rank, and deals anew where that makes steps shorter."""
+    """Measures the seconds of a micro-batch on each rank, and deals anew where that makes steps shorter."""
 
-    def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, tell: Callable[..., None]):
-        self._count, self._source, self._runtime, self._tell = plan.micro_batches, source, runtime, tell
+    def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log: Callable[..., None]):
+        self._micro_batches = plan.micro_batches
+        self._source = source
+        self._runtime = runtime
+        self._log = log
         self.dealt = tuple(len(deal(plan.micro_batches, rank, plan.world)) for rank in range(plan.world))
-        self._ended = 0  # steps, by this process: the same on all ranks
-        self._marks: list[list[Any]] = [[]]  # of every measured step, and of the one that runs
+        self._ended = 0  # steps of this process: the same number on all ranks
+        self._marks: list[list[Any]] = [[]]  # moments of every measured step, and of the one that runs
 
     def mark(self) -> None:
-        """A micro-batch begins, or the exchange does."""
+        """Note the time: a micro-batch begins, or the gradient all-reduce does."""
         if self._measures:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
+        """End a step, and deal anew after the last one of a measurement."""
+        # Steps of this process are counted, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])
         self._ended += 1
-        if self._ended % AGAIN == WARM_UP + MEASURED:
-            self._agree(step, pace_of(self._marks[:-1]))
+
+        if self._ended % PERIOD == WARM_UP + MEASURED:
+            self._deal_anew(step, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property
     def _measures(self) -> bool:
-        return WARM_UP <= self._ended % AGAIN < WARM_UP + MEASURED
+        return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
-    def _agree(self, step: int, mine: Pace) -> None:
-        """All ranks hear the same figures, and come to the same deal."""
-        everybody = self._runtime.collectives.gather_json([mine, self._source.dealt_until])
-        seconds = seconds_each([Pace(*pace) for pace, _ in everybody])
+    def _deal_anew(self, step: int, own: Pace) -> None:
+        """Change the deal if it pays. Collective: all ranks gather the same figures, and come to the same deal."""
+        # Loader processes have already read batches of the present deal: its end is part of what is gathered.
+        gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
+        seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         weights = tuple(1.0 / s for s in seconds)
-        better = apportion(self._count, weights)
-        now, then = longest(self.dealt, seconds), longest(better, seconds)
-        if then > (1.0 - LEAST_GAIN) * now:
+        better = apportion(self._micro_batches, weights)
+        # A step takes as long as its slowest rank.
+        now_s = step_seconds(self.dealt, seconds)
+        then_s = step_seconds(better, seconds)
+        if then_s > (1.0 - MIN_GAIN) * now_s:
             return
-        # Nobody's workers have read as far as this.
-        self._source.deal_by(weights, max(position for _, position in everybody))
-        slow, fast = seconds.index(max(seconds)), seconds.index(min(seconds))
-        self._tell(
+
+        # No rank's workers have read as far as this position.
+        self._source.deal_by(weights, max(position for _, position in gathered))
+        slow = seconds.index(max(seconds))
+        fast = seconds.index(min(seconds))
+        self._log(
             "deal",
             step=step,
             reason=f"rank {slow} is {seconds[slow] / seconds[fast]:.1f}x slower than rank {fast}: micro-batches "
-            f"{_dealt(better)} instead of {_dealt(self.dealt)}, step {now:.2g} s -> {then:.2g} s expected",
+            f"{_show(better)} instead of {_show(self.dealt)}, step {now_s:.2g} s -> {then_s:.2g} s expected",
         )
         self.dealt = better
 
 
 def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
-    """From the marks of some steps: the beginning of every micro-batch, and of the exchange in the last one."""
+    """Return the pace over some steps. Each has the moments when its micro-batches and its all-reduce began."""
+    # Between the first and the last micro-batch lie forwards and backwards only; in the last one, up to the all-reduce,
+    # a forward only.
     wholes = [_seconds(marks[0], marks[-2]) / (len(marks) - 2) for marks in steps if len(marks) > 2]
-    return Pace(median(wholes) if wholes else None, median(_seconds(*marks[-2:]) for marks in steps))
+    forwards = [_seconds(marks[-2], marks[-1]) for marks in steps]
+    return Pace(median(wholes) if wholes else None, median(forwards))
 
 
 def seconds_each(paces: Sequence[Pace]) -> list[float]:
-    """Of one micro-batch, by rank. Whoever runs one in a step has measured its forward only: the others know by how
-    much the whole is longer."""
+    """Return the seconds of one micro-batch, by rank.
+
+    A rank with one in a step has measured its forward only. The others know how much longer the whole takes.
+    """
+    # 1e-9: no division by zero, should a clock not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]
     usual = median(ratios) if ratios else 1.0
-    return [max(1e-9, pace.forward * usual if pace.whole is None else pace.whole) for pace in paces]
+    wholes = [pace.forward * usual if pace.whole is None else pace.whole for pace in paces]
+    return [max(1e-9, whole) for whole in wholes]
 
 
-def longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """What the last rank takes for its micro-batches."""
+def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the seconds that the last rank needs for its micro-batches."""
     return max(n * s for n, s in zip(counts, seconds, strict=True))
 
 
-def _dealt(counts: Sequence[int], most: int = 16) -> str:
-    return " + ".join(map(str, counts[:most])) + " + ..." * (len(counts) > most)
+def _show(counts: Sequence[int]) -> str:
+    """`2 + 6`"""
+    shown = " + ".join(map(str, counts[:SHOWN_RANKS]))
+    return f"{shown} + ..." if len(counts) > SHOWN_RANKS else shown
 
 
 def _now(device: torch.device) -> Any:
-    """A moment of the device's own time: a GPU's host runs ahead of it."""
+    """Return a moment in the device's own time: the host runs ahead of a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
+
+    # An event costs the host nothing: its time is read when the measurement is over.
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

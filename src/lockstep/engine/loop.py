@@ -10,97 +10,136 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.checks import check_best, check_places
+from lockstep.engine.checks import check_before_batch, check_best
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
+from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.meta_init import make_model
 from lockstep.task import MicroBatch, Task
 
 
-def fit(task: Task, run: Run) -> dict[str, Any]:
+def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
+    """Train `task` to its end, and return the summary.
+
+    set up:                 the model, then the data and the step, from a checkpoint if there is one
+    for every global step:  take its batches -> forward, backward, all-reduce, apply -> commit
+    when due:               log, evaluate, checkpoint
+    at the end:             save the weights, evaluate, show
     """
-    for every global step:  take -> forward, backward, exchange, apply -> commit
-    now and then:           log, evaluate, keep a checkpoint
-    at the end:             save, evaluate, show
-    """
-    data = cache(task.data)  # made once, whoever needs it first
-    run.adopt(make_model(task.model, run.config), task.optimizer, task, data)
+    data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
+    builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
+    before_batch, after_step = _hooks(task, builder)
     if hasattr(task, "state_dict"):
-        run.others["task"] = task
-    before_batch = task.before_batch if _overrides(task, "before_batch") else None
-    if before_batch is not None:
-        check_places(run.config, not run.driver.placement.runs_whole_model, run.runtime.world.alone)
-    run.open(data(), task.collate)
-    held_out = task.eval_data()
-    if held_out is not None:
-        check_data(held_out)
-    check_best(run.config, held_out is not None)
-    after_step = task.after_step if _overrides(task, "after_step") else None
-    every = run.config.evaluate.every if held_out is not None else None
-    if run.config.evaluate.every and held_out is None:
-        run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
+        builder.others["task"] = task  # saved with every checkpoint
+    run = builder.setup_run(data(), task.collate)
 
-    if every and run.resumed and run.resumed.evaluation_due:
-        run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
+    # Checked before the first step, not when the first evaluation is due.
+    held_out = _held_out(task, run)
+    evaluate_every = run.config.evaluate.every if held_out is not None else None
 
-    for share in run.shares():
-        if before_batch is not None:
-            share.batches = _told(share.batches, before_batch)
-        result = run.stepper.step(share, task.loss)
-        run.finish(share, result)
-        if after_step is not None:
-            run.runtime.heartbeat.beat("yours", run.stepper.counters.step)
-            after_step(run.driver.model, run.stepper.counters.step)
+    def evaluate() -> None:
+        run.evaluate(held_out, task.eval_loss, task.collate, may_preempt=True)
+
+    # A run that was preempted during an evaluation repeats it first.
+    if evaluate_every and run.resumed and run.resumed.evaluation_due:
+        evaluate()
+
+    for batches in run.step_batches():
+        if before_batch:
+            batches.batches = _call_before_each(batches.batches, before_batch)
+        result = run.stepper.step(batches, task.loss)
+        run.finish(batches, result)
+        step = run.stepper.counters.step
+
+        # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
+        if after_step:
+            run.runtime.heartbeat.beat("yours", step)
+            after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
-        if every and run.stepper.counters.step % every == 0:
-            run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
-        run.keep()
+        if evaluate_every and step % evaluate_every == 0:
+            evaluate()
+        run.maintain()
 
-    run.save()
-    if held_out is not None and run.config.evaluate.at_end and not run.evaluated:
-        run.evaluate(held_out, task.eval_loss, task.collate, may_leave=True)
+    # The weights first: an error in an evaluation or in `show` must not lose them.
+    run.save_weights()
+    if held_out is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
+        evaluate()
     return run.close(_show(task, run))
 
 
+def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None] | None, Callable[..., None] | None]:
+    """Return the task's own `before_batch` and `after_step`, where it has any."""
+    # What the task keeps for each part of the global batch must stay on the rank that runs that part.
+    before_batch = task.before_batch if _overrides(task, "before_batch") else None
+    if before_batch is not None:
+        assert builder.driver is not None
+        staged = not builder.driver.placement.runs_whole_model
+        check_before_batch(builder.config, staged, builder.runtime.world.alone)
+    after_step = task.after_step if _overrides(task, "after_step") else None
+    return before_batch, after_step
+
+
 def _overrides(task: Any, method: str) -> bool:
-    """Whether it has one of its own: nobody calls a method that does nothing in every step."""
+    """Whether the task has a `method` of its own: Task's own ones do nothing, so no step need call them."""
+    # A task need not be a subclass of Task, and its methods need not be bound ones.
     own = getattr(task, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
 
 
-def _told(batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]) -> Iterator[MicroBatch]:
+def _held_out(task: Task, run: Run) -> Any:
+    """Return the task's evaluation data, checked before the first step; None if it has none."""
+    held_out = task.eval_data()
+    if held_out is not None:
+        check_data(held_out)
+    check_best(run.config, held_out is not None)
+    if held_out is None and run.config.evaluate.every:
+        run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
+    return held_out
+
+
+def _call_before_each(
+    batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]
+) -> Iterator[MicroBatch]:
     for micro in batches:
         before_batch(micro)
         yield micro
 
 
 def _show(task: Task, run: Run) -> str | None:
-    """The weights are saved: an error in a sample's code is told, and does not spoil the run."""
-    if not _overrides(task, "show") or (not run.runtime.is_main and not run.driver.placement.collective_forwards):
+    """Return the text of the task's `show`, on rank 0.
+
+    The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
+    """
+    # Where a forward is collective, all ranks must run it; elsewhere rank 0 alone does.
+    placement = run.driver.placement
+    if not _overrides(task, "show") or (not run.runtime.is_main and not placement.collective_forwards):
         return None
-    if not run.driver.placement.runs_whole_model:
-        run.recorder.event("warning", reason="show() is left out: no rank holds the whole model (mesh.pp)")
+    if not placement.runs_whole_model:
+        run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
         return None
+
     run.driver.model.eval()
-    run.runtime.heartbeat.beat("yours")  # it may take its time
+    run.runtime.heartbeat.beat("yours")  # the launcher allows more time in this phase
     try:
-        # Growing inputs would compile again and again.
+        # Inputs that grow with every token would be compiled again and again.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:
             if known:
                 run.recorder.event("warning", reason=f"show(): {known}")
-            text = task.show(run.driver.model)  # by all ranks, where a forward waits for the others
+            text = task.show(run.driver.model)
             return text if run.runtime.is_main else None
     except Exception as error:
-        reason = f"show() failed: {type(error).__name__}: {error} ({_place(error, task)})"
+        reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
         return None
 
 
-def _place(error: BaseException, task: Task) -> str:
-    """Where in the task's own file, also if that error has led to another one; or else where at all."""
+def _location(error: BaseException, task: Task) -> str:
+    """Return the last line of the task's own file that led to `error`, or else the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    cause = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
+
+    # The error of the task's own code may have led to another one, elsewhere.
+    earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
     code = getattr(inspect.unwrap(task.show), "__code__", None)
-    own = [frame for frame in (*frames, *cause) if code and frame.filename == code.co_filename]
+    own = [frame for frame in (*frames, *earlier) if code and frame.filename == code.co_filename]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -20,100 +20,109 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.engine.run import Run
+from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
 
-LEAVE_TOGETHER = timedelta(seconds=30)
+BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
 
 
 class OwnRun:
-    """What `lockstep.start` gives."""
+    """What `lockstep.start` yields. Before `steps` there is only a builder; the Run exists from then on."""
 
-    def __init__(self, run: Run):
-        self._run = run
-        self._left_early = False
+    def __init__(self, builder: RunBuilder):
+        self._builder = builder
+        self._run: Run | None = None
+        self._in_loop = False
 
     @property
     def rank(self) -> int:
-        return self._run.runtime.world.rank
+        return self._builder.runtime.world.rank
 
     @property
     def world_size(self) -> int:
-        return self._run.runtime.world.size
+        return self._builder.runtime.world.size
 
     @property
     def device(self) -> torch.device:
-        return self._run.runtime.device
+        return self._builder.runtime.device
 
     @property
     def run_dir(self) -> Path:
-        return self._run.run_dir
+        return self._builder.folder.path
 
     def setup(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-        """The model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
+        """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
 
         A model with nothing to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
         """
+        # Without an optimizer nothing is trained: there is nothing to wrap, and nothing to save.
         if not optimizers:
             if any(p.requires_grad for p in model.parameters()):
                 raise UserError(
-                    "run.setup(model) without an optimizer",
-                    f"{type(model).__name__} has trainable parameters that nothing would update",
+                    f"run.setup(model) has no optimizer, and {type(model).__name__} has trainable parameters",
+                    "nothing would update them",
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
             return model.to(self.device)
-        driver = self._run.adopt(model, lambda _: list(optimizers))
-        if not driver.placement.runs_whole_model:
+
+        made = self._builder.setup_model(model, lambda _: list(optimizers))
+        if not made.driver.placement.runs_whole_model:
             raise UserError(
-                "a pipeline (mesh.pp) in a loop of your own",
-                "a loop that computes the loss of one micro-batch after another; in a pipeline they are on their way "
-                "together, and the loss is known on the last stage only",
+                "a pipeline (mesh.pp) cannot run in a loop of your own",
+                "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
+                "flight together, and only the last stage knows the loss",
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
-        self._run.optimizers.refuse_direct_steps()
-        return driver.module, *self._run.optimizers.all
+        # A direct optimizer.step() would apply sums that are not yet divided.
+        made.optimizers.refuse_direct_steps()
+        return made.driver.module, *made.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
-        """Save `part` with every checkpoint, and give it its state back on resume: anything with `state_dict` and
-        `load_state_dict`, such as a moving average. Call it before `run.steps`."""
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or name == "data":
+        """Save `part` with every checkpoint, and restore its state on resume. Call it before `run.steps`.
+
+        `part` is anything with `state_dict` and `load_state_dict`, such as a moving average.
+        """
+        if name == "data":
+            raise UserError("run.register('data', ...) uses the name of the data's own state", "", "use another name")
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UserError(
-                f"run.register({name!r}, part)",
-                "a name that is the data's own" if name == "data" else f"a {type(part).__name__} without a state",
+                f"run.register({name!r}, part) needs a part with a state; {type(part).__name__} has none",
+                "",
                 "pass an object with state_dict() and load_state_dict(state)",
             )
-        if self._run.opened:
-            raise UserError(f"run.register({name!r}, ...)", "a run that has begun", "call it before run.steps(...)")
-        self._run.others[name] = part
+        if self._run is not None:
+            raise UserError(
+                f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
+            )
+        self._builder.others[name] = part
 
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
-        if not hasattr(self._run, "driver"):
+        """Yield every step of the run, epoch after epoch."""
+        self._check_model("run.steps(dataset)")
+        if self._run is not None:
             raise UserError(
-                "run.steps(dataset)",
-                "no model yet",
-                "model, optimizer = run.setup(model, optimizer), before the loop",
-            )
-        if self._run.opened:
-            raise UserError(
-                "run.steps(dataset) a second time",
-                "it goes over all steps of the run, epoch after epoch, so there is nothing left",
+                "run.steps(dataset) was called a second time",
+                "the first call goes over all steps of the run, epoch after epoch",
                 "set epochs or steps in lockstep.start(...), and call run.steps once",
             )
-        self._run.open(dataset, collate)
-        self._left_early = True  # until the loop has come to its end
-        for share in self._run.shares():
-            step = OwnStep(self._run, share)
+        self._run = run = self._builder.setup_run(dataset, collate)
+
+        # Still True in close() if the user's code leaves the loop with `break`.
+        self._in_loop = True
+        for batches in run.step_batches():
+            step = OwnStep(run, batches)
             yield step
             if not step.ended:
                 raise UserError(
-                    "one step.apply() at the end of every step",
-                    f"step {step.index} ended without it",
+                    f"step {step.index} ended without step.apply()",
+                    "",
                     "call step.apply() after the loop over its batches",
                 )
-            self._run.keep()
-        self._left_early = False
+            run.maintain()
+        self._in_loop = False
 
     def evaluate(
         self,
@@ -121,92 +130,123 @@ class OwnRun:
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> dict[str, float]:
-        """Mean loss and metrics over `dataset`, every sample once, the same at any world size."""
-        found = self._run.evaluate(dataset, loss, collate)
+        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
+        self._check_model("run.evaluate(dataset, loss)")
+        # Before the first step there is no Run yet, and evaluate.batch must be set.
+        found = (self._run or self._builder).evaluate(dataset, loss, collate)
         return {"loss": found.loss, **found.metrics}
 
     def agree(self, value: bool) -> bool:
-        """True on every rank if it is true on any. For decisions of your own: every rank must call it."""
-        return self._run.runtime.collectives.any(value)
+        """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
+        return self._builder.runtime.collectives.any(value)
 
     def stop(self) -> None:
-        """End the run after the next exchange, on all ranks, even if only this one asks."""
-        if not self._run.opened:
-            raise UserError("run.stop()", "a run that has not started", "call it inside `for step in run.steps(...)`")
+        """End the run after the next gradient all-reduce, on all ranks, even if only this one calls it."""
+        if self._run is None:
+            raise UserError(
+                "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
+            )
+        # The control word of the next step carries it to the other ranks.
         self._run.stepper.context.requests.stop = True
 
     def close(self) -> None:
-        if self._run.opened:
-            if self._left_early:
-                self._meet_after_break()
-            self._run.save()
-            self._run.close()
+        """Save the weights and write the report, if there was a loop."""
+        # A script that only set up a model has nothing to save.
+        if self._run is None:
+            return
+        if self._in_loop:
+            self._meet_after_break(self._run)
+        self._run.save_weights()
+        self._run.close()
 
-    def _meet_after_break(self) -> None:
-        """Leaving the loop early is fine if all ranks do; one alone would leave the others waiting for ever."""
-        world, step = self._run.runtime.world, self._run.stepper.counters.step
-        if not self._run.runtime.meet(f"left-at-{step}", LEAVE_TOGETHER):
+    def _check_model(self, call: str) -> None:
+        if self._builder.model is None:
             raise UserError(
-                "all ranks leave `for step in run.steps(...)` together",
-                f"rank {world.rank} of {world.size} left it at step {step}, and not all of the others did",
+                f"{call} was called before run.setup",
+                "no model yet",
+                "model, optimizer = run.setup(model, optimizer), before the loop",
+            )
+
+    def _meet_after_break(self, run: Run) -> None:
+        """Check that all ranks left the loop early: otherwise the others would wait for this one for ever."""
+        # Over the store, which works while other ranks wait in a collective.
+        step = run.stepper.counters.step
+        if not run.runtime.meet(f"left-at-{step}", BREAK_TIMEOUT):
+            raise UserError(
+                f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
+                "of the others did",
+                "",
                 "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
 
 
 class OwnStep:
-    """One optimizer step: iterate over its batches, `backward` each, then `apply`."""
+    """One optimizer step: iterate over its batches, call `backward` for each, then `apply`."""
 
-    def __init__(self, run: Run, share: StepBatches):
-        self._run, self._share = run, share
+    def __init__(self, run: Run, batches: StepBatches):
+        self._run = run
+        self._batches = batches
+        self._taken = 0  # batches yielded so far
         self.index = run.stepper.counters.step
+        self.first = 0  # position of this batch's first sample in the global step, on any rank
         self.ended = False
-        self._taken = 0  # batches handed out so far
-        self.first = 0  # the place of this batch's first sample in the global step, whoever runs it
         self.result: StepResult | None = None
+
         # What the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        run.stepper.begin(share)
+        run.stepper.begin(batches)
 
     def __iter__(self) -> Iterator[Any]:
         stepper = self._run.stepper
-        for micro in self._share:
+        for micro in self._batches:
             self._taken += 1
             self.first = micro.first
             stepper.before_forward(micro)
-            with self._run.precision.autocast():  # on while the loop's body runs
+
+            # The loop's body runs here. It must call `backward` once.
+            with stepper.control.autocast():  # on while the loop's body runs
                 yield micro.data
             if stepper.control.backwards_done != self._taken:
-                raise self._miscounted(0)
+                raise self._miscounted("0 times")
 
     @property
     def padding(self) -> bool:
-        """Whether this batch only keeps the rank in step with the others: it weighs nothing, whatever you pass."""
+        """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
         return self._run.stepper.control.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
-        """Backpropagate the SUM of the loss over this batch; `weight` is how many terms it has."""
-        if self._run.stepper.control.backwards_done == self._taken:
-            raise self._miscounted(2)
-        with full_precision(self._run.precision):
-            self._run.stepper.backward(Loss(loss_sum, weight, metrics))
+        """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.
+
+        `loss_sum` and the metrics, which are sums too, have shape ().
+        """
+        stepper = self._run.stepper
+        if stepper.control.backwards_done == self._taken:
+            raise self._miscounted("twice")
+        # Autocast is on in the loop's body, but must not reach into the backward.
+        with full_precision(stepper.context.precision):
+            stepper.backward(Loss(loss_sum, weight, metrics))
 
     def apply(self) -> StepResult | None:
-        """Divide by the global weight, clip, step. Returns the newest outcome known (on a GPU, the previous one)."""
-        if self._run.stepper.control.backwards_done != self._share.count:
+        """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
+        done = self._run.stepper.control.backwards_done
+        # The all-reduce is part of the last backward: without it the other ranks would wait.
+        if done != self._batches.count:
             raise UserError(
-                "step.apply() after the last batch of the step",
-                f"{self._run.stepper.control.backwards_done} of {self._share.count} batches went backward",
-                "iterate over the whole step first: for batch in step: ... step.backward(loss_sum, weight)",
+                f"step.apply() was called after {done} of {self._batches.count} batches of the step",
+                "",
+                "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
+
         self.ended = True
         self.result = self._run.stepper.apply()
-        self._run.finish(self._share, self.result)  # here, so that whatever the user does next finds the step ended
+        # Here and not after the loop's body, so that the rest of the body finds the step ended.
+        self._run.finish(self._batches, self.result)
         self._run.runtime.heartbeat.beat("yours")
         return self.result
 
-    def _miscounted(self, count: int) -> UserError:
+    def _miscounted(self, times: str) -> UserError:
         return UserError(
-            "one step.backward(loss_sum, weight) for every batch of `for batch in step`",
-            f"{count} for batch {self._taken - 1} of step {self.index}",
+            f"step.backward was called {times} for batch {self._taken - 1} of step {self.index}",
+            "",
             "call step.backward exactly once per batch; pass weight=0 to let a batch count nothing",
         )

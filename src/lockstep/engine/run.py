@@ -1,230 +1,343 @@
-"""One run in this process: what `fit` and the user's own loop have in common.
+"""One run in this process, from its first step on: what `fit` and the user's own loop have in common.
 
-A Run owns the pieces (driver, source, stepper, recorder), which setup.py makes and run.py closes. `shares()` is
-the skeleton of the loop, `finish()` the end of every transaction. It decides nothing about gradients: that is the
-Stepper's.
+A Run is made of finished pieces (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
+the skeleton of the loop, `finish()` ends a step, and `maintain()` does what is due between two steps. It decides
+nothing about gradients: that is the Stepper's work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
-from lockstep.checkpoint.run_state import Stateful, full_state
-from lockstep.config import Resolved
-from lockstep.data.loader import SampleReader
-from lockstep.engine import setup
-from lockstep.engine.banner import summary_of, tell_launcher
-from lockstep.engine.checks import TrainableGuard, check_replicas, check_same_config, first_share
+from lockstep.checkpoint.run_state import full_state
+from lockstep.config import RunConfig
+from lockstep.engine.banner import summary_of
+from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
 from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate
+from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import is_spike
 from lockstep.engine.step import Stepper
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import open_run_dir, save_weights, write_summary
+from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
-from lockstep.precision import choose
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
+MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
+MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
+Span = tuple[int, int]  # first and last + 1 position in the endless order of samples
+
+
+@dataclass
+class LogInterval:
+    """Counts since the last log line."""
+
+    samples: int = 0
+    steps: int = 0
+    skips: int = 0
+
+
+@dataclass
+class AgreedRequests:
+    """What the control words of past steps ask all ranks to do, until it is done."""
+
+    stop: bool = False  # end the loop
+    preempt: bool = False  # save, then end the process
+    save: bool = False  # write a checkpoint
+
+    def add(self, result: StepResult) -> None:
+        self.stop |= result.stop
+        self.preempt |= result.leave
+        self.save |= result.save
+
+
+class SampleHistory:
+    """The samples of this rank's newest steps, and, with `log.samples`, a file with those of all steps.
+
+    The file has one line per step. A step that was repeated after a restart has several; the last attempt's counts.
+    """
+
+    def __init__(self, path: Path | None, attempt: int):
+        """`path` is that of the file, or None; `attempt` counts the restarts of the run."""
+        self._sink: JsonlSink | None = None
+        if path is not None:
+            path.parent.mkdir(exist_ok=True)
+            self._sink = JsonlSink(path)
+        self._attempt = attempt
+        # On a GPU the outcome of a step is read one step late, so two steps may still be asked about.
+        self._spans: list[tuple[int, Span | None]] = []
+
+    def begin_step(self, step: int, span: Span | None) -> None:
+        self._spans = [*self._spans[-1:], (step, span)]
+
+    def span_of(self, step: int) -> Span | None:
+        """Return the positions of the samples of `step`, which must be one of the last two."""
+        return next(span for number, span in self._spans if number == step)
+
+    def end_step(self, step: int, pieces: list[TrainedBatch]) -> None:
+        """Log the samples of `step`."""
+        if self._sink is None:
+            return
+        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+@dataclass(eq=False, kw_only=True)
 class Run:
-    driver: Driver  # from `adopt` on
+    """A run that is ready to train. Every field is a finished piece."""
+
+    # The process and its records.
+    config: RunConfig
+    runtime: Runtime
+    name: str
+    started: float  # wall-clock time, moved back by what the run took before it was resumed
+    folder: RunFolder
+    recorder: Recorder
+
+    # The model.
+    driver: Driver
     optimizers: Optimizers
     guard: TrainableGuard
-    exactness: Exactness | None
-    plan: Plan  # from `open` on
+    exactness: Exactness | None  # with `exact`
+
+    # The data and the step.
+    plan: Plan
     source: BatchSource
+    samples: SampleHistory
     stepper: Stepper
-    load_balancer: LoadBalancer | None
+    load_balancer: LoadBalancer | None  # with `load_balance=auto`
+
+    # What outlives a step.
     checkpoints: CheckpointManager
+    resumed: Resumed | None
+    evaluation: Evaluation | None  # the newest
+    _interval: LogInterval = field(init=False, default_factory=LogInterval)
+    _requests: AgreedRequests = field(init=False, default_factory=AgreedRequests)
 
-    def __init__(self, resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample"):
-        self.resolved, self.config, self.runtime = resolved, resolved.config, runtime
-        self.name, self.unit = name, unit
-        check_same_config(self.config, runtime)
-        self.precision = choose(self.config, runtime.device)
-        self.folder = open_run_dir(self.config, name, runtime)
-        self.run_dir = self.folder.path
-        self.recorder = Recorder(self.run_dir, runtime, self.config.checks.slow_rank, self.config.log.sinks)
-        tell_launcher(self.config)
-        self.others: dict[str, Stateful] = {}  # what else is saved: the task, what the user's loop has registered
-        self.resumed: Resumed | None = None
-        self.started = time.time()
-        self.evaluation: Evaluation | None = None
-        self._evaluated_at = 0
-        self._interval_samples = self._interval_steps = self._interval_skips = 0
-        log_samples = self.config.log.samples
-        self._stopped = self._leaving = self._save_asked = False
-        self._spans: tuple[Any, Any] = (None, None)  # (step, positions of its samples) of the last two
-        self._sample_log = SampleLog(self.run_dir, runtime.world.rank, self.folder.attempt) if log_samples else None
-        self.opened = self._began = self._prepared = False
-        runtime.heartbeat.beat("build")
-        # What draws random numbers before the first step (building the model, say) draws the same on every rank.
-        seed_everything(derive(self.config.seed, "init"))
-        seed_torch(derive(self.config.seed, "init"), runtime.device)
+    # ---- the loop ----
 
-    adopt = setup.adopt  # the model, under its driver
-
-    def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
-        """With the data known, everything that depends on its size is decided, written down and told."""
-        setup.open_data(self, data, collate)
-        self.stepper.outcomes.skips.on_skip, self.stepper.outcomes.skips.on_many_empty = (
-            self._on_skip,
-            self._on_many_empty,
-        )
-
-    def shares(self) -> Iterator[StepBatches]:
-        """This rank's part of every global step, until the plan ends or some rank stops all of them."""
+    def step_batches(self) -> Iterator[StepBatches]:
+        """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
-        while self.stepper.counters.step < self.plan.steps and not self._stopped:
+        check_first = self.config.checks.first_batch and not self.runtime.world.alone
+        while self.stepper.counters.step < self.plan.steps and not self._requests.stop:
             self.guard.check()
-            first = not self._began and self.config.checks.first_batch and not self.runtime.world.alone
-            self._began = True
-            share = (
-                first_share(self.source, self.runtime, self.driver.placement.data_rank) if first else self.source.take()
-            )
-            share.batches = self._timed(share.batches, share.count)
-            self._spans = (self._spans[1], (self.stepper.counters.step, share.span))
-            yield share
 
-    def finish(self, share: StepBatches, result: StepResult | None) -> None:
-        """The transaction ends here: the source moves on, and what is due is written down."""
-        self.source.commit(share, result)
-        if self._sample_log:
-            self._sample_log.write(self.stepper.counters.step - 1, self.stepper.control.trained)
-        self._heed(result)
-        self._interval_samples += share.samples
-        self._interval_steps += 1
+            # The digests of the first batches are compared once: later steps follow from the same arithmetic.
+            if check_first:
+                batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
+                check_first = False
+            else:
+                batches = self.source.take()
+
+            batches.batches = self._timed(batches.batches, batches.count)
+            self.samples.begin_step(self.stepper.counters.step, batches.span)
+            yield batches
+
+    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
+        """End a step: move the data source on, and log or check what is due.
+
+        `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
+        """
+        # From here on a checkpoint would resume after these samples.
+        self.source.commit(batches, result)
         step = self.stepper.counters.step
+        self.samples.end_step(step - 1, self.stepper.control.trained)
+        self._accept_requests(result)
+
+        self._interval.samples += batches.samples
+        self._interval.steps += 1
         if self.load_balancer:
             self.load_balancer.end_step(step)
+
+        # The last log line waits for the outcome of the last step. The others take the newest one known, so that
+        # the host never waits for the device.
         if step == self.plan.steps:
             settled = self.stepper.settle()
-            self._heed(settled)
+            self._accept_requests(settled)
             self._log(settled or result)
         elif step % self.config.log.every == 0:
             self._log(result)
         else:
             self.recorder.poll()
+
         if self.exactness:
             self.exactness.end_step()
+        # Walking through all modules is too slow for every step.
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
+
+        # Both travel to the other ranks in the control word of the next step.
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
         self.stepper.context.requests.save = self.checkpoints.wants(step)
 
-    def keep(self, evaluation_due: bool = False) -> None:
-        """Between two steps: go back if the step was spoiled, save what is due, and leave if we were asked to."""
+    def maintain(self, evaluation_due: bool = False) -> None:
+        """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
+
+        `evaluation_due`: this step's evaluation was interrupted, and the resumed run must repeat it.
+        """
         step = self.stepper.counters.step
-        due = self.checkpoints.due(step, self._save_asked or self._leaving)
-        if due:
-            self._heed(self.stepper.settle())  # it may say that the step was spoiled
+        save_due = self.checkpoints.due(step, self._requests.save or self._requests.preempt)
+
+        # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
+        if save_due:
+            self._accept_requests(self.stepper.settle())
         if self.stepper.outcomes.skips.rewind_wanted:
             self._rewind()
-            due = False  # the state is that of a checkpoint
-        if due or step % self.config.checks.every == 0:
-            self._compare_replicas()
-        if due:
+            save_due = False  # the state is that of a checkpoint
+
+        # Not in `finish`: what the task or the user's loop changes after a step is compared too.
+        if save_due or step % self.config.checks.every == 0:
+            self._check_replicas()
+
+        if save_due:
             began = time.perf_counter()
-            self._save(evaluation_due)
-            self._save_asked = self.stepper.context.requests.save = False
+            self._save_checkpoint(evaluation_due)
+            self._requests.save = False
+            self.stepper.context.requests.save = False
+            # The time of a save is not the time of a step.
             self.recorder.exclude(time.perf_counter() - began)
-        elif not self._prepared:
+        elif step == (self.resumed.step if self.resumed else 0) + 1:
+            # After the first step of this process the optimizers have their state, so the size of a snapshot is
+            # known: allocating it now keeps the first save short.
             self.checkpoints.prepare()
-        self._prepared = True
-        if self._leaving:
-            _leave(self, self.stepper.counters.step)
+
+        if self._requests.preempt:
+            self._end_preempted()
 
     def evaluate(
         self,
         data: Any,
         loss_of: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any],
-        may_leave: bool = False,
+        may_preempt: bool = False,
     ) -> Evaluation:
-        """`may_leave`: nothing of this step is left to do after it, so that it may be broken off to leave."""
-        began = time.perf_counter()
-        reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
-        if not self.opened and self.config.evaluate.batch is None:
-            raise UserError(
-                "an evaluation before the first step", "no batch size for it yet", "set evaluate.batch, such as 64"
-            )
-        batch = self.evaluation_batch()
-        evaluator = Evaluator(loss_of, reader, batch, self.config.data.workers, self.precision, may_leave)
-        self.runtime.heartbeat.beat("evaluate", self.stepper.counters.step if self.opened else 0)
-        found = evaluate(evaluator, self.driver, self.runtime)
-        if found is None:  # somebody was asked to leave, and waits no longer
-            self._leave_evaluation()
-        self.evaluation, self._evaluated_at = found, self.stepper.counters.step if self.opened else 0
-        self.recorder.event(
-            "eval",
-            step=self.stepper.counters.step if self.opened else 0,
-            loss=found.loss,
-            metrics=found.metrics,
-            samples=found.samples,
-            weight=found.weight,
-            seconds=time.perf_counter() - began,
+        """Evaluate the model on `data`, every sample once, and log the result.
+
+        `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
+        """
+        evaluator = Evaluator.of(
+            self.config, self.stepper.context.precision, data, loss_of, collate, self.evaluation_batch(), may_preempt
         )
-        self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
+        step = self.stepper.counters.step
+        found = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step)
+        # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
+        if found is None:
+            self._requests.preempt = True
+            self.maintain(evaluation_due=True)
+            raise AssertionError("maintain() ends a preempted process")
+        self.evaluation = found
         return found
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the last evaluation was that of these very weights."""
-        return self.evaluation is not None and self._evaluated_at == self.stepper.counters.step
+    def evaluation_is_current(self) -> bool:
+        """Whether the newest evaluation is of the present weights."""
+        return self.evaluation is not None and self.evaluation.step == self.stepper.counters.step
 
     def evaluation_batch(self) -> int:
-        """Not the derived micro-batch, which follows the number of ranks: the same batches give the same number."""
-        set_to = None if self.config.micro_batch == "auto" else self.config.micro_batch
-        return self.config.evaluate.batch or set_to or min(self.plan.global_batch, 32)
+        """Return the samples per forward of an evaluation.
 
-    def save(self) -> None:
-        """The training is over: wait for its last outcome, and keep the weights before anything else can go wrong."""
-        self.end_loaders()
-        self._heed(self.stepper.settle())
+        It is never the derived micro-batch, which depends on the number of ranks: equal batches give equal numbers.
+        """
+        if self.config.evaluate.batch:
+            return self.config.evaluate.batch
+        if self.config.micro_batch and self.config.micro_batch != "auto":
+            return self.config.micro_batch
+        return min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+
+    # ---- the end ----
+
+    def save_weights(self) -> None:
+        """Wait for the last outcome, and write the final weights before anything else can go wrong."""
+        self.close_loaders()
+        self._accept_requests(self.stepper.settle())
+        # Weights that no step has changed must not look like the result of a training.
         self.stepper.outcomes.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
-        self._compare_replicas()
+        self._check_replicas()
+
         if self.config.checkpoint.at_end and self.checkpoints.due(self.stepper.counters.step, asked=True):
-            self._save(evaluation_due=False)
+            self._save_checkpoint(evaluation_due=False)
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
+
+        # Gathering sharded parameters is collective: all ranks take part, and rank 0 keeps the result.
         self.driver.sync_buffers()
         weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
-        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.run_dir, weights, aliases))
+        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:
-        """Write the summary and the report."""
-        return _close(self, text)
+        """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
+        self.runtime.heartbeat.beat("end")
+        # The user gets the model and the optimizers back as plain ones.
+        self.optimizers.release()
+        release_captures(self.driver.model)
+        self.checkpoints.close()
 
-    def fail(self, error: BaseException) -> None:
-        """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
-        _fail(self, error)
+        summary = summary_of(self)
+        if text:
+            self.recorder.event("sample", text=text)
+        for goal in summary.get("goals", ()):
+            self.recorder.event("goal", **goal)
+        self.recorder.event("end", **summary)
+        self.recorder.close()
 
-    def end_loaders(self) -> None:
-        if self.opened and hasattr(self.source, "close"):
+        if self.runtime.is_main:
+            report = _write_summary_and_report(self.folder.path, summary)
+            if report and self.config.log.progress != "off":
+                print(f"report   {Path(self.folder.shown) / report.name}")
+        # No rank ends before the folder is complete.
+        self.runtime.collectives.farewell()
+        self.folder.let_go()
+        return summary
+
+    def close_loaders(self) -> None:
+        """End the loader processes and the sample log."""
+        # A source of the user's own need not have anything to close.
+        if hasattr(self.source, "close"):
             self.source.close()
-        if self._sample_log:
-            self._sample_log.close()
+        self.samples.close()
+
+    def _end_preempted(self) -> NoReturn:
+        """End this process with `Preempted`. All ranks have saved at the same step."""
+        step = self.stepper.counters.step
+        self.close_loaders()
+        # A checkpoint that could not be committed is no place to resume from.
+        newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
+        path = self.folder.as_shown(newest) if newest else None
+
+        # Only some ranks may have received the signal.
+        signals = self.runtime.collectives.gather_json(self.runtime.notice.signal)
+        signal = next(filter(None, signals), "SIGTERM")
+        self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
+        self.runtime.collectives.farewell()
+        raise Preempted(step, signal, path)
+
+    # ---- parts of a step ----
 
     def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """Yield `count` micro-batches, and add up how long this rank waits for them."""
         iterator = iter(batches)
         for _ in range(count):
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
@@ -237,186 +350,111 @@ class Run:
             yield micro
 
     def _log(self, result: StepResult | None) -> None:
-        counters, stepper = self.stepper.counters, self.stepper
-        samples, steps, skips = self._interval_samples, self._interval_steps, self._interval_skips
-        self._interval_samples = self._interval_steps = self._interval_skips = 0
-        facts: dict[str, Any] = {"step": counters.step, "lr": stepper.lr, "skipped": stepper.outcomes.skips.skipped}
+        """Write the log line of the interval that ends with this step. `result` is the newest one known."""
+        stepper = self.stepper
+        step = stepper.counters.step
+        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": stepper.outcomes.skips.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
-            facts["epoch"] = counters.step / self.plan.steps_per_epoch
+            facts["epoch"] = step / self.plan.steps_per_epoch
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
-        if stepper.context.metrics.new:  # all ranks have heard of it, in the same step
+
+        # All ranks learn from the control word of the same step that some rank has seen a new metric.
+        if stepper.context.metrics.new:
             self.recorder.agree_on_names(stepper.context.metrics.seen)
-            stepper.context.metrics.known, stepper.context.metrics.new = set(self.recorder.names), False
-        self.recorder.interval(stepper.sums, steps, samples, skips, facts)
+            stepper.context.metrics.known = set(self.recorder.names)
+            stepper.context.metrics.new = False
 
-    def _on_skip(self, result: StepResult, reason: str) -> str:
-        """Name the samples that are to blame: every rank looks at its own, and all hear of them."""
-        self._interval_skips += 1
+        # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
+        ended = self._interval
+        self._interval = LogInterval()
+        self.recorder.interval(stepper.sums, ended.steps, ended.samples, ended.skips, facts)
+
+    def report_skip(self, result: StepResult, reason: str) -> str:
+        """Log a skipped step, and return `reason` with the samples to blame. Collective: every rank must call it."""
+        self._interval.skips += 1
+        # The host waits for the losses here. A skipped step is rare, and worth it.
+        totals = self.stepper.settled
+        losses = [float(loss) for loss in totals.sums.losses]
+        own = blame(totals.trained, losses, self.runtime.world.rank, spike=is_spike(result))
+        blamed = [line for lines in self.runtime.collectives.gather_json(own) for line in lines]
+
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        tally = self.stepper.settled
-        losses = [float(loss) for loss in tally.sums.losses]
-        worst = blame(tally.trained, losses, self.runtime.world.rank, spike=is_spike(result))
-        everybody = [line for lines in self.runtime.collectives.gather_json(worst) for line in lines]
-        self.recorder.event("skip", step=result.step, reason=reason, blame=everybody, **scale)
-        return f"{reason} ({'; '.join(everybody[:3])})" if everybody else reason
+        self.recorder.event("skip", step=result.step, reason=reason, blame=blamed, **scale)
+        return f"{reason} ({'; '.join(blamed[:3])})" if blamed else reason
 
-    def _on_many_empty(self, result: StepResult, reason: str) -> None:
-        self.recorder.event("warning", step=result.step, reason=reason)
-
-    def _heed(self, result: StepResult | None) -> None:
-        """What the control word of a step says to all ranks."""
+    def _accept_requests(self, result: StepResult | None) -> None:
+        """Note what the control word of a step asks of all ranks."""
         if result is None:
             return
-        self._stopped |= result.stop
-        self._leaving |= result.leave
-        self._save_asked |= result.save
+        self._requests.add(result)
+        # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()
 
     def _rewind(self) -> None:
-        result, self.stepper.outcomes.skips.rewind_wanted = self.stepper.outcomes.skips.rewind_wanted, None
+        """Return to the last checkpoint; the samples of the spoiled step are skipped from now on."""
+        result = self.stepper.outcomes.skips.rewind_wanted
+        self.stepper.outcomes.skips.rewind_wanted = None
         assert result is not None
-        resumed = self.checkpoints.rewind(
-            result, next(span for step, span in filter(None, self._spans) if step == result.step)
-        )
+        resumed = self.checkpoints.rewind(result, self.samples.span_of(result.step))
+        # The log interval is that of the checkpoint again: the steps in between are undone.
         self.recorder.carry_on(self.stepper.sums, resumed.interval)
-        self._interval_samples = self._interval_steps = self._interval_skips = 0
+        self._interval = LogInterval()
         self.recorder.start_clock()
 
-    def _leave_evaluation(self) -> NoReturn:
-        self._leaving = True
-        if self.opened:
-            self.keep(evaluation_due=True)
-        raise Preempted(0, self.runtime.notice.signal or "SIGTERM", None)  # before the first step: nothing to save
-
-    def _compare_replicas(self) -> None:
-        """Not in `finish`: what the task or the user's loop does after a step is part of what is compared."""
+    def _check_replicas(self) -> None:
         if self.driver.placement.replicated:
             check_replicas(self.driver.model, self.runtime)
 
-    def _save(self, evaluation_due: bool) -> None:
+    def _save_checkpoint(self, evaluation_due: bool) -> None:
+        # Rank 0's buffers are the ones that are saved.
         self.driver.sync_buffers()
-        interval, seconds = self.recorder.carry(self.stepper.sums), time.time() - self.started
+
+        # What checkpoints are compared by: an evaluation of these weights, if there was one.
+        metrics: dict[str, float] = {}
+        if self.evaluation is not None and self.evaluation_is_current:
+            metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
         self.checkpoints.save(
-            {"metrics": self._metrics(), "evaluation_due": evaluation_due, "interval": interval, "seconds": seconds}
+            {
+                "metrics": metrics,
+                "evaluation_due": evaluation_due,
+                "interval": self.recorder.carry(self.stepper.sums),
+                "seconds": time.time() - self.started,
+            }
         )
 
-    def _metrics(self) -> dict[str, float]:
-        """What checkpoints are compared by: the evaluation of these very weights, if there was one."""
-        if self.evaluation is None or not self.evaluated:
-            return {}
-        return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
-
-# How a run ends: done, failed, or asked to leave.
-
-
-LAST_SAVE = 5.0  # seconds that a save in flight gets when the run fails
-
-
-def _close(run: Run, text: str | None) -> dict[str, Any]:
-    """Write the summary and the report."""
-    run.runtime.heartbeat.beat("end")
-    run.optimizers.release()
-    release_captures(run.driver.model)
-    run.checkpoints.close()
-    summary = summary_of(run)
-    if text:
-        run.recorder.event("sample", text=text)
-    for goal in summary.get("goals", ()):
-        run.recorder.event("goal", **goal)
-    run.recorder.event("end", **summary)
-    run.recorder.close()
-    if run.runtime.is_main:
-        report = _write_end(run, summary)
-        if report and run.config.log.progress != "off":
-            print(f"report   {Path(run.folder.shown) / report.name}")
-    run.runtime.collectives.farewell()  # nobody leaves before the folder is complete
-    run.folder.let_go()
-    return summary
-
-
-def _fail(run: Run, error: BaseException) -> None:
-    """Leave what is known on disk; the error itself goes on its way, whatever happens here."""
-    with contextlib.suppress(Exception):
-        run.end_loaders()
-        if hasattr(run, "driver"):
-            release_captures(run.driver.model)
-        if hasattr(run, "optimizers"):
-            run.optimizers.release()
-        if hasattr(run, "checkpoints"):
-            run.checkpoints.close(patience=LAST_SAVE)
-        run.recorder.hide()  # whoever started us shows the error, once; a launcher the first, which caused the others
-        if not isinstance(error, Preempted):
-            run.recorder.event("error", type=type(error).__name__, message=str(error))
-        run.recorder.close()
-        if run.runtime.is_main:
-            write_report(run.run_dir)
-    run.folder.let_go()
-
-
-def _leave(run: Run, step: int) -> NoReturn:
-    """All ranks have saved at the same step."""
-    run.end_loaders()
-    safe = run.checkpoints.settle()
-    newest = run.checkpoints.newest_path() if safe else None
-    path = run.folder.as_shown(newest) if newest else None
-    signals = [name for name in run.runtime.collectives.gather_json(run.runtime.notice.signal) if name]
-    signal = signals[0] if signals else "SIGTERM"
-    run.recorder.event("leave", step=step, signal=signal, checkpoint=path)
-    run.runtime.collectives.farewell()
-    raise Preempted(step, signal, path)
-
-
-def _write_end(run: Run, summary: dict[str, Any]) -> Path | None:
-    """The weights are safe: what cannot be written about them is said, and does not spoil the run."""
+def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | None:
+    """Write both, and return the path of the report. The weights are safe: a failure here only prints a message."""
     try:
-        write_summary(run.run_dir, summary)
-        return write_report(run.run_dir)
+        write_summary(run_dir, summary)
+        return write_report(run_dir)
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
         return None
 
 
-# Which samples a step was made of: written down on request, and named when they have spoiled it.
-
-
-MOST_IDS = 8  # named of one micro-batch
-
-
-class SampleLog:
-    """`samples/rank-N.jsonl`: one line per step. A step that was repeated has several; the last attempt's counts."""
-
-    def __init__(self, run_dir: Path, rank: int, attempt: int):
-        folder = run_dir / "samples"
-        folder.mkdir(exist_ok=True)
-        self._sink, self._attempt = JsonlSink(folder / f"rank-{rank}.jsonl"), attempt
-
-    def write(self, step: int, pieces: list[TrainedBatch]) -> None:
-        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
-
-    def close(self) -> None:
-        self._sink.close()
-
-
 def blame(pieces: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
-    """This rank's micro-batches that look guilty: a loss that is not finite; for a spike, the largest loss."""
+    """Describe the micro-batches of this rank that may have spoiled a step.
+
+    Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
+    """
+    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
     pairs = list(zip(pieces, losses, strict=True))
     if spike:
         worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []
     else:
         worst = [(piece, loss) for piece, loss in pairs if not math.isfinite(loss)]
-    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_samples(piece)}" for piece, loss in worst]
+    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_name_samples(piece)}" for piece, loss in worst]
 
 
-def _samples(piece: TrainedBatch) -> str:
-    ids = [str(int(i)) for i in piece.ids[:MOST_IDS]]
-    if not ids:
+def _name_samples(piece: TrainedBatch) -> str:
+    if len(piece.ids) == 0:
         return ""
-    return f", samples {', '.join(ids)}" + (
-        f" and {len(piece.ids) - MOST_IDS} more" if len(piece.ids) > MOST_IDS else ""
-    )
+    named = ", ".join(str(int(i)) for i in piece.ids[:MAX_NAMED_IDS])
+    more = len(piece.ids) - MAX_NAMED_IDS
+    rest = f" and {more} more" if more > 0 else ""
+    return f", samples {named}{rest}"

@@ -1,35 +1,52 @@
-"""How a run begins: the model under its driver, and its optimizers; then the plan, the data and the step, and the
-checkpoint to go on from."""
+"""Set up a run in three stages, each of which leaves finished pieces:
+
+    open_run      the run folder and its records; random generators are seeded for building the model
+    setup_model   the model under its driver, its optimizers, and what guards both
+    setup_run     the plan, the data and the step, and then the Run, resumed if there is a checkpoint
+
+A `RunBuilder` holds what exists so far, so that a failure in any stage can be explained and cleaned up.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.run_state import RunState
-from lockstep.config import RunConfig
+from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.run_state import RunState, Stateful
+from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import deal
 from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.banner import facts, resumed_text, start_record
+from lockstep.engine.banner import describe_resume, describe_run, start_record
 from lockstep.engine.checks import (
     TrainableGuard,
-    check_enough_work,
+    check_enough_micro_batches,
     check_even_work,
-    check_logged,
     check_plain,
     check_replicas,
+    check_same_config,
+    check_sample_log,
     check_something_left,
     check_supported,
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
-from lockstep.engine.load_balance import by_speed, open_dealer
+from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
+from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
+from lockstep.engine.run import Run, SampleHistory
 from lockstep.engine.step import Stepper
-from lockstep.errors import UserError
-from lockstep.observe.run_folder import write_head
+from lockstep.errors import Preempted, UserError
+from lockstep.observe.recorder import Recorder
+from lockstep.observe.report import write_report
+from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, rebind
@@ -37,172 +54,357 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.apply import apply
+from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan, make_plan
-from lockstep.precision import check_statistics, check_storage
+from lockstep.precision import Precision, check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, SourceContext
+from lockstep.task import BatchSource, Loss, SourceContext
 
-if TYPE_CHECKING:
-    from lockstep.engine.run import Run
+LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
-def adopt(
-    run: Run,
-    model: nn.Module,
-    optimizers: Callable[[nn.Module], Any],
-    task: Any = None,
-    data: Callable[[], Any] | None = None,
-) -> Driver:
-    """Put the model on its device and under its driver, and get its optimizers. `task` may know how to cut it; or
-    samples of `data` show how."""
-    if hasattr(run, "driver"):
-        raise UserError(
-            "a second model in one run",
-            "one that was set up before; a run trains one module",
-            "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model under its driver, and what belongs to it."""
+
+    driver: Driver
+    optimizers: Optimizers
+    guard: TrainableGuard
+    exactness: Exactness | None  # with `exact`
+
+
+@dataclass(eq=False)
+class RunBuilder:
+    """A run before its first step: the pieces that exist so far."""
+
+    # From `open_run`.
+    resolved: Resolved
+    runtime: Runtime
+    name: str
+    unit: str
+    folder: RunFolder
+    recorder: Recorder
+    precision: Precision
+    run_class: type[Run]
+    started: float = field(default_factory=time.time)
+    others: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints hold, by name
+
+    # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
+    driver: Driver | None = None
+    model: ModelSetup | None = None
+    evaluation: Evaluation | None = None  # one from before the first step
+
+    # From `setup_run`.
+    run: Run | None = None
+
+    # What each stage has made and `fail` must release, the newest first.
+    _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    def setup_model(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[nn.Module], Any],
+        task: Any = None,
+        data: Callable[[], Any] | None = None,
+    ) -> ModelSetup:
+        """Put the model on its device and under its driver, and make its optimizers.
+
+        `task` may say how the model is sharded; otherwise samples of `data` may show it.
+        """
+        if self.driver is not None:
+            raise UserError(
+                "a run trains one model, and a second one was passed to setup",
+                "",
+                "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
+            )
+        _check_model(model, self.precision, self.runtime)
+
+        # Sharding replaces parameters, so optimizers that were made before it are bound to the new ones by name.
+        names_before = dict(model.named_parameters())
+        self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
+        self._on_failure.callback(release_captures, self.driver.model)
+        self.others.update(self.driver.extra_state)
+
+        # The optimizers come after the sharding, so that their state is made for the shards.
+        made = optimizers(self.driver.model)
+        rebind(made, names_before, dict(model.named_parameters()))
+        handled = _handle_optimizers(made, model, self.config, self.precision, self.runtime)
+        self._on_failure.callback(handled.release)
+
+        # Its state is part of a checkpoint, because a resumed run must compute as before.
+        exactness = None
+        if self.config.exact:
+            exactness = Exactness(model, handled, self.runtime, getattr(task, "changing_buffers", ()))
+            self.others["exact"] = exactness
+        self.model = ModelSetup(self.driver, handled, TrainableGuard(model), exactness)
+        return self.model
+
+    def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
+        """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
+        assert self.model is not None, "setup_run() before setup_model()"
+        config, runtime, recorder = self.config, self.runtime, self.recorder
+        driver, optimizers = self.model.driver, self.model.optimizers
+
+        # The data decides the plan: how the batch is split, and how many steps there are.
+        plan, source = self._plan_data(data, collate, driver)
+        about_data = _attach_source(source, driver, plan, config, runtime)
+        sample_log = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
+        samples = SampleHistory(sample_log if config.log.samples else None, self.folder.attempt)
+        self._on_failure.callback(samples.close)
+
+        # The step. Measuring the speed of a rank ends where its gradient all-reduce begins.
+        rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
+        stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
+        load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
+        if load_balancer:
+            stepper.context.before_reduce = load_balancer.mark
+
+        # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
+        facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
+        facts |= driver.placement.facts
+        if about_data:
+            facts["data"] = about_data
+
+        # Resuming restores the state of all pieces above, so they must exist by now.
+        checkpoints = self._open_checkpoints(driver, optimizers, stepper, source, plan)
+        resumed = checkpoints.resume()
+        if resumed:
+            facts["resumed"] = self._continue_records(resumed, stepper, plan)
+        if self.model.exactness:
+            facts["exact"] = self.model.exactness.begin(source, plan, resumed.settings if resumed else [])
+        self._write_start(facts, plan, driver)
+        checkpoints.begin()
+
+        self.run = run = self.run_class(
+            config=config,
+            runtime=runtime,
+            name=self.name,
+            started=self.started,
+            folder=self.folder,
+            recorder=recorder,
+            driver=driver,
+            optimizers=optimizers,
+            guard=self.model.guard,
+            exactness=self.model.exactness,
+            plan=plan,
+            source=source,
+            stepper=stepper,
+            load_balancer=load_balancer,
+            samples=samples,
+            checkpoints=checkpoints,
+            resumed=resumed,
+            evaluation=self.evaluation,
         )
+        skips = stepper.outcomes.skips
+        skips.on_skip = run.report_skip
+        skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
+        return run
+
+    def evaluate(
+        self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
+    ) -> Evaluation:
+        """Evaluate the model before the first step, when no batch size has been derived yet."""
+        assert self.driver is not None, "evaluate() before setup_model()"
+        batch = self.config.evaluate.batch
+        if batch is None:
+            raise UserError(
+                "an evaluation before the first step has no batch size", "", "set evaluate.batch, such as 64"
+            )
+        evaluator = Evaluator.of(self.config, self.precision, data, loss_of, collate, batch)
+        self.evaluation = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step=0)
+        assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
+        return self.evaluation
+
+    def fail(self, error: BaseException) -> None:
+        """Release what exists, and write what is known to disk. The caller raises the error again."""
+        # The original error is the one to see: a second one, while cleaning up, is dropped.
+        with contextlib.suppress(Exception):
+            self._on_failure.close()
+        with contextlib.suppress(Exception):
+            # The error is printed once, by the process that started this one; a launcher prints the first of all ranks.
+            self.recorder.hide()
+            if not isinstance(error, Preempted):
+                self.recorder.event("error", type=type(error).__name__, message=str(error))
+            self.recorder.close()
+            if self.runtime.is_main:
+                write_report(self.folder.path)
+        self.folder.let_go()
+
+    # ---- parts of setup_run ----
+
+    def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
+        """Decide how the batch is split, and open the source of the batches."""
+        config = self.config
+        placement = driver.placement
+        # Ranks that differ in tp or pp only go through the same samples, so they count as one.
+        data_world = World(placement.data_rank, placement.data_size)
+
+        # A stream has no length. The largest micro-batch that fits is known after a restart only.
+        length = len(data) if hasattr(data, "__len__") else None
+        fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
+        plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
+        plan = plan_by_speed(plan, config.load_balance)
+        check_even_work(driver.model, plan, config.tail)
+        if not placement.runs_whole_model:
+            check_enough_micro_batches(plan)
+
+        shape = BatchShape(
+            plan.global_batch,
+            plan.micro_batch,
+            config.tail,
+            placement.interleaved,
+            even=placement.collective_forwards,
+        )
+        source = open_source(data, collate, shape, config.data, config.seed, data_world, self.runtime.device)
+        if hasattr(source, "close"):
+            self._on_failure.callback(source.close)
+        # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
+        self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
+        check_sample_log(config, source)
+        return plan, source
+
+    def _open_checkpoints(
+        self, driver: Driver, optimizers: Optimizers, stepper: Stepper, source: BatchSource, plan: Plan
+    ) -> CheckpointManager:
+        state = RunState(
+            driver.model,
+            optimizers,
+            stepper,
+            source,
+            self.others,
+            self.config.checkpoint.frozen,
+            driver.placement.holders,
+            self.runtime.world.rank,
+            driver.placement.duplicates,
+        )
+        checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
+        # A save in flight may be all that is left of a run that fails.
+        self._on_failure.callback(checkpoints.close, patience=LAST_SAVE_S)
+        checkpoints.check_space()
+        return checkpoints
+
+    def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
+        """Continue the clock and the log of a resumed run. Returns a line for the banner."""
+        step = stepper.counters.step
+        check_something_left(plan.steps, step)
+        self.started -= resumed.seconds
+        self.recorder.carry_on(stepper.sums, resumed.interval)
+        stepper.context.metrics.known = set(self.recorder.names)
+        if step == plan.steps:  # nothing is left but to end it: the summary needs the last log line
+            self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
+        return describe_resume(resumed, self.folder)
+
+    def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
+        """Write the head of the run folder, and print the facts."""
+        if self.runtime.is_main:
+            about_sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
+            write_head(self.folder.path, self.resolved, plan.as_dict() | about_sharding)
+        record = start_record(self.name, self.unit, self.folder, self.precision, driver, plan, self.runtime)
+        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record | {"facts": facts})
+
+
+def open_run(
+    resolved: Resolved, runtime: Runtime, name: str, unit: str = "sample", run_class: type[Run] = Run
+) -> RunBuilder:
+    """Open the run folder and its records, and seed the generators for building the model."""
+    config = resolved.config
+    # First of all: ranks with different settings might wait for each other in any collective that follows.
+    check_same_config(config, runtime)
+    precision = choose(config, runtime.device)
+    folder = open_run_dir(config, name, runtime)
+    recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
+    _write_launcher_settings(config)
+    builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
+
+    # Whatever draws random numbers before the first step, such as building the model, draws the same on every rank.
+    runtime.heartbeat.beat("build")
+    seed_everything(derive(config.seed, "init"))
+    seed_torch(derive(config.seed, "init"), runtime.device)
+    return builder
+
+
+def _write_launcher_settings(config: RunConfig) -> None:
+    """Leave the settings that concern the launcher where it reads them: it does not know the task's defaults."""
+    folder = os.environ.get(FOLDER)
+    if folder and os.environ.get("RANK") == "0":
+        settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
+        # Renamed when it is complete: the launcher may read it at any moment.
+        staged = Path(folder) / "settings.json.tmp"
+        staged.write_text(json.dumps(settings))
+        staged.rename(Path(folder) / "settings.json")
+
+
+def _check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> None:
     check_plain(model)
-    if not run.precision.rounding:
-        check_storage(model)
+    if precision.rounding:
+        check_statistics(model, precision)
     else:
-        check_statistics(model, run.precision)
+        check_storage(model)
     check_supported(model)
-    check_replicas(model, run.runtime, only_frozen=True)  # nobody broadcasts them: they must be equal already
-    before = dict(model.named_parameters())
-    run.driver = apply(model, run.config, run.runtime, task, run.recorder.event, data)
-    run.others.update(run.driver.extra_state)
-    made = optimizers(run.driver.model)
-    rebind(made, before, dict(model.named_parameters()))
-    made = build_optimizers(run.config, made)
-    cut = run.config.strategy == "zero1" and not run.runtime.world.alone
-    run.optimizers = ShardedOptimizers(made, model, run.runtime) if cut else Optimizers(made, model)
-    if run.precision.rounding:
-        run.optimizers.use_masters(MasterWeights(run.optimizers.all, model, run.precision.rounding, run.config.seed))
-    run.guard = TrainableGuard(model)
-    changing = getattr(task, "changing_buffers", ())
-    run.exactness = Exactness(model, run.optimizers, run.runtime, changing) if run.config.exact else None
-    if run.exactness:
-        run.others["exact"] = run.exactness
-    return run.driver
+    # Frozen parameters are never broadcast: they must be equal already.
+    check_replicas(model, runtime, only_frozen=True)
 
 
-def open_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> None:
-    """With the data known, everything that depends on its size is decided, written down and told."""
-    about_data = _plan_data(run, data, collate)
-    rate = _make_step(run)
-    told = facts(run.driver.model, run.config, run.plan, rate, run.precision, run.runtime)
-    told |= run.driver.placement.facts
-    told |= {"data": about_data} if about_data else {}
-    told |= _go_on(run)
-    run.opened = True
-    if run.runtime.is_main:
-        shared = {name: told[name] for name in ("strategy", "remat") if name in told}
-        write_head(run.run_dir, run.resolved, run.plan.as_dict() | shared)
-    run.recorder.open(run.config.log.progress, run.plan.steps, run.unit, start_record(run) | {"facts": told})
-    run.checkpoints.begin()
+def _handle_optimizers(
+    made: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
+) -> Optimizers:
+    """Put the optimizers that were `made` (or those that `optimizer` names) under the handle that steps them."""
+    made = build_optimizers(config, made)
+    strategy = config.sharing
+    # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
+    only_state = strategy.shards_optimizer and not strategy.shards_parameters
+    if only_state and not runtime.world.alone:
+        handled: Optimizers = ShardedOptimizers(made, model, runtime)
+    else:
+        handled = Optimizers(made, model)
+    # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
+    if precision.rounding:
+        handled.use_masters(MasterWeights(handled.all, model, precision.rounding, config.seed))
+    return handled
 
 
-def _plan_data(run: Run, data: Any, collate: Callable[[list[Any]], Any]) -> str | None:
-    """How the batches are cut, and where they come from. A source's own line about itself."""
-    config, runtime, driver = run.config, run.runtime, run.driver
-    share = World(
-        driver.placement.data_rank, driver.placement.data_size
-    )  # ranks that share a layer share the samples too
-    samples = len(data) if hasattr(data, "__len__") else None
-    most = noted_micro_batch(run.run_dir, runtime) if config.micro_batch == "auto" else None
-    depth = driver.placement.pipeline_depth
-    run.plan = plan = by_speed(make_plan(config, share.size, samples, most, depth), config.load_balance)
-    check_even_work(driver.model, plan, config.tail)
-    if not driver.placement.runs_whole_model:
-        check_enough_work(plan)
-    shape = BatchShape(
-        plan.global_batch,
-        plan.micro_batch,
-        config.tail,
-        driver.placement.interleaved,
-        even=driver.placement.collective_forwards,
-    )
-    run.source = open_source(data, collate, shape, config.data, config.seed, share, runtime.device)
-    # A source of the user's own may compute its batches on the GPU: there, a long time for data is no waiting.
-    run.recorder.watch_data = runtime.device.type == "cuda" and run.source is not data
-    check_logged(config, run.source)
-    return attach(run.source, share, driver, plan, config, runtime)
-
-
-def _make_step(run: Run) -> LearningRate:
-    config, runtime, driver, plan = run.config, run.runtime, run.driver, run.plan
-    rate = LearningRate(config.lr, run.optimizers.all, plan.steps, plan.global_batch)
-    run.stepper = Stepper(driver, run.optimizers, rate, run.precision, config, runtime, plan.global_batch)
-    run.load_balancer = open_dealer(config.load_balance, plan, run.source, driver, runtime, run.recorder.event)
-    if run.load_balancer:
-        run.stepper.context.before_reduce = run.load_balancer.mark
-    return rate
-
-
-def _last_line(run: Run) -> dict[str, Any]:
-    """Of the log, up to the step that the run goes on from."""
-    path = run.run_dir / "metrics.jsonl"
+def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
+    """Return the last line of metrics up to `step`, or an empty one."""
+    path = run_dir / "metrics.jsonl"
     lines = read_jsonl(path) if path.exists() else []
-    return next((line for line in reversed(lines) if line["step"] <= run.stepper.counters.step), {})
+    return next((line for line in reversed(lines) if line["step"] <= step), {})
 
 
-def _go_on(run: Run) -> dict[str, str]:
-    """From a checkpoint, if there is one to go on from; and what is to be told of that."""
-    told = {}
-    state = RunState(
-        run.driver.model,
-        run.optimizers,
-        run.stepper,
-        run.source,
-        run.others,
-        run.config.checkpoint.frozen,
-        run.driver.placement.holders,
-        run.runtime.world.rank,
-        run.driver.placement.duplicates,
-    )
-    run.checkpoints = CheckpointManager(run.folder, state, run.config, run.plan, run.runtime, run.recorder.event)
-    run.checkpoints.check_space()
-    run.resumed = run.checkpoints.resume()
-    if run.resumed:
-        check_something_left(run.plan.steps, run.stepper.counters.step)
-        told["resumed"] = resumed_text(run.resumed, run.folder)
-        run.started -= run.resumed.seconds
-        run.recorder.carry_on(run.stepper.sums, run.resumed.interval)
-        run.stepper.context.metrics.known = set(run.recorder.names)
-        if run.stepper.counters.step == run.plan.steps:  # all that is left is to end it
-            run.recorder.last = run.runtime.collectives.run_on_rank0(lambda: _last_line(run))
-    if run.exactness:
-        told["exact"] = run.exactness.begin(run.source, run.plan, run.resumed.settings if run.resumed else [])
-    return told
+def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
+    """Pass its context to a source that makes its own batches by calling the model (a rollout).
 
-
-# A BatchSource that makes its own batches, by calling the model, is told where it is.
-
-
-def attach(
-    source: BatchSource, share: World, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime
-) -> str | None:
-    """A source that makes its own batches (a rollout) learns where it is. What it says about them."""
-    told: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
-    if told is None:
+    Returns the source's own line about its data, or None for any other source.
+    """
+    # `attach` is optional in a BatchSource: a dataset does not call the model.
+    attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
+    if attach is None:
         return None
-    if not driver.placement.runs_whole_model:
+    placement = driver.placement
+    if not placement.runs_whole_model:
         raise UserError(
-            f"{type(source).__name__}, which calls the model itself, in a pipeline (mesh.pp)",
-            "ranks that hold a part of the model each",
+            f"{type(source).__name__} calls the model itself, which a pipeline (mesh.pp) cannot serve",
+            "each rank holds a part of the model",
             "type strategy=ddp or strategy=fsdp",
         )
-    around = SourceContext(
-        model=driver.model,
-        device=runtime.device,
-        seed=config.seed,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        mine=deal(plan.micro_batches, share.rank, share.size),
-        ranks=share.size,
-        in_step=driver.placement.collective_forwards,
-        add=lambda values: runtime.collectives.sum_(values if driver.placement.reports_loss else values.zero_()),
+    return attach(
+        SourceContext(
+            model=driver.model,
+            device=runtime.device,
+            seed=config.seed,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            mine=deal(plan.micro_batches, placement.data_rank, placement.data_size),
+            ranks=placement.data_size,
+            in_step=placement.collective_forwards,
+            # Of the ranks that go through the same samples only one counts.
+            add=lambda values: runtime.collectives.sum_(values if placement.reports_loss else values.zero_()),
+        )
     )
-    return told(around)

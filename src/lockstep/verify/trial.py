@@ -1,7 +1,7 @@
 """What one rank of one layout does: the user's training, for a few steps, with everything recorded.
 
-The run is a real one, started as `lockstep train` starts it. Only `Run` is replaced in this process, by a subclass that
-records every step. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
+The run is a real one, started as `lockstep train` starts it. Only `Run` and its builder are replaced in this process,
+by subclasses that record every step. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from lockstep import api
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
-from lockstep.engine import run as engine
+from lockstep.engine import setup
 from lockstep.engine.run import Run
+from lockstep.engine.setup import ModelSetup, RunBuilder
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
-from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.driver import trainable
 from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
@@ -38,42 +39,61 @@ SHORT = 16  # characters of a digest that are kept: enough to tell samples apart
 def work(spec: dict[str, Any]) -> None:
     """Train the target of `spec` with a Run that records."""
     # `api` looks the class up when a run starts, so replacing it here reaches fit and start alike.
-    engine.Run = type("RecordedRun", (RecordedRun,), {"orders": spec["orders"]})  # pyrefly: ignore[bad-assignment]
+    recorded = type("RecordedBuilder", (RecordedBuilder,), {"orders": spec["orders"]})
+    setup.RunBuilder = recorded  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
-class RecordedRun(Run):
-    """A Run that records what every step read and computed, and ends after a few steps."""
+class RecordedBuilder(RunBuilder):
+    """Builds a RecordedRun, and records what the model was made of before and after it was wrapped."""
 
     orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
 
-    def adopt(
+    def setup_model(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
-    ) -> Driver:
-        """Wrap the model, and record what it was made of before and after."""
+    ) -> ModelSetup:
+        """Wrap the model."""
+        self._task = task
+        tied = _tied(model)  # before wrapping, which might untie them
+        made = super().setup_model(model, optimizers, task, data)
+        after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
+        self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
+        return made
+
+    def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
+        """Open the data."""
+        self.run_class = RecordedRun
+        run = super().setup_run(data, collate)
+        assert isinstance(run, RecordedRun)
+        run.begin(self.orders, self._task, self._facts)
+        return run
+
+    def fail(self, error: BaseException) -> None:
+        """Record a failure; the SystemExit with which `step_batches` ends a trial is none."""
+        if not isinstance(error, SystemExit) or error.code:
+            super().fail(error)
+
+
+class RecordedRun(Run):
+    """A Run that records what every step read and computed, and ends after a few steps."""
+
+    def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
+        """Record the facts from which the layouts are chosen, and prepare to record the steps."""
+        self.orders = orders
         self._task = task
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
-        tied = _tied(model)  # before wrapping, which might untie them
-        driver = super().adopt(model, optimizers, task, data)
-        after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
-        self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
-        return driver
-
-    def open(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
-        """Open the data, and record the facts from which the layouts are chosen."""
-        super().open(data, collate)
         source = self.source
-        self._facts |= {
+        self._facts = facts | {
             "global_batch": self.plan.global_batch,
             "micro_batch": self.plan.micro_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
             "samples": self.plan.samples,
             "stream": not isinstance(source, MapSource),
             "strategy": self.config.strategy,
-            "precision": self.precision.name,
+            "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
             "backend": self.runtime.backend,
             "replicated": self.driver.placement.replicated,
@@ -93,9 +113,9 @@ class RecordedRun(Run):
         driver.before_forward, driver.backward = self._begin_micro, self._record_loss
         self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
 
-    def shares(self) -> Iterator[StepBatches]:
+    def step_batches(self) -> Iterator[StepBatches]:
         """Yield the first few steps; the schedule stays that of the full run."""
-        for number, share in enumerate(super().shares()):
+        for number, share in enumerate(super().step_batches()):
             self._snapshot(number)
 
             # A loop may call model.train() before each step, so eval mode is set each time.
@@ -116,7 +136,7 @@ class RecordedRun(Run):
         self.runtime.collectives.farewell()
         raise SystemExit(0)
 
-    def finish(self, share: StepBatches, result: StepResult | None) -> None:
+    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
         """Record the gradients and settings of a step, before anything else happens after it."""
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
@@ -130,24 +150,19 @@ class RecordedRun(Run):
                 "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
             }
         )
-        super().finish(share, result)
+        super().finish(batches, result)
 
-    def keep(self, evaluation_due: bool = False) -> None:
+    def maintain(self, evaluation_due: bool = False) -> None:
         """Check the structure of the model after every step."""
         self.guard.check_structure()  # before a checkpoint would fail for that reason
-        super().keep(evaluation_due)
+        super().maintain(evaluation_due)
 
-    def save(self) -> None:
+    def save_weights(self) -> None:
         """Do nothing: nothing of it is needed, whichever way the loop has ended."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Return an empty summary: a trial writes none."""
         return {}
-
-    def fail(self, error: BaseException) -> None:
-        """Record a failure; the SystemExit with which `shares` ends a trial is none."""
-        if not isinstance(error, SystemExit) or error.code:
-            super().fail(error)
 
     # ---- around a micro-batch ----
 
@@ -193,7 +208,9 @@ class RecordedRun(Run):
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task, or the script, keeps besides the model: registered state and the task's attributes."""
-        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in self.others.items()}
+        own: dict[str, Any] = {
+            f"state.{name}": part.state_dict() for name, part in self.checkpoints.state.others.items()
+        }
 
         # A moving average is often an attribute that no state_dict names: that is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
@@ -217,7 +234,8 @@ class RecordedRun(Run):
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
         # Compute formats differ from storage: tf32 keeps 10 bits of a float32.
-        size = 2.0**-10 if self.precision.name == "tf32" else torch.finfo(self.precision.compute).eps
+        precision = self.stepper.context.precision
+        size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
         with torch.no_grad():
             for p in trainable(self.driver.model)[1]:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
