@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep.launch.restarts import Restarts, Settings, Situation
 from torch import nn
 
 from again import Again
@@ -17,6 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
+from lockstep.launch.state_machine import Restarts, Settings, Situation
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import WATCHED, Graphs
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
