@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep.launch.restarts import Restarts, Settings, Situation
 from torch import nn
 
 from again import Again
@@ -17,8 +16,10 @@ from lockstep.config import RunConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
+from lockstep.launch.state_machine import Restarts, Settings, Situation
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.cudagraph.graphs import WATCHED, Graphs
+from lockstep.parallel.call_chain import CallChain
+from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
 from lockstep.runtime.heartbeat import FOLDER
@@ -156,13 +157,12 @@ def test_host_memory_too(tmp_path: Path) -> None:
     assert "offload" not in found
 
 
-def test_recorded_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
+def test_captured_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
     builder = a_builder(tmp_path)
     model = builder.driver.model
-    recorded = Graphs(model, model._call_impl, Again(), True, lambda *_, **__: None)
-    model._compiled_call_impl = recorded
+    CallChain.of(model).install("graph", GraphedCall(model, Again(), True, lambda *_, **__: None))
     assert "graph=false" not in str(explain(builder, torch.OutOfMemoryError(TORCH_SAYS)))
-    for _ in range(WATCHED + 2):
+    for _ in range(WARMUP_CALLS + 2):
         model(torch.ones(1, 4)).sum().backward()
     found = explain(builder, torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
