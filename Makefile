@@ -1,34 +1,58 @@
-# Every target makes its own virtual environment; a second call finds it ready.
+# Every target makes the virtual environment that it needs; a second call finds it ready.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/faults/test_preemption.py tests/test_verify.py
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo pictures quick test test-long lint format clean
 
+# What a user needs.
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer, found " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable .
+	@touch $@
+
+# What a developer needs on top: pytest, ruff, pyrefly and the packages that some tests try.
+$(READY_DEV): $(READY)
+	$(PIP) --editable '.[dev]'
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/lockstep train char_lm --nproc auto
 
+# The pictures of the README, from real runs.
+pictures: $(READY)
+	$(BIN)/python docs/pictures/make.py
+
+# The tests of single modules.
+quick: $(READY_DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick
+
 # Three files at a time, on two cores too: most tests wait for processes that they have started. Short files come last.
 # A worker that dies of a hang is not replaced: its replacement would begin with the same test. One thread each: on
 # shared cores two that wait for each other take many times as long.
-test: $(READY)
+test: $(READY_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-lint: $(READY)
+# Too long for every change: all pairs of strategies and signals, the exact mode in every combination, a hundred kills
+# in one run, and the recorded loss curves compared to the last bit (they belong to one CPU and one torch).
+test-long: $(READY_DEV)
+	OMP_NUM_THREADS=1 LOCKSTEP_ALL_PAIRS=1 LOCKSTEP_ALL_EXACT=1 $(BIN)/python -m pytest $(LONG)
+	$(BIN)/python tests/faults/torture.py --kills 100
+	$(BIN)/python tests/golden/record.py --compare --bits
+
+lint: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-format: $(READY)
+format: $(READY_DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

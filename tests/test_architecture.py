@@ -1,4 +1,4 @@
-"""The shape of the project, kept true: which area may import which, and what the README says is where."""
+"""The shape of the project, kept true: which area may import which, and what docs/tour.md says is where."""
 
 import ast
 import re
@@ -70,28 +70,63 @@ def test_nothing_is_named_after_nothing():
     assert not [path for path in ours if path.name in forbidden]
 
 
-def tree_in_readme() -> list[str]:
-    """The paths of the annotated tree: a line holds a name, two spaces, and what it is for."""
-    text = (ROOT / "README.md").read_text()
-    block = re.search(r"```text\n(lockstep/\n.*?)```", text, re.S)
-    assert block, "the README has no annotated tree"
-    paths, folders = [], []
-    for line in block.group(1).splitlines()[1:]:
+# ---- docs/tour.md -----------------------------------------------------------------------------------------
+
+
+TOUR = (ROOT / "docs" / "tour.md").read_text()
+
+
+def folders_in_the_tour() -> list[str]:
+    """Return the paths of the annotated tree: a line holds a folder, two spaces, and what it is for."""
+    block = re.search(r"```text\n(src/lockstep/.*?)```", TOUR, re.S)
+    assert block, "docs/tour.md has no annotated tree"
+    paths: list[str] = []
+    parents: list[str] = []
+    for line in block[1].splitlines():
         name = line.strip().split("  ")[0]
+        assert name.endswith("/"), f"the tree lists folders only, not {name}"
+
+        # Two spaces of indentation for each folder above it.
         depth = (len(line) - len(line.lstrip())) // 2
-        folders = [*folders[: depth - 1], name.rstrip("/")]
-        paths.append("/".join(folders))
+        parents = [*parents[:depth], name.rstrip("/")]
+        paths.append("/".join(parents))
     return paths
 
 
-def test_the_readme_tree_names_what_is_there():
-    missing = [path for path in tree_in_readme() if not (ROOT / path).exists()]
-    assert not missing
+def test_the_tour_lists_what_is_there():
+    assert [path for path in folders_in_the_tour() if not (ROOT / path).is_dir()] == []
 
 
-def test_every_module_is_in_the_readme_tree():
-    listed = set(tree_in_readme())
-    for path in MODULES:
-        relative = path.relative_to(ROOT)
-        parents = {str(parent) for parent in relative.parents}
-        assert str(relative) in listed or parents & listed - {"src", "src/lockstep"}, f"{relative} is not in the tree"
+def test_every_folder_is_in_the_tour():
+    """Inside the package each folder has a line; elsewhere the topmost one speaks for all below it."""
+    listed = set(folders_in_the_tour())
+    inside = {str(path.parent.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    outside = set()
+    for folder in ROOT.iterdir():
+        ours = folder.is_dir() and not folder.name.startswith(".") and folder.name not in ("src", "runs", "dist")
+        if ours and any(folder.rglob("*.py")):
+            outside.add(folder.name)
+    assert sorted((inside | outside) - listed) == []
+
+
+def names_in_the_tour() -> list[tuple[str, str]]:
+    """Return (file, name) for each `file.py`: `name`; a few names may follow one file."""
+    text = " ".join(TOUR.split())
+    return re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", text)
+
+
+@pytest.mark.parametrize(("file", "name"), names_in_the_tour())
+def test_the_tour_names_what_is_there(file, name):
+    """A function or a class of the file, or a method of a class."""
+    defined = set()
+    for node in ast.parse((PACKAGE / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            defined |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    assert name in defined
+
+
+def test_the_tour_names_enough():
+    """The pattern above must not quietly stop to match."""
+    assert len(names_in_the_tour()) > 40

@@ -44,7 +44,7 @@ PAGES = [
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "LOG.md"
 ]
-TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
 COMMAND_S = 240  # most seconds for one command; on an idle machine none takes ten
 
 
