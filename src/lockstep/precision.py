@@ -188,7 +188,7 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
 
 def _refuse_sharded_layers(config: RunConfig) -> None:
     # The strategies, and the axes of a mesh that do the same.
-    sharding = [f"strategy={config.strategy}"] if config.strategy in ("tp", "pp") else []
+    sharding = [f"strategy={config.strategy}"] if config.sharing.axis else []
     for axis in ("tp", "pp"):
         size = getattr(config.mesh, axis)
         if size and size > 1:

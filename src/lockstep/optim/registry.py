@@ -144,10 +144,10 @@ def _groups_for(kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> Groups
 
 
 def _refuse_tensor_parallel(config: RunConfig) -> None:
-    if config.strategy != "tp" and (config.mesh.tp or 1) == 1:
+    if not config.uses_axis("tp"):
         return
 
-    setting = "strategy=tp" if config.strategy == "tp" else "mesh.tp"
+    setting = f"strategy={config.strategy}" if config.sharing.axis else "mesh.tp"
     raise UserError(
         f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a parameter, "
         "and the state of this optimizer is per row",

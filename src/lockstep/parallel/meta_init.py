@@ -26,8 +26,6 @@ from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_torch
 
-SHARDING = ("fsdp", "fsdp-grads", "hsdp")  # the strategies that can shard block by block
-
 
 def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
     """Return `make()`, with init=meta without memory for parameters."""
@@ -63,12 +61,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _check_strategy(config: RunConfig) -> None:
     in_mesh = bool(config.mesh.tp or config.mesh.pp)
-    if config.strategy in SHARDING and not in_mesh:
+    if config.sharing.shards_parameters and not in_mesh:
         return
 
     mesh = " and a mesh" if in_mesh else ""
     fix = "leave the mesh out, or type init=host"
-    if config.strategy not in SHARDING:
+    if not config.sharing.shards_parameters:
         fix = "type strategy=fsdp, or init=host"
 
     raise UserError(

@@ -30,7 +30,7 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
     Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
     """
-    replicated = config.strategy in ("ddp", "zero1") and (config.mesh.tp or 1) == 1
+    replicated = config.sharing.local_forward and not config.uses_axis("tp")
     if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
         link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
         CallChain.of(model).install("warmup", link)
