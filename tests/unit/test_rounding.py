@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.optim.bf16_masters import MasterWeights, round_stochastically, rounding_key
 
 STEP = 2.0**-7  # from 1 to the next bfloat16
@@ -73,3 +74,31 @@ def test_stand_ins_give_their_memory_back():
     for stand_in in optimizer.param_groups[0]["params"]:
         assert stand_in.untyped_storage().nbytes() == 0
         assert stand_in.grad is None
+
+
+def test_every_step_draws_other_random_bits(tmp_path, monkeypatch):
+    """The same bits in every step would round an element up always or never, and small updates would be lost."""
+    drawn = []
+
+    def recorded(seed, number, name):
+        drawn.append(number)
+        return rounding_key(seed, number, name)
+
+    monkeypatch.setattr("lockstep.optim.bf16_masters.rounding_key", recorded)
+    values = {"precision": "bf16-pure-stochastic", "device": "cpu", "log": {"progress": "off"}}
+    lockstep.fit(Line(), steps=3, run_dir=tmp_path / "run", **values)
+    assert sorted(set(drawn)) == [1, 2, 3]
+
+
+class Line(lockstep.Task):
+    defaults = {"global_batch": 4}
+
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def data(self):
+        return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return lockstep.Loss(((model(x) - y) ** 2).sum(), len(x))

@@ -150,7 +150,7 @@ class Stepper:
         if word.weight:
             grad_norm, factor = self._scale(reduced, float(norm), float(word.weight))
         if applied := self.outcomes.accept(word, grad_norm, limit):
-            self.update.step(reduced, factor)
+            self.update.step(reduced, factor, self.counters.step)
             self.counters.applied += 1
         return self._settle(control, word, GradientStats(grad_norm, reduced.norms, reduced.names, limit), applied)
 
@@ -161,7 +161,7 @@ class Stepper:
         skip = ~torch.isfinite(grad_norm)
         if limit < math.inf:
             skip = skip | (reduced.codec.mean_loss(reduced.packed) > limit)
-        self.update.step_on_device(factor, skip)
+        self.update.step_on_device(factor, skip, self.counters.step)
         self.counters.applied += 1  # on trust: corrected when the outcome arrives
 
         previous = self.settle()
@@ -244,11 +244,11 @@ class Update:
         self.fused = optimizers.folds and full and not clipping.changes_elements
         self.skips_on_device = driver.placement.replicated and self.fused and optimizers.skips_by_itself
 
-    def step(self, reduced: Reduced, factor: float) -> None:
-        """Apply the step. The host knows already that it is to be applied."""
+    def step(self, reduced: Reduced, factor: float, number: int) -> None:
+        """Apply the `number`-th step. The host knows already that it is to be applied."""
         self._wait()
         if self.fused:
-            self.optimizers.step(torch.tensor(1.0 / factor, device=self._device), None)
+            self.optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
             return
 
         grads = reduced.grads
@@ -257,12 +257,12 @@ class Update:
             torch._foreach_mul_(here, factor)
             if self.clipping.changes_elements:
                 self.clipping.clip_elements_([p.detach() for p in reduced.parameters], grads, self._driver.norms)
-        self.optimizers.step()
+        self.optimizers.step(number)
 
-    def step_on_device(self, factor: Tensor, skip: Tensor) -> None:
-        """Apply the step unless `skip` is true on the device."""
+    def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
+        """Apply the `number`-th step unless `skip` is true on the device."""
         self._wait()
-        self.optimizers.step((1.0 / factor).float(), skip.float())
+        self.optimizers.step(number, (1.0 / factor).float(), skip.float())
 
     def _wait(self) -> None:
         for wait in self.before:

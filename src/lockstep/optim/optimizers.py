@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +46,6 @@ class Optimizers:
 
         # What the optimizers hold instead of bfloat16 parameters.
         self.masters: MasterWeights | None = None
-        # Returns the number of the current step.
-        self.now: Callable[[], int] = lambda: 0
         self._several_meshes = len({mesh_of(p) for p in self.parameters()}) > 1
         self._updating = False
         self._hooks: list[Any] = []
@@ -62,8 +60,10 @@ class Optimizers:
         self.folds = True
         self.skips_by_itself = all(map(_divides_and_skips, self.all))
 
-    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Step every optimizer. Both arguments have shape (); a `skip` that is not 0 leaves everything as it was.
+    def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Step every optimizer, for the `number`-th time; stochastic rounding draws its random bits by that number.
+
+        `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
 
         Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         """
@@ -72,7 +72,7 @@ class Optimizers:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
             if self.masters:
-                self.masters.step(optimizer, divisor, self.now())
+                self.masters.step(optimizer, divisor, number)
             elif self._several_meshes:
                 with _one_mesh_per_group(optimizer):
                     optimizer.step()

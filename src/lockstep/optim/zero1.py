@@ -33,12 +33,12 @@ class ShardedOptimizers(Optimizers):
             for p in [p for p in optimizer.state if id(p) not in mine]:
                 del optimizer.state[p]
 
-    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Step this rank's parameters, then broadcast them. Collective: every rank must call it.
 
         The arguments are those of `Optimizers.step`.
         """
-        super().step(divisor, skip)
+        super().step(number, divisor, skip)
         with torch.no_grad():
             for owner, parameters in enumerate(self._owned):
                 # A flat buffer has one dtype.
