@@ -292,7 +292,7 @@ def joined_by_arguments(world: World, store: Any, port: int) -> dict[str, Any]:
                 trainer.training_step(numbers(4, seed=world.rank))
             found[f"{unused} {buffers}"] = model.found
         except UserError as error:
-            found["refused"] = error.found
+            found["refused"] = str(error)
         trainer.cleanup()  # it has not joined, so it does not leave
     assert torch.distributed.is_initialized()
     first.cleanup()

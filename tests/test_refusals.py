@@ -317,11 +317,19 @@ GRAPHS = {
     "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen anew", "leave graph out"),
 }
 GRID = {
-    "a mesh that does not divide": Row({"mesh.tp": 3}, "mesh.tp=3 on 4 ranks", "not a multiple", "type mesh.tp=2"),
+    "a mesh that does not divide": Row(
+        {"mesh.tp": 3}, "mesh.tp=3 does not fit 4 ranks", "not a multiple", "type mesh.tp=2"
+    ),
     "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "8 places", "type mesh.dp=2"),
-    "hsdp with tp": Row({"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "no tp axis", "type strategy=fsdp"),
+    "hsdp with tp": Row(
+        {"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "cannot be combined with mesh.tp", "type strategy=fsdp"
+    ),
     "zero1 with pp": Row(
-        {"strategy": "zero1", "mesh.pp": 2}, "strategy=zero1", "no pp axis", "type strategy=ddp", Asked(long_row)
+        {"strategy": "zero1", "mesh.pp": 2},
+        "strategy=zero1",
+        "cannot be combined with mesh.pp",
+        "type strategy=ddp",
+        Asked(long_row),
     ),
     "offload on a CPU": Row({"strategy": "fsdp", "fsdp.offload": True}, "offload=true", "a CPU", "leave fsdp.offload"),
     "offload with tp": Row(
@@ -330,17 +338,21 @@ GRID = {
         "host memory",
         "leave fsdp.offload out",
     ),
-    "tp over one rank": Row({"strategy": "tp", "mesh.tp": 1}, "mesh.tp=1", "nothing to cut", "leave mesh.tp out"),
+    "tp over one rank": Row({"strategy": "tp", "mesh.tp": 1}, "mesh.tp=1", "nothing to shard", "leave mesh.tp out"),
     "three copies on four ranks": Row(
-        {"strategy": "hsdp", "fsdp.replicas": 3}, "3 copies", "4 is not a multiple of 3", "type fsdp.replicas=2"
+        {"strategy": "hsdp", "fsdp.replicas": 3}, "into 3 replicas", "4 is not a multiple of 3", "type fsdp.replicas=2"
     ),
     "hsdp with pp": Row(
-        {"strategy": "hsdp", "mesh.pp": 2}, "strategy=hsdp", "no pp axis", "type strategy=fsdp", Asked(long_row)
+        {"strategy": "hsdp", "mesh.pp": 2},
+        "strategy=hsdp",
+        "cannot be combined with mesh.pp",
+        "type strategy=fsdp",
+        Asked(long_row),
     ),
     "interleaved stages that are cut": Row(
         {"strategy": "fsdp", "mesh.pp": 2, "pp.schedule": "interleaved"},
-        "pp.schedule=interleaved with strategy=fsdp",
-        "stay whole",
+        "pp.schedule=interleaved cannot be combined with strategy=fsdp",
+        "in full from forward to backward",
         "type pp.schedule=1f1b",
         Asked(long_row),
     ),
@@ -363,7 +375,7 @@ MODEL = {
         {}, "wrapped in OptimizedModule", "a plain model", "type compile=true", Asked(lambda: torch.compile(Net()))
     ),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
-    "frozen": Row({}, "a model to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
+    "frozen": Row({}, "nothing to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
     "remat without blocks": Row(
         {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
     ),
@@ -405,7 +417,7 @@ MODEL = {
     "a scalar to cut": Row(
         {"strategy": "fsdp", "exact": True},
         "strategy=fsdp with exact=true",
-        "'scale', a single number",
+        "'scale': it has no dimension",
         "type strategy=ddp",
         Asked(Scaled),
     ),
@@ -512,7 +524,7 @@ DATA = {
     "no length": Row(
         {}, "data cannot be read: a NoLength has no __len__", "", "torch Dataset", Asked(samples=NoLength())
     ),
-    "no samples": Row({}, "a dataset to train on", "no samples", "check the path", Asked(samples=[])),
+    "no samples": Row({}, "the dataset has no samples", "no samples", "check the path", Asked(samples=[])),
     "shards of its own": Row({"data.sharding": "own"}, "sharding=own cannot", "for a stream", "leave data.sharding"),
     "speeds of a stream": Row(
         {"load_balance": "auto", "micro_batch": 1},

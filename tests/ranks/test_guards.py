@@ -58,7 +58,9 @@ BYPASSES = {
 @pytest.mark.parametrize("job", sorted(JOBS))
 def test_a_forward_that_bypasses_the_wrapper(pool: Pool, way: str, job: str) -> None:
     errors = pool.errors(JOBS[job], Regression(BYPASSES[way]), VALUES, world=2)
-    assert_user_errors(errors, "a loss made without it: Perceptron", "call `model(...)`, not `self.net(...)`")
+    assert_user_errors(
+        errors, "Perceptron or a part of it was called directly", "call `model(...)`, not `self.net(...)`"
+    )
 
 
 def test_what_the_loss_gets_looks_like_the_users_model(pool: Pool) -> None:
@@ -249,7 +251,7 @@ def test_unequal_configuration(pool: Pool) -> None:
 )
 def test_a_batch_that_cannot_be_split(pool: Pool, values: dict[str, Any], fix: str) -> None:
     errors = pool.errors(fit, Regression(), {"steps": 2} | values, world=4)
-    assert_user_errors(errors, "a batch that cannot be split", fix)
+    assert_user_errors(errors, "cannot be split", fix)
 
 
 # ---- parameters that take no part -----------------------------------------------------------------------
@@ -361,7 +363,7 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 MISTAKES = [
     (forgets_apply, ("step 0 ended without step.apply()", "call step.apply()")),
-    (steps_the_optimizer, ("optimizer.step() in a Lockstep loop", "call step.apply()")),
+    (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
     (applies_too_early, ("step.apply() was called after 1 of",)),
     (forgets_backward, ("step.backward was called 0 times for batch 0",)),
     (goes_backward_twice, ("step.backward was called twice for batch 0",)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.engine import loop
-from lockstep.engine.run import Run
+from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.fsdp import driver, uniform_use
 from lockstep.runtime import context
@@ -64,13 +63,15 @@ def written(
     try:
         with context.start(world, resolved.config, store=store) as runtime:
             task = Writing(runtime.heartbeat, gathered, fails[1] if fails and fails[0] == world.rank else None)
-            run = Run(resolved, runtime, "test")
-            loop.fit(task, run)
+            builder = open_run(resolved, runtime, "test")
+            loop.fit(task, builder)
+            run = builder.run
+            assert run is not None
             before = len(gathered)
             if run.driver.placement.collective_forwards:
                 for _ in range(2):  # as before it
                     run.driver.model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
-            events = read_jsonl(Path(run.run_dir) / "events.jsonl")
+            events = read_jsonl(run.folder.path / "events.jsonl")
             return {
                 "after_steps": task.after_steps,
                 "at_end": task.at_end,

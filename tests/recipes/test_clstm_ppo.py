@@ -319,7 +319,7 @@ def test_another_number_of_environments_is_not_the_same_run():
 
 
 def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
-    script = str(ROOT / "train_distributed_clstm_ppo.py")
+    script = str(ROOT / "systems" / "clstm_ppo" / "train_distributed_clstm_ppo.py")
     words = ("--num_gpus", "2", "--num_episodes", "26", "--batch_size", "8", "--preset", "tiny", "--run_dir", "run")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *words])

@@ -225,7 +225,7 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     assert "is a run of pixel_llm" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         pretrain_main(words)
-    assert "add resume=auto to go on with it; or type another run_name" in capsys.readouterr().err
+    assert "add resume=auto to resume it; or type another run_name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

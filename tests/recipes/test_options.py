@@ -118,7 +118,7 @@ def test_options_of_a_preset_for_another_game_have_no_effect():
     gpu = CLSTM_PPO.presets["gpu"]["task"]
     plain = {name: gpu[name] for name in ("hidden", "width", "linears", "memory", "rollout", "entropy") if name in gpu}
     assert found.shape == CLSTM_PPO(game="cue", **plain).shape
-    assert found.source.settings == CLSTM_PPO(game="cue", **plain).source.settings
+    assert found.source.options == CLSTM_PPO(game="cue", **plain).source.options
 
 
 def test_topics_have_no_questions_to_school_readers_with():
@@ -164,7 +164,7 @@ def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
 
 
 def test_a_vocabulary_is_not_enlarged_silently(tmp_path):
-    with pytest.raises(UserError, match=r"task.vocabulary=2\n.*words to write"):
+    with pytest.raises(UserError, match=r"task.vocabulary=2 is less than the 23 words"):
         PIXEL_LLM(vocabulary=2)
     (tmp_path / "a.png").touch()
     (tmp_path / "a.txt").write_text(" ".join(f"word{number}" for number in range(70)))
