@@ -168,8 +168,8 @@ def test_a_vocabulary_is_not_enlarged_silently(tmp_path):
         PIXEL_LLM(vocabulary=2)
     (tmp_path / "a.png").touch()
     (tmp_path / "a.txt").write_text(" ".join(f"word{number}" for number in range(70)))
-    assert made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 200}, "gpu").vocabulary == 200
-    with pytest.raises(UserError, match=r"task.vocabulary=64\n.*words to write\n.*task.vocabulary=null"):
+    assert made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 200}, "gpu").model_options.vocabulary == 200
+    with pytest.raises(UserError, match=r"task.vocabulary=64 is less than the 73 words(.|\n)*task.vocabulary=null"):
         made(PIXEL_LLM, {"folder": str(tmp_path)}, "gpu")
 
 
