@@ -29,7 +29,7 @@ class Placement:
     """Where a driver keeps the model and whose samples this rank trains on: facts that do not change during a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
-    collective_forwards: bool = False  # a forward waits for the other ranks: all must run equally many
+    collective_forwards: bool = False  # a forward waits for the other ranks: all must run the same number
     interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline

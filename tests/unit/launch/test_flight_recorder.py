@@ -136,11 +136,11 @@ def pair(tmp_path, request):
     indirect=["pair"],
 )
 def test_real_ranks_that_hang_in_gloo(pair, expected):
-    first = flight_recorder.collect(pair, [0, 1], patience=20.0)
+    first = flight_recorder.collect(pair, [0, 1], timeout=20.0)
     assert len(first) == 2
-    (line,) = analyse(flight_recorder.collect(pair, [0, 1], patience=20.0))  # asked twice, answered twice
+    (line,) = analyse(flight_recorder.collect(pair, [0, 1], timeout=20.0))  # asked twice, answered twice
     assert expected in line
 
 
 def test_a_rank_that_does_not_answer_is_missing(tmp_path):
-    assert flight_recorder.collect(tmp_path, [0], patience=0.1) == {}
+    assert flight_recorder.collect(tmp_path, [0], timeout=0.1) == {}

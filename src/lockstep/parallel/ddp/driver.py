@@ -61,7 +61,7 @@ class Replica(DistributedDataParallel):
     def _fix_buckets(self) -> None:
         """Assign parameters to buckets once, before the first step.
 
-        torch does it anew after the first step. From three ranks on, the position of a gradient in its bucket decides
+        torch does it again after the first step. From three ranks on, the position of a gradient in its bucket decides
         in which order the ranks are added, so a resumed run would differ in its last bits.
         """
         self.reducer._push_all_rebuilt_params()

@@ -72,7 +72,7 @@ class FSDPDriver(ShardedDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # Every token of a generated text would gather the whole model anew, so it stays gathered if there is room.
+        # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         stays = self._keeps_gathered or _has_room(self.model, self.runtime)
         if stays:
@@ -80,7 +80,7 @@ class FSDPDriver(ShardedDriver):
                 module.set_reshard_after_forward(False, recurse=False)
         try:
             with super().many_forwards():
-                yield None if stays else "every forward gathers the model anew: twice its parameters do not fit"
+                yield None if stays else "every forward gathers the model again: twice its parameters do not fit"
         finally:
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
