@@ -65,9 +65,7 @@ class Own(torch.optim.SGD):
         (lambda p: Claims(p, lr=0.1), False, False),
     ],
 )
-def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(
-    make, divides_gradients, skips
-):
+def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, divides, skips):
     model = nn.Linear(2, 2)
     optimizers = Optimizers(make(model.parameters()), model)
     assert (optimizers.divides_gradients, optimizers.skips_by_itself) == (divides, skips)

@@ -193,7 +193,7 @@ class BaseDriver:
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
     def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
-        return loss_fn(self.model, data)  # unwrapped: ranks may run unequally many forwards
+        return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
