@@ -330,7 +330,7 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
             if option.source.startswith(PREPARED) or option.source in written:
                 continue
             stronger = strength[option.source] > strength[switch.source]
-            # `ddp.hook: none` beside options of powersgd, in one file, is meant so; `ddp.hook: bf16` is a mistake.
+            # `ddp.hook: none` next to options of powersgd, in one file, is on purpose; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF
             if stronger or contradiction:
                 fix = f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}"

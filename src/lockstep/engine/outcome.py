@@ -1,7 +1,7 @@
 """The outcome of a step, which every rank reads from the same summed control word, and what follows from it.
 
 A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped and the reason reported;
-then the run goes on, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from, which is
+then the run continues, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from, which is
 legal; many in a row are reported, and a run of nothing else is an error.
 """
 

@@ -254,7 +254,7 @@ class ShardedDriver(SingleDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # A forward waits for the other ranks, so before each one they all say that they go on.
+        # A forward waits for the other ranks, so before each one they all say that they continue.
         handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
         try:
             yield None

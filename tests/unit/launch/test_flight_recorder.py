@@ -86,7 +86,7 @@ def test_process_groups_are_apart():
     assert "rank 2" not in lines[0]
 
 
-def test_the_environment_keeps_the_dumps_in_the_folder(tmp_path):
+def test_the_environment_keeps_the_dumps_with_the_logs(tmp_path):
     values = flight_recorder.environment(tmp_path)
     assert int(values["TORCH_FR_BUFFER_SIZE"]) >= 2000
     assert values["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

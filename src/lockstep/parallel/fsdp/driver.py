@@ -147,7 +147,7 @@ def prepare(model: nn.Module) -> None:
 def _keep_in_place() -> None:
     """Replace RNNBase.flatten_parameters, which moves the weights of a recurrent layer together on a GPU.
 
-    torch would go on gathering into their old place, and the layer would compute with the weights of the first step.
+    torch would continue to gather into their old place, and the layer would compute with the weights of the first step.
     """
 
 
@@ -165,7 +165,7 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:
-    """Refuse zero-dimensional parameters where their gradients cannot be reduced beside the sharded ones."""
+    """Refuse zero-dimensional parameters where their gradients cannot be reduced together with the sharded ones."""
     if config.exact:
         other = "exact=true"
     elif config.fsdp.offload:
