@@ -91,7 +91,7 @@ def worker(turns: int, out: Path) -> None:
         everybody = runtime.collectives.gather_json(found)
         if runtime.is_main:
             out.write_text(json.dumps(everybody))
-        runtime.collectives.farewell()
+        runtime.collectives.final_barrier()
         os._exit(0)  # the runs are left as they are
 
 

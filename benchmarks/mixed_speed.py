@@ -66,7 +66,7 @@ def worker(seconds: float, slower: float, repeats: int, out: Path) -> None:
         times = [[turn.seconds / BLOCK for turn in turns] for turns in taken.values()]
         if runtime.is_main:
             out.write_text(json.dumps(times))
-        runtime.collectives.farewell()
+        runtime.collectives.final_barrier()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainings import command, metrics
 
 FIRST, FIRST_LIMIT = 50, 1e-4
-LAST, LAST_LIMIT = 100, 0.02  # the mean of so many steps: one step's loss depends on its few hard pictures
+LAST, LAST_LIMIT = 100, 0.02  # the mean of this many steps: one step's loss depends on its few hard pictures
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ def last_step(run: Path, after: float) -> int:
 
 
 def wait_for(path: Path, wanted: Any, number: int | None, newest: bool = False) -> dict[str, Any]:
-    """The first (or newest) record of that kind; `number`: so many of them have come before."""
+    """The first (or newest) record of that kind; `number`: how many of them have come before."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []

@@ -54,7 +54,7 @@ def mean_loss(lines: list[dict[str, Any]]) -> float:
 
 
 def on_ranks(ranks: int, script: str, *words: str) -> None:
-    """The script itself on so many ranks under torchrun, with one thread each. Ends this process if it fails."""
+    """The script itself on this many ranks under torchrun, with one thread each. Ends this process if it fails."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if subprocess.run([*torchrun, script, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
         sys.exit(f"{Path(script).name} {' '.join(words)} failed on {ranks} ranks")

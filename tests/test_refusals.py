@@ -314,7 +314,7 @@ GRAPHS = {
         {"attention": "cudnn", "deterministic": True}, "attention = cudnn", "no fixed order", "type attention=flash"
     ),
     "graphs on a CPU": Row({"graph": True}, "graph=true", "for GPUs", "leave graph out"),
-    "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen anew", "leave graph out"),
+    "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen again", "leave graph out"),
 }
 GRID = {
     "a mesh that does not divide": Row(

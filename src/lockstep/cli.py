@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop"))
     _add_verify(verbs.add_parser("verify", help="train a few steps in several layouts, and compare them"))
 
-    resize = verbs.add_parser("resize", help="let a running job go on with another number of processes")
+    resize = verbs.add_parser("resize", help="let a running job continue with another number of processes")
     resize.add_argument("run_dir", type=Path, metavar="RUN")
     resize.add_argument("count", type=int, metavar="N")
     resize.set_defaults(run=_resize)

@@ -28,7 +28,7 @@ def _fits_everywhere(config: RunConfig, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """What is special about a precision. The defaults are those of plain float32."""
+    """What is special about a precision. The defaults store and compute in float32."""
 
     # The dtype of autocast; float32 means that there is no autocast.
     compute: torch.dtype = torch.float32
@@ -37,6 +37,8 @@ class NumberFormat:
     rounding: str | None = None
     # Whether the loss is multiplied by a dynamic scale.
     scaled: bool = False
+    # Whether matrix products and convolutions that stay in float32 may use TF32 on a GPU.
+    allows_tf32: bool = True
     # How the compute is described, where its dtype does not say it.
     compute_text: str = ""
     # How the optimizer of parameters that are stored in bfloat16 is described.
@@ -82,6 +84,12 @@ class Precision:
         if not self.casts:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.compute)
+
+    def set_tf32(self) -> None:
+        """Set torch's global switches for float32 on a GPU. Only a run that asks for fp32 by name has it everywhere."""
+        if self.device_type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.format.allows_tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.format.allows_tf32
 
     def contract(self, stored: torch.dtype) -> str:
         """Return one line about all formats.
@@ -206,7 +214,7 @@ def _refuse_sharded_layers(config: RunConfig) -> None:
 
 
 PRECISIONS = {
-    "fp32": NumberFormat(),
+    "fp32": NumberFormat(allows_tf32=False),
     "tf32": NumberFormat(compute_text="tf32", check=_check_tf32),
     "bf16": NumberFormat(torch.bfloat16, check=_check_bf16),
     "fp16": NumberFormat(torch.float16, scaled=True),

@@ -155,7 +155,7 @@ def _not_a_task(path: str, class_name: str, found: Any, tasks: Sequence[str]) ->
 
 
 def _load_file(path: Path) -> Any:
-    """Import a file by its path, so that it can import the modules beside it."""
+    """Import a file by its path, so that it can import the modules next to it."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

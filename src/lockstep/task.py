@@ -48,7 +48,7 @@ class MicroBatch:
     samples: int
     epoch: int = 0
     ids: Any = ()  # which samples (int64); empty if the source does not know
-    padding: bool = False  # only there because all ranks must run equally many: its weight must be 0
+    padding: bool = False  # only there because all ranks must run the same number: its weight must be 0
     first: int = 0  # position of its first sample in the global step, if the source knows it
 
 
@@ -81,9 +81,9 @@ class StepResult:
     stop: bool = False  # some rank requested a stop
     exhausted: bool = False  # every rank's stream has ended
     save: bool = False  # a checkpoint is due
-    leave: bool = False  # some rank is preempted: save and exit
+    preempt: bool = False  # some rank is preempted: save and exit
     save_failed: bool = False  # some rank could not write its part of the checkpoint
-    trouble: str | None = None  # why the step was not applied
+    skip_reason: str | None = None  # why the step was not applied
 
 
 @runtime_checkable
@@ -94,8 +94,8 @@ class BatchSource(Protocol):
         """Return this rank's micro-batches of the next step."""
         ...
 
-    def commit(self, share: StepBatches, result: StepResult | None) -> None:
-        """Mark `share` as used. `result` is the newest one known (on a GPU, the previous step's)."""
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        """Mark `batches` as used. `result` is the newest one known (on a GPU, the previous step's)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -118,9 +118,9 @@ class SourceContext:
     micro_batch: int
 
     # This rank among the others.
-    mine: range  # this rank's share of the micro-batches of a whole step
+    mine: range  # this rank's micro-batches of a global step
     ranks: int
-    in_step: bool  # forwards are collective: all ranks must run equally many
+    collective_forwards: bool  # a forward waits for the other ranks: all must run the same number of them
     add: Callable[[Tensor], Tensor]  # all-reduces a tensor in place (sum); collective
 
 
@@ -155,11 +155,17 @@ class Task:
     # -- required --
 
     def model(self) -> nn.Module:
-        """Return a new model. Weights may be random: every rank gets those of rank 0."""
+        """Return a new model.
+
+        Trainable weights may be random: ranks start with equal ones. Frozen weights must be equal on all ranks.
+        """
         raise NotImplementedError(f"{type(self).__name__}.model() must return an nn.Module")
 
     def data(self) -> Any:
-        """Return a map-style or iterable dataset, or a BatchSource."""
+        """Return a map-style or iterable dataset, or a BatchSource.
+
+        `Sampled(dataset, sampler)` is a map-style dataset with a sampler of your own.
+        """
         raise NotImplementedError(f"{type(self).__name__}.data() must return a dataset")
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

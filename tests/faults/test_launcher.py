@@ -71,7 +71,7 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
     text = capfd.readouterr().err
     assert text.startswith("lockstep: rank 1 on ")
     assert "ValueError: the real cause" in text.splitlines()[0]
-    assert "2 other ranks stopped because of it. Its log: " in text
+    assert "2 other ranks were stopped. Log of rank " in text
     assert text.rstrip().endswith("the same error would come again")
     assert not any(alive(pid_of(tmp_path, 0, rank)) for rank in range(3))
     assert [event["event"] for event in events(tmp_path)] == ["failure"]
@@ -113,7 +113,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
     head, *rest = capfd.readouterr().err.splitlines()
     assert head.startswith("lockstep: rank 1 on ")
     assert " failed at step 41, phase exchange, " in head
-    assert head.endswith(": SIGKILL: killed from outside")
+    assert head.endswith(": SIGKILL: killed by SIGKILL; the kernel counted no OOM kill")
     assert rest[0] == "  my last words"
     assert rest[-1] == "  restarting 2 ranks from the checkpoint of step 40 (restart 1 of 10 in an hour)"
     assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
@@ -257,8 +257,8 @@ def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.watchdog.STOPPED_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 60.0)  # a rank that can answer does so sooner
-    monkeypatch.setattr("lockstep.launch.agent.STOP_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
+    monkeypatch.setattr("lockstep.launch.agent.RANKS_STOP_S", 0.3)
 
 
 def in_the_meantime(act) -> None:
@@ -267,7 +267,7 @@ def in_the_meantime(act) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.agent.STACKS_S", 0.3)  # the dead rank would not answer in any time
+    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 0.3)  # the dead rank would not answer in any time
 
     def hurt() -> None:
         rank = pid_of(tmp_path, 0, 1)

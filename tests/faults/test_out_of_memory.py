@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lockstep import Loss, Task
 
 class Tight(nn.Linear):
-    "Memory for so many samples at once; from the step on in which rank 1 has seen `after` of them."
+    "Memory for this many samples at once; from the step on in which rank 1 has seen `after` of them."
     seen = 0
 
     def forward(self, x):

@@ -1,6 +1,6 @@
 """What Lockstep does today, as text: loss curves, digests of weights, first screens, the files of a run folder.
 
-    python tests/golden/record.py                    write all of it anew, beside this script
+    python tests/golden/record.py                    write all of it again, next to this script
     python tests/golden/record.py --compare          run again, and print what differs
     python tests/golden/record.py --compare --bits   every number and every weight must be equal to the last bit
     python tests/golden/record.py --compare --words  screens may differ: show how, and do not fail
@@ -163,7 +163,7 @@ def masked(text: str, folder: Path) -> str:
     """Without what differs from run to run and from machine to machine."""
     text = text.replace(str(folder), "FOLDER").replace(str(SOURCE), "SOURCE").replace(os.uname().nodename, "HOST")
     text = re.sub(r"^\[W\S+ \S+ \w+\.cpp.*\n", "", text, flags=re.M)  # torch's own: no name server answers, say
-    text = re.sub(r"^(slow |.*nothing has moved for a while).*\n", "", text, flags=re.M)  # a busy machine
+    text = re.sub(r"^(slow |lockstep: no rank has advanced for).*\n", "", text, flags=re.M)  # a busy machine
     text = re.sub(r"\n {9}(?=\S)", "  ", text)  # where a line of an event is broken depends on its times
     text = re.sub(r"(rank \d+) \d+(?=,|$)", r"\1 PID", text, flags=re.M)
     text = re.sub(r" +[\d.]+[kMG]? (\w+/s)", r" RATE \1", text)

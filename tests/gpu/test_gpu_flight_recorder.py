@@ -37,12 +37,12 @@ def test_what_nccl_did_and_does(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
         try:
             assert rank.stdout.readline() == "ready\n"
-            entries = flight_recorder.collect(tmp_path, [0], patience=20.0)[0]
+            entries = flight_recorder.collect(tmp_path, [0], timeout=20.0)[0]
             assert [flight_recorder.Collective.from_entry(entry).op for entry in entries] == ["all_reduce"]
             rank.stdin.write("go on\n")
             rank.stdin.flush()
             assert rank.stdout.readline() == "ready\n"
-            (line,) = flight_recorder.analyse(flight_recorder.collect(tmp_path, [0], patience=20.0))
+            (line,) = flight_recorder.analyse(flight_recorder.collect(tmp_path, [0], timeout=20.0))
             assert "collective 2, all_reduce of [4] Float" in line
         finally:
             rank.kill()

@@ -24,11 +24,11 @@ def test_the_same_batches_as_on_the_cpu(workers: int) -> None:
         )
         found = []
         for step in range(9):  # three epochs, each with a short last step
-            share = source.take()
-            for micro in share:
+            batches = source.take()
+            for micro in batches:
                 found.append(list(micro.data))  # kept: nothing may be written over it
                 torch.cuda._sleep(200_000)
-            source.commit(share, None)
+            source.commit(batches, None)
             if step == 4:  # going back throws away what was sent ahead
                 source.load_state_dict({**source.state_dict(), "position": 16})
         source.close()

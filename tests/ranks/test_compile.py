@@ -132,8 +132,8 @@ def test_captured_calls_on_two_ranks(pool: Any, tmp_path: Any) -> None:
 
 def meet_again(world: World, store: Any, folder: str) -> tuple[bool, bool]:
     with context.start(world, resolve([("test", {**QUIET, "run_dir": folder})]).config, store) as runtime:
-        first = runtime.meet("here", timedelta(seconds=60))
-        return first, world.rank == 0 and runtime.meet("here", timedelta(seconds=0.2))
+        first = runtime.store_barrier("here", timedelta(seconds=60))
+        return first, world.rank == 0 and runtime.store_barrier("here", timedelta(seconds=0.2))
 
 
 def test_a_second_meeting_is_not_the_first(pool: Any, tmp_path: Any) -> None:

@@ -337,7 +337,7 @@ def test_a_stream_that_shards_itself(pool: Pool) -> None:
 
 
 class Shuffled(IterableDataset):
-    """Shuffles itself, each time anew, with generators that training draws from as well; and augments."""
+    """Shuffles itself, each time again, with generators that training draws from as well; and augments."""
 
     def __iter__(self) -> Iterator[Tensor]:
         order = list(range(24))

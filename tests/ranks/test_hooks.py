@@ -111,7 +111,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
             found["states"].append({n: (m.query.clone(), _copy(m.error)) for n, m in matrices.items()})
-        runtime.collectives.farewell()
+        runtime.collectives.final_barrier()
     return found
 
 
@@ -434,7 +434,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)
-        runtime.collectives.farewell()
+        runtime.collectives.final_barrier()
         return sum(held.values())
 
 

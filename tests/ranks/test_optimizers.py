@@ -56,7 +56,7 @@ class Own(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "folds", "skips"),
+    ("make", "divides", "skips"),
     [
         (lambda p: Own(p, lr=0.1), True, True),
         (lambda p: torch.optim.AdamW(p, fused=True), True, True),
@@ -65,11 +65,11 @@ class Own(torch.optim.SGD):
         (lambda p: Claims(p, lr=0.1), False, False),
     ],
 )
-def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, folds, skips):
+def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, divides, skips):
     model = nn.Linear(2, 2)
     optimizers = Optimizers(make(model.parameters()), model)
-    assert (optimizers.folds, optimizers.skips_by_itself) == (folds, skips)
-    assert not Optimizers(make(model.double().parameters()), model).folds
+    assert (optimizers.divides_gradients, optimizers.skips_by_itself) == (divides, skips)
+    assert not Optimizers(make(model.double().parameters()), model).divides_gradients
 
 
 class LateMetric(Regression):

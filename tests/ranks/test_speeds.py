@@ -123,7 +123,7 @@ def test_a_resumed_run_measures_again_on_another_number_of_ranks(pool: Pool, tmp
     second = pool.run(timed, "fit", task, values, third_as_fast, world=3)
     assert work(first, 14) == (6, 2)
     assert work(second, 1) == (2, 3, 3)
-    assert work(second, 9) == (4, 1, 3), "measured anew"
+    assert work(second, 9) == (4, 1, 3), "measured again"
     dealt = [ids(first, step) for step in range(15)] + [ids(second, step) for step in range(15)]
     assert dealt == windows(LENGTH, BATCH, "short", 30)
     for trace in second:

@@ -110,9 +110,9 @@ def test_every_position_of_a_weighted_sampler_is_trained_once_on_any_number_of_r
     seen = []
     while sources[0].position < 40:
         for one in sources:
-            share = one.take()
-            seen += [int(i) for micro in share if not micro.padding for i in micro.data]
-            one.commit(share, None)
+            batches = one.take()
+            seen += [int(i) for micro in batches if not micro.padding for i in micro.data]
+            one.commit(batches, None)
     assert seen == expected
     assert 0 not in seen
 

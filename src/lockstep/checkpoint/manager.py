@@ -149,7 +149,9 @@ class CheckpointManager:
                 found = self._find(FileStore(run_of(origin) / "checkpoints"))
             if found is None:
                 raise UserError(
-                    f"cannot resume from {origin}: the run has no checkpoint", "", "leave --resume out to start anew"
+                    f"cannot resume from {origin}: the run has no checkpoint",
+                    "",
+                    "leave --resume out to start from the beginning",
                 )
         return None if found is None else self._load(found)
 
@@ -168,7 +170,7 @@ class CheckpointManager:
             raise UserError(
                 f"step {result.step} was spoiled again, and the run rewinds at most {most} times without a new "
                 "checkpoint (nonfinite.max_in_a_row)",
-                f"step {result.step}: {result.trouble}",
+                f"step {result.step}: {result.skip_reason}",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
@@ -176,7 +178,7 @@ class CheckpointManager:
         if found is None:
             raise UserError(
                 f"step {result.step} cannot be rewound: no checkpoint could be written",
-                f"step {result.step}: {result.trouble}",
+                f"step {result.step}: {result.skip_reason}",
                 "make room on the disk, or choose the policy skip or stop",
             )
 
@@ -192,7 +194,7 @@ class CheckpointManager:
             "rewind",
             step=result.step,
             to=self.state.stepper.counters.step,
-            reason=result.trouble,
+            reason=result.skip_reason,
             left_out=f"{span[1] - span[0]} samples at positions {span[0]} to {span[1] - 1}",
         )
         return resumed
@@ -420,10 +422,10 @@ class CheckpointManager:
             f"is {newest.name if newest else 'none: there is no checkpoint yet'}",
         )
 
-    def close(self, patience: float = 0.0) -> None:
-        """End the saver. A save in flight gets `patience` seconds: after an error it may be all that is left."""
-        if self._in_flight and patience:
-            self.saver.wait(patience)
+    def close(self, timeout: float = 0.0) -> None:
+        """End the saver. A save in flight gets `timeout` seconds: after an error it may be all that is left."""
+        if self._in_flight and timeout:
+            self.saver.wait(timeout)
         self.saver.close()
 
     def newest_path(self) -> Path | None:
@@ -468,7 +470,7 @@ class CheckpointManager:
         )
 
     def _seed_host(self, step: int) -> None:
-        """Seed Python's and numpy's generators anew with every checkpoint, so that a resumed run draws the same."""
+        """Seed Python's and numpy's generators again with every checkpoint, so that a resumed run draws the same."""
         seed_host(derive(self.config.seed, "checkpoint", step))
 
 

@@ -45,7 +45,7 @@ def _parameter_of(key: str) -> str:
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
-    """Return what this rank writes: its shards, and its part of the replicated tensors, about equally many bytes each.
+    """Return what this rank writes: its shards, and its part of the replicated tensors, balanced by bytes.
 
     `sizes` has the `plain_sizes` of each rank.
     """

@@ -35,7 +35,7 @@ PAGE = 4096
 LATEST = "latest"
 OWNER = "owner"
 
-# Bytes from which on a direct write is faster than one through the page cache.
+# From this many bytes a direct write is faster than one through the page cache.
 _DIRECT_FROM = 1 << 20
 
 # Committed, and being written or deleted by the attempt whose token follows.
@@ -198,7 +198,7 @@ def remove(store: Store, name: str, token: str) -> None:
 class Retention:
     """Which checkpoints are kept. Every other one is deleted after the next commit."""
 
-    # The newest so many.
+    # How many of the newest to keep.
     last: int = 3
 
     # Those whose step is a multiple of this.

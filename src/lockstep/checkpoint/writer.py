@@ -260,7 +260,7 @@ class PendingSave:
         store.write(self._key(NAME), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
-        # A rank 0 that was stopped for a while may wake up when its run already goes on elsewhere.
+        # A rank 0 that was stopped for a while may wake up when its run already continues elsewhere.
         owner = store.owner()
         if owner not in (None, self.context.token):
             raise GivenUp(f"another attempt has taken over this run (its token is {owner})")

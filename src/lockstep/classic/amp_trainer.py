@@ -206,9 +206,9 @@ class AMPTrainer:
             mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
             self.stepper.context.global_batch = int(self.runtime.collectives.sum_(mine))
             self._sized = True
-        share = StepBatches(self.config.gradient_accumulation_steps, [], samples)
-        self.stepper.begin(share)
-        return share
+        batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
+        self.stepper.begin(batches)
+        return batches
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
@@ -245,7 +245,7 @@ class _NoSource:
     def take(self) -> StepBatches:
         raise NotImplementedError
 
-    def commit(self, share: StepBatches, result: StepResult | None) -> None:
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -194,4 +194,4 @@ def _parsed(name: str, text: str, whole: bool) -> Any:
     except ValueError:
         kind = "a whole number" if whole else "JSON"
         problem = f"the environment variable {name}={text!r} is not {kind}"
-        raise UserError(problem, "", f"export {name}=1" if whole else f"unset {name}") from None
+        raise UserError(problem, "", f"set {name} to {kind}, or unset it") from None

@@ -48,7 +48,7 @@ class Membership:
     def leave(self, world: World, device: torch.device) -> None:
         """Leave together with the other ranks. Collective, if this process has joined."""
         if self._joined:
-            Collectives(world, device).farewell()
+            Collectives(world, device).final_barrier()
             dist.destroy_process_group()
             self._joined = False
 

@@ -143,11 +143,11 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
         if collective := _collective_forward(settings):
             other = collective[0]
             fix = "type strategy=ddp, or strategy=zero1" if other.key == "strategy" else f"leave {other.key} out"
-            reason = "forwards in which the ranks wait for each other, so that all must run equally many"
+            reason = "forwards in which the ranks wait for each other, so that all must run the same number"
             yield _together(balance, other, reason, f"{fix}; or leave {balance.key} out")
             continue
         for other in (_on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm"))[:1]:
-            reason = "an option that requires one micro-batch per rank and step, or equally many on all ranks"
+            reason = "an option that requires one micro-batch per rank and step, or the same number on all ranks"
             yield _together(balance, other, reason, f"leave {other.key} out, or {balance.key}")
 
 
@@ -244,11 +244,11 @@ EXACT = {
         ("auto", "fp32", "tf32", "bf16", "fp16"), "a format whose sums have no fixed order", "type precision=bf16"
     ),
     "optimizer": ExactRule(("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
-    "graph": ExactRule(("auto", False), "kernels that may be chosen anew at capture", "leave graph out"),
+    "graph": ExactRule(("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
     "attention": ExactRule(
         ("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"
     ),
-    "compile": ExactRule(("auto", False), "kernels that are generated anew in every layout", "leave compile out"),
+    "compile": ExactRule(("auto", False), "kernels that are generated again in every layout", "leave compile out"),
 }
 
 
@@ -330,7 +330,7 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
             if option.source.startswith(PREPARED) or option.source in written:
                 continue
             stronger = strength[option.source] > strength[switch.source]
-            # `ddp.hook: none` beside options of powersgd, in one file, is meant so; `ddp.hook: bf16` is a mistake.
+            # `ddp.hook: none` next to options of powersgd, in one file, is on purpose; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF
             if stronger or contradiction:
                 fix = f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}"

@@ -99,7 +99,7 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
         else:
             settings[key] = setting
 
-    # `a: 1` beside `a.b: 2`: under task.* any name may be a value or a section, but not both.
+    # `a: 1` next to `a.b: 2`: under task.* any name may be a value or a section, but not both.
     pairs = [(a, b) for a in settings.values() for b in settings.values() if _inside(b.key, a.key)]
     for outer, inner in pairs:
         problem = f"{outer} and {inner}: {outer.key} cannot be both a value and a section"

@@ -135,7 +135,7 @@ class DataConfig(Section):
     workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
     pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
-    shuffle: bool = _key(True, "shuffle the samples anew in every epoch")
+    shuffle: bool = _key(True, "shuffle the samples again in every epoch")
     # Without it, random transforms depend on the number of ranks, and so does the trained model.
     seed_samples: bool = _key(True, "seed random transforms per sample, independent of ranks and workers")
     sharding: Literal["stride", "own"] = _key(

@@ -69,7 +69,7 @@ class SampleReader:
 
 
 def _reads_in_batches(dataset: Any) -> bool:
-    """Return whether a dataset has `__getitems__`. Subset always offers it: what lies below it counts."""
+    """Return whether a dataset has `__getitems__`. A Subset always has it, so the dataset in it decides."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
@@ -120,7 +120,7 @@ def outlive_signals(worker: int) -> None:
     """Make a loader process survive the signals of a preemption.
 
     Schedulers signal all processes of a job, but a rank needs its loaders until it has saved. They end with the
-    rank; after a SIGTERM, by themselves in the end.
+    rank, or LOADER_GRACE_S after a SIGTERM.
     """
     # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):

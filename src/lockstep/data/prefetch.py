@@ -65,7 +65,7 @@ class SideStream:
         self.stream = torch.cuda.Stream(device)
 
     def send(self, batch: Any) -> _Sent:
-        """Begin to copy, behind the work that the device has been given so far."""
+        """Begin to copy, after the work that the device has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
         arrived = torch.cuda.Event()

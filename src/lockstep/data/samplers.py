@@ -37,7 +37,7 @@ class Sampler(Protocol):
 class Sampled:
     """A dataset with a sampler of the user's own: `Task.data` may return it in place of the dataset.
 
-    It reads like the dataset, and is as long as an epoch of the sampler.
+    Its items are those of the dataset, and its length is the number of positions in the sampler's epoch.
     """
 
     dataset: Any
@@ -68,9 +68,9 @@ class SequentialSampler:
 class ShuffledSampler:
     """Every sample once per epoch, in an order that is a function of (seed, epoch, length), in O(1) memory.
 
-    A permutation of a billion ids is never stored. A keyed Feistel network permutes the next larger power of four,
-    and ids that fall outside the dataset walk on along their cycle until they fall inside it, which is again a
-    permutation.
+    A permutation of a billion ids is never stored. A keyed Feistel network permutes the next larger power of four, and
+    an id outside the dataset is permuted again until it falls inside ("cycle walking"). The result is a permutation
+    of the dataset.
     """
 
     def __init__(self, length: int, seed: int):

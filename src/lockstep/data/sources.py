@@ -33,8 +33,8 @@ class BatchShape:
     tail: str
     # Whether ranks take micro-batches in turns, instead of a range each.
     interleaved: bool = False
-    # Whether every rank runs equally many micro-batches, padded with ones that weigh nothing.
-    even: bool = False
+    # Whether every rank runs the same number of micro-batches, padded with ones that weigh nothing.
+    collective_forwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class MapSource:
         self.position = 0
         self.passed_over: list[tuple[int, int]] = []
 
-        # The position up to which this rank's share is settled: workers may be reading it.
+        # The position up to which this rank's micro-batches are decided: workers may be reading them.
         self.dealt_until = 0
-        # (position from which on the weights count, weights of the ranks)
+        # (first position, weights of the ranks from there on), in the order of the positions.
         self._deals: list[tuple[int, tuple[float, ...]]] = []
 
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.
@@ -152,10 +152,10 @@ class MapSource:
             span=(after - window.size, after),
         )
 
-    def commit(self, share: StepBatches, result: StepResult | None) -> None:
-        """Move on behind the samples of a step."""
-        assert share.span is not None
-        self.position = share.span[1]
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        """Advance past the samples of a step."""
+        assert batches.span is not None
+        self.position = batches.span[1]
 
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
@@ -226,7 +226,7 @@ class MapSource:
         return window
 
     def _after(self, window: Window) -> int:
-        """Return the position behind a window."""
+        """Return the position after a window."""
         return window.epoch * self.length + window.stop
 
     def _count(self, window: Window) -> int:
@@ -248,7 +248,7 @@ class MapSource:
 
         # Padding repeats a micro-batch with weight 0: collectives need every rank.
         pieces = [self._piece(window, index, padding=False) for index in mine]
-        wanted = -(-count // size) if self.shape.even else 1
+        wanted = -(-count // size) if self.shape.collective_forwards else 1
         while len(pieces) < wanted:
             pieces.append(self._piece(window, mine[0] if mine else 0, padding=True))
         return pieces
@@ -348,18 +348,18 @@ class StreamSource:
                 f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
                 "a stream must have samples for every rank in every epoch",
                 "give every rank at least one sample; a generator can be read only once, so return an iterable whose "
-                "__iter__ starts anew",
+                "__iter__ starts again",
             )
 
         # The samples of the other ranks are an estimate: they are not asked.
         shape = self.options.shape
         samples = sum(piece.samples for piece in pieces)
-        wanted = self.samples // shape.micro_batch if shape.even else 1
+        wanted = self.samples // shape.micro_batch if shape.collective_forwards else 1
         while len(pieces) < wanted:
             pieces.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
         return StepBatches(len(pieces), pieces, samples * self.options.world.size, exhausted=self._ended)
 
-    def commit(self, share: StepBatches, result: StepResult | None) -> None:
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Begin the next epoch, once the stream has ended on all ranks."""
         if result is not None and result.exhausted and self._ended:
             self.epoch += 1
@@ -460,7 +460,7 @@ class _Shard(IterableDataset):
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
         for position in itertools.count():
-            # Before each sample anew: between two of them the training has drawn from the same generators.
+            # Again before each sample: between two of them training has drawn from the same generators.
             seed_everything(derive(seed, "stream", self.epoch, stream, position))
             try:
                 sample = next(samples)

@@ -145,14 +145,14 @@ def check_supported(model: nn.Module) -> None:
 
 
 def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
-    """Check that all ranks run equally many micro-batches with SyncBatchNorm, whose forward is collective."""
+    """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
     if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
     if plan.micro_batches % plan.world or short:
         also = ", and a short last step" if short else ""
         raise UserError(
-            "SyncBatchNorm needs ranks that run equally many micro-batches, since its forward waits for all of them",
+            "SyncBatchNorm needs the same number of micro-batches on all ranks: its forward waits for all of them",
             f"{plan.micro_batches} on {plan.world} ranks{also}",
             f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
         )
@@ -162,7 +162,7 @@ def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
     if plan.micro_batches // plan.world >= 2:
         return
-    # Two micro-batches for each pipeline, if the batch has so many samples.
+    # Two micro-batches for each pipeline, if the batch has that many samples.
     if plan.global_batch >= 2 * plan.world:
         fix = f"type micro_batch={plan.global_batch // (2 * plan.world)} or less"
     else:

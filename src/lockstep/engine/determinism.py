@@ -187,6 +187,6 @@ def _step_unfused(optimizers: Optimizers) -> bool:
     for group in fused:
         group["fused"] = False
     # Only fused kernels divide the gradients and skip the step by themselves.
-    optimizers.folds = False
+    optimizers.divides_gradients = False
     optimizers.skips_by_itself = False
     return bool(fused)

@@ -114,7 +114,7 @@ def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
 
 
 class LoadBalancer:
-    """Measures the seconds of a micro-batch on each rank, and deals anew where that makes steps shorter."""
+    """Measures the seconds of a micro-batch on each rank, and deals again where that makes steps shorter."""
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log: Callable[..., None]):
         self._micro_batches = plan.micro_batches
@@ -131,7 +131,7 @@ class LoadBalancer:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
-        """End a step, and deal anew after the last one of a measurement."""
+        """End a step, and deal again after the last one of a measurement."""
         # Steps of this process are counted, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])

@@ -1,7 +1,7 @@
 """The outcome of a step, which every rank reads from the same summed control word, and what follows from it.
 
 A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped and the reason reported;
-then the run goes on, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from, which is
+then the run continues, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from, which is
 legal; many in a row are reported, and a run of nothing else is an error.
 """
 
@@ -77,12 +77,12 @@ class Outcomes:
         return result
 
     def _result(self, step: int, word: ControlWord, stats: GradientStats, applied: bool) -> StepResult:
-        trouble = None
+        skip_reason = None
         if word.weight and not applied:
             if math.isfinite(stats.grad_norm):
-                trouble = f"{SPIKE}: {_mean_loss(word):.4g}, above {stats.loss_limit:.4g}"
+                skip_reason = f"{SPIKE}: {_mean_loss(word):.4g}, above {stats.loss_limit:.4g}"
             else:
-                trouble = _gradient_trouble(stats.norms, stats.names)
+                skip_reason = _gradient_problem(stats.norms, stats.names)
         return StepResult(
             step=step,
             applied=applied,
@@ -91,9 +91,9 @@ class Outcomes:
             stop=word.stop > 0,
             exhausted=word.exhausted == self.ranks,
             save=word.save > 0,
-            leave=word.preempt > 0,
+            preempt=word.preempt > 0,
             save_failed=word.save_failed > 0,
-            trouble=trouble,
+            skip_reason=skip_reason,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class SkipPolicy:
         """Count a skipped step. An overflow that lowers the loss scale of fp16 is the scaler at work, not a failure."""
         self.skipped += 1
         self.empty_in_a_row = 0
-        assert result.trouble is not None
-        reason = self.on_skip(result, result.trouble)
+        assert result.skip_reason is not None
+        reason = self.on_skip(result, result.skip_reason)
         if scale_lowered:
             self._lowered += 1
             return
@@ -164,7 +164,7 @@ class SkipPolicy:
             self.rewind_wanted = result
 
     def check_something_learned(self, steps: int, applied: int) -> None:
-        """Raise at the end if no step changed the weights: they must not look like the result of a training."""
+        """Raise at the end if no step changed the weights: they must not look like the result of training."""
         if applied or not steps:
             return
         empty = steps - self.skipped
@@ -223,10 +223,10 @@ class SpikeDetector:
 
 
 def is_spike(result: StepResult) -> bool:
-    return (result.trouble or "").startswith(SPIKE)
+    return (result.skip_reason or "").startswith(SPIKE)
 
 
-def _gradient_trouble(norms: Tensor, names: list[str]) -> str:
+def _gradient_problem(norms: Tensor, names: list[str]) -> str:
     bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
     if not bad:
         return "the gradient norm overflowed, though every parameter's own gradient is finite"

@@ -171,7 +171,7 @@ class OwnRun:
         """Check that all ranks left the loop early: otherwise the others would wait for this one for ever."""
         # Over the store, which works while other ranks wait in a collective.
         step = run.stepper.counters.step
-        if not run.runtime.meet(f"left-at-{step}", BREAK_TIMEOUT):
+        if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
             raise UserError(
                 f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
                 "of the others did",

@@ -65,7 +65,7 @@ class AgreedRequests:
 
     def add(self, result: StepResult) -> None:
         self.stop |= result.stop
-        self.preempt |= result.leave
+        self.preempt |= result.preempt
         self.save |= result.save
 
 
@@ -273,7 +273,7 @@ class Run:
         """Wait for the last outcome, and write the final weights before anything else can go wrong."""
         self.close_loaders()
         self._accept_requests(self.stepper.settle())
-        # Weights that no step has changed must not look like the result of a training.
+        # Weights that no step has changed must not look like the result of training.
         self.stepper.outcomes.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
         self._check_replicas()
 
@@ -308,7 +308,7 @@ class Run:
             if report and self.config.log.progress != "off":
                 print(f"report   {Path(self.folder.shown) / report.name}")
         # No rank ends before the folder is complete.
-        self.runtime.collectives.farewell()
+        self.runtime.collectives.final_barrier()
         self.folder.let_go()
         return summary
 
@@ -331,7 +331,7 @@ class Run:
         signals = self.runtime.collectives.gather_json(self.runtime.notice.signal)
         signal = next(filter(None, signals), "SIGTERM")
         self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
-        self.runtime.collectives.farewell()
+        self.runtime.collectives.final_barrier()
         raise Preempted(step, signal, path)
 
     # ---- parts of a step ----
@@ -401,7 +401,7 @@ class Run:
         assert result is not None
         resumed = self.checkpoints.rewind(result, self.samples.span_of(result.step))
         # The log interval is that of the checkpoint again: the steps in between are undone.
-        self.recorder.carry_on(self.stepper.sums, resumed.interval)
+        self.recorder.resume_interval(self.stepper.sums, resumed.interval)
         self._interval = LogInterval()
         self.recorder.start_clock()
 
@@ -421,7 +421,7 @@ class Run:
             {
                 "metrics": metrics,
                 "evaluation_due": evaluation_due,
-                "interval": self.recorder.carry(self.stepper.sums),
+                "interval": self.recorder.interval_state(self.stepper.sums),
                 "seconds": time.time() - self.started,
             }
         )

@@ -261,7 +261,7 @@ class RunBuilder:
             plan.micro_batch,
             config.tail,
             placement.interleaved,
-            even=placement.collective_forwards,
+            collective_forwards=placement.collective_forwards,
         )
         source = open_source(data, collate, shape, config.data, config.seed, data_world, self.runtime.device)
         if hasattr(source, "close"):
@@ -287,7 +287,7 @@ class RunBuilder:
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
         # A save in flight may be all that is left of a run that fails.
-        self._on_failure.callback(checkpoints.close, patience=LAST_SAVE_S)
+        self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
         checkpoints.check_space()
         return checkpoints
 
@@ -296,7 +296,7 @@ class RunBuilder:
         step = stepper.counters.step
         check_something_left(plan.steps, step)
         self.started -= resumed.seconds
-        self.recorder.carry_on(stepper.sums, resumed.interval)
+        self.recorder.resume_interval(stepper.sums, resumed.interval)
         stepper.context.metrics.known = set(self.recorder.names)
         if step == plan.steps:  # nothing is left but to end it: the summary needs the last log line
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
@@ -319,6 +319,7 @@ def open_run(
     # First of all: ranks with different settings might wait for each other in any collective that follows.
     check_same_config(config, runtime)
     precision = choose(config, runtime.device)
+    precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
     _write_launcher_settings(config)
@@ -403,7 +404,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             micro_batch=plan.micro_batch,
             mine=deal(plan.micro_batches, placement.data_rank, placement.data_size),
             ranks=placement.data_size,
-            in_step=placement.collective_forwards,
+            collective_forwards=placement.collective_forwards,
             # Of the ranks that go through the same samples only one counts.
             add=lambda values: runtime.collectives.sum_(values if placement.reports_loss else values.zero_()),
         )

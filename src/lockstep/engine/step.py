@@ -241,7 +241,7 @@ class Update:
         # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
         # to full float32 masters first) and nothing needs them at their true size before.
         full = driver.placement.replicated or optimizers.masters is not None
-        self.fused = optimizers.folds and full and not clipping.changes_elements
+        self.fused = optimizers.divides_gradients and full and not clipping.changes_elements
         self.skips_on_device = driver.placement.replicated and self.fused and optimizers.skips_by_itself
 
     def step(self, reduced: Reduced, factor: float, number: int) -> None:

@@ -43,15 +43,15 @@ from lockstep.runtime.machine import available_cores
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 
 # How long killed ranks may take until the zygote has reported their end.
-STOP_S = 5.0
+RANKS_STOP_S = 5.0
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so both
 # together must stay below the silence after which a node counts as lost.
-STACKS_S = 2.0
+RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
 # How many entries of each rank's flight recorder are sent to the coordinator.
-ENTRIES = 100
+SENT_ENTRIES = 100
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Agent:
             FOLDER: str(folder),
             ATTEMPT: str(start.attempt),
         }
-        return flight_recorder.environment(folder) | self._zygote.env | rendezvous
+        return flight_recorder.environment(self._job.run_dir / "logs") | self._zygote.env | rendezvous
 
     def _prepare(self, count: int) -> None:
         """Have a zygote for `count` ranks.
@@ -267,7 +267,7 @@ class Agent:
                 self._note(current, current.ranks[report["rank"]], report)
 
         # A zygote that does not report the end of killed ranks is stopped or stuck.
-        if current and current.stopping and current.living and time.monotonic() - current.stopping > STOP_S:
+        if current and current.stopping and current.living and time.monotonic() - current.stopping > RANKS_STOP_S:
             self._zygote.kill()
 
         if not self._zygote.alive and not self._hopeless:
@@ -314,7 +314,7 @@ class Agent:
 
             self._current.cut_lifeline()
 
-        why = "died" if was_ready else "ended before it was ready: see above, or the terminal of that node"
+        why = "died" if was_ready else "exited while importing; the error is on that node's terminal"
         text = f"the process {pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._hopeless))
         if was_ready:
@@ -353,14 +353,14 @@ def _environment_for(count: int) -> dict[str, str]:
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
     """Return where each living rank is. Ranks that do not answer in time are left out."""
-    found = stacks.collect(current.folder, current.pids, STACKS_S)
+    found = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
     answering = [rank for rank, text in found.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
 
     return Stacks(
         current.number,
         {str(rank): text for rank, text in found.items()},
-        {str(rank): entries[-ENTRIES:] for rank, entries in recorded.items()},
+        {str(rank): entries[-SENT_ENTRIES:] for rank, entries in recorded.items()},
     )
 
 

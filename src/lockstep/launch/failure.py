@@ -25,7 +25,7 @@ from lockstep.runtime import heartbeat
 # The exit code of a rank that has saved and stopped on request.
 PREEMPTED = Preempted.CODE
 
-# The only exception that does not repeat itself after a restart.
+# The only exception that a restart cures: with it `micro_batch=auto` asks for a smaller micro-batch.
 SMALLER = SmallerMicroBatch.__name__
 
 # How many lines of a rank's log are shown.
@@ -249,7 +249,7 @@ def _without_record(scene: Scene, code: int, seen: float) -> Failure:
     message = "ended by this signal"
     if name == "SIGKILL":
         now = oom_kills()
-        message = "killed from outside"
+        message = "killed by SIGKILL; the kernel counted no OOM kill"
         if now > scene.oom_kills_before:
             message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {now})"
     elif name == "SIGBUS":

@@ -23,8 +23,8 @@ REQUEST = "dump-request"
 # How often a rank looks for a request.
 POLL_S = 0.5
 
-# How many collectives torch keeps.
-ENTRIES = 2000
+# How many collectives torch keeps in each rank.
+RECORDED_ENTRIES = 2000
 
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -33,13 +33,13 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Return the variables that make torch record, and NCCL's watchdog dump into `folder` after a timeout."""
+def environment(logs: Path) -> dict[str, str]:
+    """Return the variables that make torch record, and NCCL's watchdog dump into the run's `logs` after a timeout."""
     return {
-        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED_ENTRIES),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # with the default the process ends before it has dumped
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl-flight-"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / "nccl-flight-"),
     }
 
 
@@ -86,7 +86,7 @@ def recorded() -> list[dict[str, Any]]:
 # The launcher's side
 
 
-def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, list[dict[str, Any]]]:
+def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
     # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
     request = str(time.time_ns())
@@ -95,7 +95,7 @@ def collect(folder: Path, ranks: list[int], patience: float = 2.0) -> dict[int, 
     os.replace(staged, folder / REQUEST)
 
     found: dict[int, list[dict[str, Any]]] = {}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while len(found) < len(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
         for rank in ranks:

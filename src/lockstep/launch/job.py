@@ -33,7 +33,7 @@ FROM_LAUNCHER = "launcher"
 
 @dataclass(frozen=True)
 class Count:
-    """A number between `least` and `most`, which begins as `start`, or else as `most`."""
+    """A range for the number of ranks or nodes. The job starts with `start` of them, or else with `most`."""
 
     least: int
     most: int

@@ -31,13 +31,13 @@ BEAT_S = 1.0
 CONNECT_S = 300.0
 
 # How long the coordinator keeps connections open after the job has ended.
-LAST_WORDS_S = 2.0
+DRAIN_S = 2.0
 
 # Bytes of one message, and of everything that waits to be sent.
 LARGEST = 8 * 2**20
 
-# Another process, or another node, has this address.
-_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+# Errors of `bind` that mean that another process, or another node, has this address.
+_ADDRESS_TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
@@ -437,7 +437,7 @@ class Hub:
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
         self._listener.close()
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
             select.select(list(self._connections.values()), [], [], left)
             self._read_all(time.monotonic())
@@ -447,7 +447,7 @@ class Hub:
 
 
 def claim(join: str) -> socket.socket | None:
-    """Bind the meeting point. Returns None if it belongs to another node, or to another process of this one."""
+    """Bind the rendezvous address. Returns None if it belongs to another node, or to another process of this one."""
     # Only this address is bound, not all of the machine's.
     host, port = parse_join(join)
     family, _, _, _, address = _resolve(join, host, port)
@@ -459,7 +459,7 @@ def claim(join: str) -> socket.socket | None:
     except OSError as error:
         # Another node's address, or one that is taken here: this node follows.
         listener.close()
-        if error.errno in _NOT_OURS:
+        if error.errno in _ADDRESS_TAKEN:
             return None
 
         raise UserError(

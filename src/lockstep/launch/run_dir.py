@@ -131,7 +131,7 @@ def not_writable(run: Path, error: OSError) -> UserError:
     )
 
 
-def lock(run: Path, patience: float = 10.0) -> Any:
+def lock(run: Path, timeout: float = 10.0) -> Any:
     """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
 
     The lock belongs to this process: it is released however the process ends. Returns None on a file system without
@@ -140,7 +140,7 @@ def lock(run: Path, patience: float = 10.0) -> Any:
     file = (run / ".lock").open("a+")
 
     # A predecessor that was just killed releases its lock within moments: try for a while.
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +203,7 @@ def ask_for_size(run: Path, count: int) -> None:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
     try:
-        free = lock(run, patience=0.0)
+        free = lock(run, timeout=0.0)
     except UserError:
         # The run holds its lock, as it should.
         free = None

@@ -55,7 +55,7 @@ class Frame:
 
     @property
     def internal(self) -> bool:
-        """Whether the frame says nothing to a user who looks for the line in their own code."""
+        """Whether the frame is one that every stack has (torch, imports, the launcher): it does not explain a hang."""
         return bool(_INTERNAL.search(self.file))
 
     @property
@@ -69,7 +69,7 @@ class Frame:
         return f"{_short(self.file)}:{self.line} {self.function}"
 
 
-def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[int, str]:
+def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is stopped."""
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
@@ -78,7 +78,7 @@ def collect(folder: Path, pids: dict[int, int], patience: float = 2.0) -> dict[i
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
 
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for rank in sorted(waiting):

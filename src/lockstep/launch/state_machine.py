@@ -1,7 +1,8 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-Events go in, commands come out; time is an argument, and nothing here starts a process or waits. An attempt is a set of
-ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
+Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument; the
+module reads the wall clock for failure records, and the newest step through `committed`. An attempt is a set of ranks
+that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
 `JobStateMachine` has the phases and their transitions:
@@ -61,19 +62,20 @@ WARN_S = 45.0
 # How long the other ranks may take when the first has stopped on request.
 TOGETHER_S = 20.0
 
-# A node that is silent for longer may be about to turn out lost: it sends a heartbeat every second.
+# A node that is silent for longer is probably lost: it sends a heartbeat every second.
 QUIET_S = 2.0
 
-# How long nodes have to report that their killed ranks are gone.
-STOP_S = 10.0
+# How long the coordinator waits for nodes to report that their killed ranks are gone.
+NODES_STOP_S = 10.0
 
-# How long nodes have to answer with stacks.
-STACKS_S = 5.0
+# How long the coordinator waits for the nodes' stacks.
+NODES_STACKS_S = 5.0
 
 # The window in which restarts are counted.
 HOUR_S = 3600.0
 
-# A rank slot that fails so often without a new checkpoint is dropped, if the job may shrink.
+# After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
+# `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
 
 
@@ -146,9 +148,6 @@ class Restarts:
             self._recent.popleft()
 
         # Reasons that hold whatever the settings say.
-        if failure.for_user:
-            return "the program would say the same again"
-
         if situation.stop_request:
             return f"the job was asked to stop ({situation.stop_request})"
 
@@ -175,7 +174,7 @@ class Restarts:
         return None
 
     def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
-        """Count a restart. Returns whether this rank slot keeps failing without progress and should be dropped."""
+        """Count a restart. Returns whether its node should run fewer ranks: the slot keeps failing without progress."""
         self.total += 1
         if failure.kind == SMALLER:
             return False
@@ -254,7 +253,7 @@ class Cluster:
         """Why the nodes that are present are not enough; None if they are."""
         if len(self.nodes) >= self.bounds.least:
             return None
-        return f"{_number(len(self.nodes), 'node')} left, and {self.bounds.least} needed"
+        return f"{_plural(len(self.nodes), 'node')} left, and {self.bounds.least} needed"
 
     def ready(self, now: float) -> bool:
         """Whether an attempt can start: no node is missing, and no other is likely to come."""
@@ -271,8 +270,8 @@ class Cluster:
         counts = {number: node.count for number, node in sorted(self.nodes.items())}
         self.wanted = divide(ranks, counts)
 
-    def drop_slot(self, number: int) -> None:
-        """Run one rank less on this node, if its bounds allow."""
+    def shrink(self, number: int) -> None:
+        """Run one rank fewer on this node, if its bounds allow."""
         if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
             self.wanted[number] -= 1
 
@@ -370,7 +369,7 @@ class JobStateMachine:
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
-        """Return the commands that have come together since the last call."""
+        """Return the commands issued since the last call."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -384,7 +383,7 @@ class JobStateMachine:
         """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
         self.cluster.add(node, now)
         if node.number:
-            nodes = _number(len(self.cluster.nodes), "node")
+            nodes = _plural(len(self.cluster.nodes), "node")
             self._say(f"node {node.number} ({node.host}) is here, {nodes} now")
 
         if self.phase in (Phase.RUN, Phase.ASK):
@@ -401,14 +400,14 @@ class JobStateMachine:
         self._last_beat.pop(number, None)
         self._unanswered.discard(number)
 
-        # The failure names the first rank that was lost, for messages and for the count of culprits.
+        # The failure names the first rank that was lost, so that repeated failures of one slot are counted.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
         failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
         if self.phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
-        # Between two attempts, or after its ranks had ended, a node is only missed if too few remain.
+        # Between two attempts, or after its ranks had ended, losing a node matters only if too few remain.
         self._say(failure.message)
         if self.cluster.too_few and self.attempt.number >= 0:
             self._after_stop = self._after_stop or Ending(1, failure)
@@ -423,7 +422,7 @@ class JobStateMachine:
         self._enter(Phase.GATHER, now + GATHER_S)
         missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
-            self._say(f"waiting for {_number(missing, 'more node')} at {self.job.join}")
+            self._say(f"waiting for {_plural(missing, 'more node')} at {self.job.join}")
 
         self._start_if_ready(now)
 
@@ -465,7 +464,7 @@ class JobStateMachine:
                 self._stop_request = "SIGTERM"
                 self._await_preemption(now)
 
-            # Ranks stop together; a single one stopped before the others knew of each other.
+            # Ranks stop together; if only one stopped, the signal came before the process group existed.
             self._deadline = min(self._deadline, now + TOGETHER_S)
 
         if not self.attempt.running:
@@ -505,11 +504,11 @@ class JobStateMachine:
             self.attempt.watchdog.set_limits(self.settings.limits)
 
     def _some_node_is_quiet(self, now: float) -> bool:
-        """Whether some node may be about to turn out lost."""
+        """Whether some node is probably lost."""
         return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
 
-    def look(self, now: float) -> None:
-        """Check for hangs; called about once a second."""
+    def check_for_hangs(self, now: float) -> None:
+        """Ask for stacks if no rank advances; called about once a second."""
         if self.phase is not Phase.RUN:
             return
 
@@ -518,7 +517,7 @@ class JobStateMachine:
             self._say(warning)
 
         if self.attempt.watchdog.suspicious(self.attempt.running, now):
-            self._enter(Phase.ASK, now + STACKS_S)
+            self._enter(Phase.ASK, now + NODES_STACKS_S)
             self._unanswered = self._nodes_of_attempt()
             self._send_all(CollectStacks(self.attempt.number))
 
@@ -552,14 +551,14 @@ class JobStateMachine:
             self._after_stop = Ending(self._preempted_code)
             self._stop(now)
         elif self.phase in (Phase.RUN, Phase.ASK):
-            self._say(f"{signal}: asking {_number(len(self.attempt.slots), 'rank')} to save and stop")
+            self._say(f"{signal}: asking {_plural(len(self.attempt.slots), 'rank')} to save and stop")
             self._preempt(now)
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
         bounds = self.cluster.rank_bounds
         if not bounds.least <= ranks <= bounds.most:
-            self._say(f"not resized to {_number(ranks, 'rank')}: --nproc allows {bounds} in all")
+            self._say(f"not resized to {_plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
         before = self.cluster.ranks
@@ -567,7 +566,7 @@ class JobStateMachine:
         if before == ranks:
             return
 
-        self._say(f"from {before} to {_number(ranks, 'rank')}: asking the ranks to save")
+        self._say(f"from {before} to {_plural(ranks, 'rank')}: asking the ranks to save")
         self._commands.append(LogEvent({"event": "resize", "from": before, "to": ranks}))
 
         # Nodes can import torch for the new ranks while the present ones still save.
@@ -607,7 +606,7 @@ class JobStateMachine:
 
         # The deadline of this phase has passed.
         if self.phase is Phase.GATHER:
-            found = f"only {_number(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
+            found = f"only {_plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
             self._say(f"{found}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
             self._end(Ending(1, Failure(-1, "", time.time(), NODE, found)))
         elif self.phase is Phase.ASK:
@@ -615,10 +614,10 @@ class JobStateMachine:
         elif self.phase is Phase.STOP:
             # Continue without the nodes that could not stop their ranks.
             for number in sorted(self._unanswered):
-                self.gone(number, f"vanished: its ranks did not end within {STOP_S:.0f} s", now)
+                self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
         elif self.attempt.all_clean:
             self._fail(self._overdue(), now)
-        # An exception may come of a node that is about to turn out lost; its loss is then the better reason.
+        # An exception may be caused by a node that is being lost; wait, and report the node.
         elif not self._some_node_is_quiet(now):
             self._fail(root_cause(self.attempt.exits), now)
 
@@ -627,7 +626,8 @@ class JobStateMachine:
         late = self.attempt.running
         first = min(late)
         host = self.cluster.nodes[self.attempt.slots[first][0]].host
-        text = f"{_number(len(late), 'rank')} had not stopped in time, and were killed"
+        verb = "was" if len(late) == 1 else "were"
+        text = f"{_plural(len(late), 'rank')} did not stop in time and {verb} killed"
 
         return Failure(first, host, time.time(), "SIGKILL", text)
 
@@ -641,6 +641,13 @@ class JobStateMachine:
         # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
         if self._stop_request and (saved is not None or self.attempt.any_preempted) and not failure.for_user:
             self._report(failure, "the job was asked to stop: not restarted")
+            self._stop(now)
+            return
+
+        # The same program would come to the same error; its message says what to do, and nothing is added to it.
+        if failure.for_user:
+            self._after_stop = Ending(failure.exit_code, failure)
+            self._report(failure)
             self._stop(now)
             return
 
@@ -659,12 +666,12 @@ class JobStateMachine:
         slot = self.attempt.slots.get(failure.rank)
         keeps_failing = self.restarts.note(failure, slot, saved, now)
         if keeps_failing and slot is not None:
-            self.cluster.drop_slot(slot[0])
+            self.cluster.shrink(slot[0])
 
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
         count = self.restarts.count(failure, self.settings)
-        self._report(failure, f"restarting {_number(ranks, 'rank')} from {source} ({count})")
+        self._report(failure, f"restarting {_plural(ranks, 'rank')} from {source} ({count})")
         event = {"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved}
         self._commands.append(LogEvent(event))
 
@@ -676,13 +683,20 @@ class JobStateMachine:
         # From its beginning the same program would come to the same error.
         return "" if failure.from_python else f". To start over: {self.job.again}"
 
-    def _report(self, failure: Failure, verdict: str) -> None:
+    def _report(self, failure: Failure, verdict: str = "") -> None:
         """Announce a failure and what follows from it, and log it as an event."""
         lines = [failure.text()]
         if not failure.for_user:
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
-            victims = f"{_number(others, 'other rank')} stopped because of it." if others > 0 else ""
-            log = f"Its log: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
+            victims = ""
+            if others > 0:
+                victims = f"{_plural(others, 'other rank')} {'was' if others == 1 else 'were'} stopped."
+
+            # Rank 0 writes to the terminal, and has no log.
+            log = ""
+            if failure.rank > 0:
+                log = f"Log of rank {failure.rank}: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}"
+
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
 
         self._commands.append(Announce("\n".join(lines)))
@@ -692,7 +706,7 @@ class JobStateMachine:
 
     def _stop(self, now: float) -> None:
         """Have all ranks killed. `_after_stop` says what follows when they are gone."""
-        self._enter(Phase.STOP, now + STOP_S)
+        self._enter(Phase.STOP, now + NODES_STOP_S)
         self._unanswered = self._nodes_of_attempt()
         self._send_all(Stop(self.attempt.number))
         self._continue_if_stopped(now)
@@ -731,5 +745,6 @@ class JobStateMachine:
         self._commands.append(Announce(f"lockstep: {text}"))
 
 
-def _number(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
+    """Return "1 rank", or "2 ranks"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -57,9 +57,9 @@ __all__ = ["Ending", "supervise"]
 POLL_S = 0.05
 
 # The coordinating node's number.
-OURS = 0
+COORDINATOR = 0
 
-# The most ranks of one node: a limit on what another node may make us count to.
+# Upper bound on the rank count that a remote node may announce.
 MOST_RANKS = 4096
 
 # Signals that ask the job to save and stop. Schedulers send the first two, a terminal the third.
@@ -149,7 +149,7 @@ class Coordinator:
         # This node joins its own job like any other.
         now = time.monotonic()
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
-        self._machine.joined(Node(OURS, name, job.nproc), now)
+        self._machine.joined(Node(COORDINATOR, name, job.nproc), now)
 
         # Set by the last command.
         self._ending: Ending | None = None
@@ -180,7 +180,7 @@ class Coordinator:
             self._machine.stop_requested(name, now)
 
         for message in self._agent.poll():
-            self._handle(OURS, message, now)
+            self._handle(COORDINATOR, message, now)
 
         if self._hub is not None:
             for number, message in self._hub.poll(now):
@@ -190,16 +190,16 @@ class Coordinator:
             self._next_beat = now + protocol.BEAT_S
             self._beat(now)
 
-        # Time is an event, too; then all commands that have come together are carried out.
+        # Time is an event, too; then all commands issued in this turn are carried out.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
 
     def _beat(self, now: float) -> None:
         """Once a second: exchange heartbeats, check for hangs, and look for a request of `lockstep resize`."""
-        self._handle(OURS, self._agent.beat(), now)
+        self._handle(COORDINATOR, self._agent.beat(), now)
         self._send_to_nodes(NodeBeat())
-        self._machine.look(now)
+        self._machine.check_for_hangs(now)
 
         # `lockstep resize` leaves a file with a number, which is consumed here.
         request = self._job.run_dir / "resize"
@@ -285,7 +285,7 @@ class Coordinator:
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        The socket of the ranks' rendezvous is bound before any rank starts, and anew for each attempt: no port is
+        The socket of the ranks' rendezvous is bound before any rank starts, and again for each attempt: no port is
         ever guessed, and no rank finds what an earlier attempt left.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
@@ -294,11 +294,11 @@ class Coordinator:
             base = 0
             for group, (number, count) in enumerate(command.ranks.items()):
                 start = Start(command.attempt, base, count, world, group, self._address, port)
-                self._send(number, start, listener if number == OURS else None)
+                self._send(number, start, listener if number == COORDINATOR else None)
                 base += count
 
     def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
-        if number == OURS:
+        if number == COORDINATOR:
             self._agent.do(message, listener)
         elif self._hub:
             self._hub.send(number, message)
@@ -306,7 +306,7 @@ class Coordinator:
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all nodes but this one."""
         for number in self._machine.cluster.nodes:
-            if number != OURS:
+            if number != COORDINATOR:
                 self._send(number, message)
 
 

@@ -2,7 +2,7 @@
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no alarm, since all others may rightly be waiting for that one.
+there is no alarm, except for a stopped or dead process: all others may rightly be waiting for that one.
 
 The parts, from the bottom up: `view_of` reads one rank, `judge` looks at all ranks at one moment, `HangDetector` adds
 what must be remembered between two looks, and `Watchdog` is all of it for one attempt, including the stacks that are
@@ -37,11 +37,11 @@ STEADY = ("compute", "exchange", "update", "agree")
 # Phases without a history in this process, and user code, which may do something long once in a while.
 UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
 
-# The least limit, times `least`, of phases that are neither steady nor unknown: they read and write files.
-PATIENT = 6.0
+# Phases that are neither steady nor unknown read and write files: their limit is at least this many times `hang.least`.
+IO_FACTOR = 6.0
 
-# The least limit, times `least`, of a rank that uses the processor or a disk, and of all while no rank waits.
-AT_WORK = 12.0
+# The same for a rank that uses the processor or a disk, and for all ranks while none waits for another.
+BUSY_FACTOR = 12.0
 
 # For how long a process must be seen stopped or dead. It may be stopped for a moment, or its exit be reported soon.
 STOPPED_S = 3.0
@@ -49,7 +49,7 @@ STOPPED_S = 3.0
 # How long a rank that compiles is left alone, before it is asked again.
 COMPILING_S = 10.0
 
-# A launcher that did not look for so long was stopped or starved itself, and perhaps so were its ranks.
+# A launcher that did not look for this long was stopped or starved itself, and perhaps so were its ranks.
 AWAY_S = 3.0
 
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model that runs has no such
@@ -57,7 +57,7 @@ AWAY_S = 3.0
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
 # How many ranks are described in a message.
-NAMED = 8
+MAX_RANKS_NAMED = 8
 
 # The letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "Z": "dead", "": "gone"}
@@ -70,7 +70,7 @@ class Limits:
     # For a phase that has not been seen before: compiling, connecting, reading for the first time.
     first: float = 900.0
 
-    # For a phase that has been seen: so many times the longest stay, and never less than `least`.
+    # For a phase that has been seen: `factor` times the longest stay, and never less than `least`.
     factor: float = 5.0
     least: float = 5.0
 
@@ -195,25 +195,27 @@ def judge(views: list[RankView], limits: Limits) -> Suspicion | None:
     halted = [view for view in working if view.halted and view.stopped > STOPPED_S]
     if halted:
         what = "stopped by a signal" if halted[0].state == "T" else "gone"
-        return Suspicion(f"{len(halted)} of {len(working)} ranks: {what}", [view.rank for view in halted], working)
+        verb = "is" if len(halted) == 1 else "are"
+        reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
+        return Suspicion(reason, [view.rank for view in halted], working)
 
     # One rank within its limit is enough: the others may be waiting for it.
-    if not working or any(view.age <= _patience(view, working, limits) for view in working):
+    if not working or any(view.age <= _allowed_seconds(view, working, limits) for view in working):
         return None
 
     last = min(working, key=lambda view: view.age)
-    limit = max(_patience(view, working, limits) for view in working)
+    limit = max(_allowed_seconds(view, working, limits) for view in working)
 
     return Suspicion(f"no rank has advanced for {last.age:.1f} s (limit {limit:.1f} s)", odd_ranks(working), working)
 
 
-def _patience(view: RankView, views: list[RankView], limits: Limits) -> float:
+def _allowed_seconds(view: RankView, views: list[RankView], limits: Limits) -> float:
     """Return the limit, or more for a rank that visibly works: one long batch is not a hang."""
     limit = limit_of(view, views, limits)
     none_waits = not any(other.phase in WAITING for other in views)
     busy = view.phase not in WAITING and view.state in ("R", "D")
 
-    return max(limit, AT_WORK * limits.least) if busy or none_waits else limit
+    return max(limit, BUSY_FACTOR * limits.least) if busy or none_waits else limit
 
 
 def limit_of(view: RankView, views: list[RankView], limits: Limits) -> float:
@@ -225,7 +227,7 @@ def limit_of(view: RankView, views: list[RankView], limits: Limits) -> float:
         # A collective waits for whatever the other ranks still do before they enter it.
         least, alike = limits.least, {view.phase, "compute", "data"}
     else:
-        least, alike = PATIENT * limits.least, {view.phase}
+        least, alike = IO_FACTOR * limits.least, {view.phase}
 
     longest = max(other.longest.get(phase, 0.0) for other in views for phase in alike)
 
@@ -240,7 +242,7 @@ def odd_ranks(views: list[RankView]) -> list[int]:
     if odd:
         return odd
 
-    # All of them wait: the odd ones are those in a collective of their own, if that is clear.
+    # All of them wait: the others wait for the ranks in a collective of their own, if that is clear.
     waits = Counter((view.phase, view.detail) for view in views)
     fewest = min(waits.values())
     if len(waits) == 1 or list(waits.values()).count(fewest) > 1:
@@ -269,8 +271,8 @@ def excuse(suspicion: Suspicion, stacks: dict[int, str], limits: Limits) -> str 
 
 
 def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[str] = ()) -> Failure:
-    """Return a failure that names the odd rank first, then where the others wait, then `collectives`."""
-    # If the phases do not tell who is odd, the stacks may. Without either the longest silence is named.
+    """Return a failure that names first the rank that the others wait for, then where they wait, then `collectives`."""
+    # If the phases do not show which rank the others wait for, the stacks may; or else the longest silence is named.
     groups = group(stacks)
     odd = suspicion.odd or _smallest(groups)
     culprit = suspicion.view(odd[0]) if odd else max(suspicion.views, key=lambda view: view.age)
@@ -298,15 +300,16 @@ def _smallest(groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
 def _who(suspicion: Suspicion, odd: list[int]) -> str:
     if len(odd) == 1:
         view = suspicion.view(odd[0])
-        return f"rank {view.rank} on {view.host} is the odd one: {_describe(view)}"
+        return f"rank {view.rank} on {view.host} is the one the others wait for: {_describe(view)}"
 
     if not odd:
         return f"no rank stands out, all wait for each other: {_describe(suspicion.views[0])}"
 
-    head = "the odd ones" if len(odd) < len(suspicion.views) else "every rank is busy by itself"
-    parts = [f"rank {rank} on {suspicion.view(rank).host}, {_describe(suspicion.view(rank))}" for rank in odd[:NAMED]]
-    if len(odd) > NAMED:
-        parts.append(f"{len(odd) - NAMED} more")
+    head = "the others wait for these" if len(odd) < len(suspicion.views) else "no rank is waiting for another"
+    named = [suspicion.view(rank) for rank in odd[:MAX_RANKS_NAMED]]
+    parts = [f"rank {view.rank} on {view.host}, {_describe(view)}" for view in named]
+    if len(odd) > MAX_RANKS_NAMED:
+        parts.append(f"{len(odd) - MAX_RANKS_NAMED} more")
 
     return f"{head}: {'; '.join(parts)}"
 
@@ -318,7 +321,7 @@ def _describe(view: RankView) -> str:
 
 def _stacks_of(odd: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
     lines = []
-    for rank in odd[:NAMED]:
+    for rank in odd[:MAX_RANKS_NAMED]:
         frames = main_thread(stacks.get(rank, ""))
         if frames:
             lines.append(f"rank {rank} is at: {line_of(frames)}")
@@ -450,7 +453,9 @@ class Watchdog:
         limit = max(limit_of(view, views, self._detector.limits) for view in views)
         where = f"rank {view.rank} has been in phase {view.phase} of step {view.step} for {view.age:.0f} s"
 
-        return f"nothing has moved for a while: {where}; the limit is {limit:.0f} s"
+        youngest = min(view.age for view in views)
+
+        return f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s"
 
     def learn(self, seen: Stacks) -> None:
         """Take over the stacks and collectives of one node's ranks."""

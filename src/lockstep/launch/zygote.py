@@ -45,7 +45,7 @@ PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
 
 # Signals that are meant for the launcher or for a rank, never for the zygote.
-_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 Work = Callable[[dict[str, Any]], None]
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(descriptor))
 
     # Blocked, not ignored: a rank inherits the mask, and gets the signals that were sent before it could listen.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
     # Imports leave hardly any garbage, and looking for it would take a fifth of their time. Frozen objects stay shared
     # between all ranks, since no collection of a rank's touches them.
@@ -298,7 +298,7 @@ def _kill_group(pid: int) -> None:
 def die_with_parent() -> None:
     """Have the kernel (Linux) kill this process when its parent dies; a zygote ends with its launcher.
 
-    This ends ranks that the lifeline cannot: stopped ones, and ones that hold the interpreter.
+    This ends ranks that the lifeline cannot: stopped ones, and ones that hold the GIL.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -328,7 +328,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
             sys.modules["numpy"].random.seed()
 
         # From here on signals that were sent in the meantime are delivered.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
         worker.main(request["spec"], work)
     except BaseException:
         traceback.print_exc()

@@ -31,7 +31,7 @@ from lockstep.observe.formats import (
 
 STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for data": "yellow"}
 
-# The share of a step from which on waiting for data is shown.
+# Waiting for data is shown if it takes at least this share of a step.
 MUCH_WAITING = 0.05
 
 

@@ -108,10 +108,10 @@ class Recorder:
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
         """End an interval of `steps`, of which some were skipped. Collective.
 
-        The sums are reduced over ranks, and written once they have arrived on the host. `facts` are further numbers of
-        the line that every rank knows: step, rate, norm, epoch, loss scale.
+        The sums are reduced over ranks, and written once they have arrived on the host. `facts` are the other
+        numbers of the line, which are equal on all ranks: step, learning rate, norm, epoch, loss scale.
         """
-        # One all-reduce carries the sums and, behind them, the times of all ranks.
+        # One all-reduce carries the sums, followed by the times of all ranks.
         names = list(self.names)
         taken = sums.take(names, self.runtime.device)
         packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
@@ -155,7 +155,7 @@ class Recorder:
             self.last = self._pending.pop(0).record()
             self._write(self.last)
             for display in self._displays:
-                with self._despite_the_disk():
+                with self._ignoring_disk_errors():
                     display.update(self.last)
 
     def agree_on_names(self, mine: set[str]) -> None:
@@ -166,7 +166,7 @@ class Recorder:
         names = {name for names in self.runtime.collectives.gather_json(sorted(mine)) for name in names}
         self.names = ["loss", *sorted(names - {"loss"})]
 
-    def carry(self, sums: Sums) -> dict[str, Any]:
+    def interval_state(self, sums: Sums) -> dict[str, Any]:
         """Return the global sums of the running interval for a checkpoint. Collective.
 
         From now on rank 0 holds them, and the other ranks begin with 0: nothing is counted twice.
@@ -177,15 +177,15 @@ class Recorder:
             sums.put(names, totals)
         return {"names": names, "totals": totals}
 
-    def carry_on(self, sums: Sums, carried: dict[str, Any]) -> None:
+    def resume_interval(self, sums: Sums, state: dict[str, Any]) -> None:
         """Continue the interval of a checkpoint, on resume.
 
-        `carried` is what `carry` has returned, on any number of ranks.
+        `state` is what `interval_state` has returned, on any number of ranks.
         """
-        self.names = list(carried["names"])
+        self.names = list(state["names"])
         if self.runtime.is_main:
-            sums.put(carried["names"], carried["totals"])
-        weight = carried["totals"][2 * self.names.index("loss") + 1]
+            sums.put(state["names"], state["totals"])
+        weight = state["totals"][2 * self.names.index("loss") + 1]
         self._carried_weight = from_exact(exact_from_text(weight))
 
     def _times(self, steps: int) -> torch.Tensor:
@@ -228,12 +228,12 @@ class Recorder:
         if not self._displays:
             self._early.append(record)
         for display in self._displays:
-            with self._despite_the_disk():
+            with self._ignoring_disk_errors():
                 display.event(record)
 
         # Displays show only the last line of a traceback.
         if "traceback" in fields:
-            with self._despite_the_disk():
+            with self._ignoring_disk_errors():
                 self._log.write(fields["traceback"])
 
     def hide(self) -> None:
@@ -246,7 +246,7 @@ class Recorder:
         """Close all displays and files."""
         for part in (*self._displays, self._records, self._sinks, self._log):
             if part is not None:
-                with self._despite_the_disk():
+                with self._ignoring_disk_errors():
                     part.close()
 
         # A late event, of a run that fails while it closes, must not meet a closed file.
@@ -254,20 +254,20 @@ class Recorder:
         self._records = None
 
     def _write(self, record: dict[str, Any]) -> None:
-        with self._despite_the_disk():
+        with self._ignoring_disk_errors():
             if self._records:
                 self._records.write(record)
         self._sinks.write(record)
 
     @contextmanager
-    def _despite_the_disk(self) -> Iterator[None]:
-        """Lose a record that cannot be written, and report it once: training is worth more."""
+    def _ignoring_disk_errors(self) -> Iterator[None]:
+        """Drop a record that cannot be written, and warn once: a full disk must not stop training."""
         try:
             yield
         except OSError as error:
             if not self._warned_of_disk:
                 self._warned_of_disk = True
-                self._warn(f"some metrics and events cannot be written: {error}. Training goes on")
+                self._warn(f"some metrics and events cannot be written: {error}. Training continues")
 
     def _warn(self, text: str) -> None:
         # Not an event: those are what may not be writable.
@@ -293,7 +293,8 @@ def _record(
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
-    # None: no outcome is known yet, since a GPU's come a step late; or all had weight 0. A skipped step is news.
+    # None if no step of the interval is known yet (a GPU's results come a step late) or all had weight 0. NaN if steps
+    # were skipped: that must show.
     loss = means.pop("loss", math.nan if skipped else None)
     rate = (weight - carried) / seconds
     return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}

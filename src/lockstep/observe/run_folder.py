@@ -44,7 +44,7 @@ class RunFolder:
     origin: Path | None
     # Whether this run's own checkpoints count.
     continues: bool
-    # 0, or how often the launcher has already started this run anew.
+    # 0, or how often the launcher has restarted this run.
     attempt: int
     # Tells this attempt from an earlier one that may still be writing.
     token: str

@@ -27,11 +27,11 @@ WIDTH = len(COLUMNS) + 1
 # The share of a step that must be lost before a slow rank is reported.
 LEAST_SHARE = 0.1
 # The share of a step for which a GPU must wait for its batch before that is reported, and for how many intervals.
-MUCH = 0.2
+DATA_WAIT_SHARE = 0.2
 CONSECUTIVE = 2
 
-# On a machine that others use too, one rank is slow now and another later. It is news if it stays the same one, for
-# so many intervals in a row and so many seconds. After a report there is silence for a while.
+# On a machine that others use too, one rank is slow now and another later. A slow rank is reported only if it is the
+# same one for this many intervals in a row and this many seconds. Then nothing is reported for SILENCE_S.
 LASTING = 5
 LASTING_S = 10.0
 SILENCE_S = 300.0
@@ -158,7 +158,7 @@ class LateDataWatch:
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
         # Once reported, the count only grows, so that it passes CONSECUTIVE once.
-        if self._intervals >= CONSECUTIVE or share >= MUCH:
+        if self._intervals >= CONSECUTIVE or share >= DATA_WAIT_SHARE:
             self._intervals += 1
         else:
             self._intervals = 0
@@ -166,8 +166,8 @@ class LateDataWatch:
             return None
 
         return (
-            f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, because its "
-            "batch is late: let loader processes read it (data.workers=4), or more of them"
+            f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, "
+            "because it waits for data: raise data.workers, for example to 4"
         )
 
 

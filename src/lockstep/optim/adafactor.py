@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.runtime.layout import laid_out, like, local, mesh_of
 
-# Is added to a squared gradient: the update divides by its root.
-LEAST = 1e-30
-# Root mean square of an update, before the learning rate.
-LARGEST = 1.0
+# Epsilon 1 of the paper, added to a squared gradient: the update divides by its root.
+EPS1 = 1e-30
+# Threshold d of the paper's update clipping: the largest root mean square of an update, before the learning rate.
+CLIP_THRESHOLD = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -70,7 +70,7 @@ class Adafactor(torch.optim.Optimizer):
         squares = _all_reduced([self._direction(p).square().sum() for p in parameters], parameters[0])
         for p, square in zip(parameters, squares, strict=True):
             root_mean_square = (square / p.numel()).sqrt()
-            too_large = (root_mean_square / LARGEST).clamp(min=1.0)
+            too_large = (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
             step = self._direction(p).mul_(-float(group["lr"]) / too_large)
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
 
@@ -108,7 +108,7 @@ class Adafactor(torch.optim.Optimizer):
 
 def _squared(p: Tensor) -> Tensor:
     """Return the squared gradient of this rank's rows, above 0."""
-    return local(p.grad).square().add_(LEAST)  # pyrefly: ignore[bad-argument-type]
+    return local(p.grad).square().add_(EPS1)  # pyrefly: ignore[bad-argument-type]
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """AdamW whose two moments take one byte per element, and a float32 scale for every block of a row.
 
-A byte is an index into a table of 256 numbers that is dense near 1 and reaches down to 1e-7; the scale is the block's
-largest element. Blocks lie inside a row, so that a rank that holds a row holds its blocks: a state that was saved on
-any number of ranks can be resharded. Vectors and small matrices keep float32 moments: they are few, and need it most.
+This is block-wise dynamic quantization (Dettmers et al., 2022): a byte is an index into a table of 256 numbers that is
+dense near 1 and reaches down to 1e-7, and the scale is the largest absolute value of the block. Blocks lie inside a
+row, so that a rank that holds a row holds its blocks: a state that was saved on any number of ranks can be resharded.
+Vectors and small matrices keep float32 moments: they are few, and most sensitive to rounding.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lockstep.runtime.layout import laid_out, like, local
 
 # Elements of a row that share a scale, at most.
 BLOCK = 256
-# Elements of a parameter from which on its moments are bytes.
+# Parameters with fewer elements keep float32 moments.
 SMALLEST = 4096
-# Elements that are float32 at once.
+# Elements whose moments are float32 at the same time, during an update.
 PIECE = 2**22
 # Name -> whether it has a sign.
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -83,6 +84,8 @@ def _update_8bit(here: Tensor, grad: Tensor, state: dict[str, Any], count: float
     size = max(1, PIECE // width)
     for start in range(0, len(rows), size):
         piece = slice(start, start + size)
+
+        # Views of the bytes and the scales of these rows, which `_to_bytes_` writes back into.
         codes = {key: value[piece] for key, value in stored.items()}
         moments = [_from_bytes(codes[name], codes[f"{name}_scale"], signed) for name, signed in MOMENTS.items()]
         _adamw_(rows[piece], gradients[piece], moments, count, group)
@@ -203,5 +206,5 @@ def _spread(scales: Tensor, width: int) -> Tensor:
 
 
 def _block(width: int, blocks: int) -> int:
-    """Return the number of elements in a block: blocks of a row are equally long, up to the last one."""
+    """Return the number of elements in a block: all blocks of a row have the same length, except the last."""
     return -(-width // blocks)

@@ -31,7 +31,7 @@ Part = tuple[dict[str, Any], list[Tensor]]
 
 
 class MasterWeights:
-    """Float32 stand-ins for bfloat16 parameters, in the parameter groups of optimizers."""
+    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins, and rounds their updates back."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
         """Put stand-ins into the optimizers' groups, in place of the parameters.
@@ -75,7 +75,7 @@ class MasterWeights:
         """
         groups = optimizer.param_groups
         if not any(id(p) in self._parameters for group in groups for p in group["params"]):
-            # It moves something that is no parameter of the model.
+            # None of its tensors has a stand-in: it moves something that is not a parameter of the model.
             optimizer.step()
             return
 
@@ -192,7 +192,7 @@ class MasterWeights:
                 here.copy_(wide)
 
             if self.rounding == "compensated":
-                # Not before the update: optimizers set up a state that they find empty.
+                # Stored only after the update: optimizers initialise their state in the first step only if it is empty.
                 cut_off = (wide - here).to(here.dtype)
                 optimizer.state[stand_in][COMPENSATION] = _placed_like(cut_off, parameter)
 
@@ -209,8 +209,9 @@ def _widened(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _placed_like(part: Tensor, model: Tensor) -> Tensor:
-    return like(part, model) if isinstance(model, DTensor) else part
+def _placed_like(part: Tensor, reference: Tensor) -> Tensor:
+    """Return this rank's `part` as a DTensor placed like `reference`, if that is one."""
+    return like(part, reference) if isinstance(reference, DTensor) else part
 
 
 def _free(tensor: Tensor) -> None:

@@ -13,9 +13,9 @@ from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.runtime.layout import mesh_of
 
-# torch's own fused optimizers divide gradients by `grad_scale` inside their one pass. Others that claim to take part in
-# loss scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
-FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# torch's own fused optimizers can apply `grad_scale` inside their fused kernel. Others that claim to take part in loss
+# scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
+DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
@@ -37,12 +37,12 @@ class Optimizers:
         # All parameters of every group. ZeRO-1 and master weights replace those that the optimizers themselves hold.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
 
-        # Whether `step` can divide gradients in the pass that the optimizer makes anyway. Fused optimizers hold the
-        # divisor in float32: float64 parameters are scaled before the step instead.
+        # Whether every optimizer can apply grad_scale inside its fused kernel. Fused optimizers hold the divisor in
+        # float32: float64 parameters are scaled before the step instead.
         fused = all(_divides(optimizer) for optimizer in self.all)
-        self.folds = fused and all(p.dtype == torch.float32 for p in self.parameters())
+        self.divides_gradients = fused and all(p.dtype == torch.float32 for p in self.parameters())
         # Whether a step can be skipped on the device, without the host knowing.
-        self.skips_by_itself = self.folds and all(map(_divides_and_skips, self.all))
+        self.skips_by_itself = self.divides_gradients and all(map(_divides_and_skips, self.all))
 
         # What the optimizers hold instead of bfloat16 parameters.
         self.masters: MasterWeights | None = None
@@ -57,7 +57,7 @@ class Optimizers:
     def use_masters(self, masters: MasterWeights) -> None:
         """Step through master weights, which divide gradients as they make them float32."""
         self.masters = masters
-        self.folds = True
+        self.divides_gradients = True
         self.skips_by_itself = all(map(_divides_and_skips, self.all))
 
     def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -146,7 +146,7 @@ def _fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    return _divides_and_skips(optimizer) or (type(optimizer) in FOLDING and _fused(optimizer))
+    return _divides_and_skips(optimizer) or (type(optimizer) in DIVIDING and _fused(optimizer))
 
 
 def _divides_and_skips(optimizer: torch.optim.Optimizer) -> bool:

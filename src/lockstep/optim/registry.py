@@ -147,7 +147,7 @@ def _refuse_tensor_parallel(config: RunConfig) -> None:
     if not config.uses_axis("tp"):
         return
 
-    setting = f"strategy={config.strategy}" if config.sharing.axis else "mesh.tp"
+    setting = f"strategy={config.strategy}" if config.sharing.axis == "tp" else "mesh.tp"
     raise UserError(
         f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a parameter, "
         "and the state of this optimizer is per row",

@@ -57,7 +57,7 @@ class ShardedOptimizers(Optimizers):
 
 
 def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Deal parameters to `count` ranks, about equally many bytes for each.
+    """Deal parameters to `count` ranks, about the same number of bytes for each.
 
     The largest comes first, and goes to the rank with the fewest bytes. Every rank computes the same deal.
     """

@@ -29,7 +29,7 @@ class Placement:
     """Where a driver keeps the model and whose samples this rank trains on: facts that do not change during a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
-    collective_forwards: bool = False  # a forward waits for the other ranks: all must run equally many
+    collective_forwards: bool = False  # a forward waits for the other ranks: all must run the same number
     interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
@@ -193,7 +193,7 @@ class BaseDriver:
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
     def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
-        return loss_fn(self.model, data)  # unwrapped: ranks may run unequally many forwards
+        return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
@@ -254,7 +254,7 @@ class ShardedDriver(SingleDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # A forward waits for the other ranks, so before each one they all say that they go on.
+        # A forward waits for the other ranks, so before each one they all say that they continue.
         handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
         try:
             yield None

@@ -1,4 +1,4 @@
-"""Small collectives outside the gradient all-reduce. They are no-ops only in a world of one."""
+"""Small collectives outside the gradient all-reduce. Every rank must call them; a world of one returns at once."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ class Collectives:
         """Return whether the flag is set on any rank."""
         return any(self.gather_json(bool(flag)))
 
-    def farewell(self) -> None:
+    def final_barrier(self) -> None:
         """Wait for all ranks, as the last collective of a run.
 
         Works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has ended,
-        and need the interpreter for it; if that is already shutting down, the process aborts. A barrier carries no
+        and need the GIL for it; if the interpreter is already shutting down, the process aborts. A barrier carries no
         tensor, and the pause gives the threads time for the collectives before it.
         """
         if not self.world.alone:
-            with self._waiting_in("farewell"):
+            with self._waiting_in("final_barrier"):
                 dist.barrier(self.group)
 
             time.sleep(0.05)

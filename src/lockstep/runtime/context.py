@@ -26,7 +26,7 @@ from lockstep.runtime.world import World
 START_TIMEOUT = timedelta(minutes=5)
 
 # The least timeout of a collective. NCCL's default is less than compiling may take.
-LEAST_PATIENCE = timedelta(minutes=30)
+LEAST_TIMEOUT = timedelta(minutes=30)
 
 # How often the ranks have compared their devices, for a fresh name in the store each time.
 _DEVICE_CHECKS = count()
@@ -52,21 +52,21 @@ class Runtime:
     def is_main(self) -> bool:
         return self.world.rank == 0
 
-    def meet(self, point: str, patience: timedelta) -> bool:
-        """Return whether all ranks come to `point` in time.
+    def store_barrier(self, name: str, timeout: timedelta) -> bool:
+        """Wait for all ranks through the store; return False on timeout.
 
-        This goes over the store, so that it works while others wait in a collective. A point can be used again, also
-        by the next run in a process group that outlives this one.
+        It works while other ranks wait in a collective. A name can be used again, also by the next run in a process
+        group that outlives this one.
         """
         if self.world.alone:
             return True
 
         # Each rank counts its own visits: the n-th visit of one meets the n-th visit of all others.
         store = dist.distributed_c10d._get_default_store()
-        time = store.add(f"{point}/times/{self.world.rank}", 1)
-        store.set(f"{point}/{time}/{self.world.rank}", "here")
+        time = store.add(f"{name}/times/{self.world.rank}", 1)
+        store.set(f"{name}/{time}/{self.world.rank}", "here")
         try:
-            store.wait([f"{point}/{time}/{rank}" for rank in range(self.world.size)], patience)
+            store.wait([f"{name}/{time}/{rank}" for rank in range(self.world.size)], timeout)
         except dist.DistStoreError:
             return False
 
@@ -99,8 +99,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         backend = dist.get_backend()
     else:
         # No collective gives up sooner than the launcher, which knows what each rank does.
-        patience = max(LEAST_PATIENCE, timedelta(seconds=config.hang.first + 60))
-        backend = join(world, device, store, timeout=patience)
+        timeout = max(LEAST_TIMEOUT, timedelta(seconds=config.hang.first + 60))
+        backend = join(world, device, store, timeout=timeout)
 
     try:
         with ExitStack() as contexts:
@@ -244,7 +244,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[None]:
-    """Limit this process to so much GPU memory (`gpu_memory`)."""
+    """Limit this process to this many GiB of GPU memory (`gpu_memory`)."""
     if gibibytes is None:
         yield
         return
@@ -296,12 +296,9 @@ def _attention_fastpath(enabled: bool) -> Iterator[None]:
 
 
 def _set_numerics(config: RunConfig, device: torch.device) -> None:
-    """Set torch's global switches for precision and determinism."""
+    """Set torch's global switches for determinism."""
     same_bits = config.deterministic or config.exact
     if device.type == "cuda":
-        # fp32 stays fp32 when asked for by name; the faster modes also let stray fp32 matmuls use TF32.
-        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = config.precision != "fp32"
         torch.backends.cudnn.benchmark = not same_bits
 
     if same_bits:

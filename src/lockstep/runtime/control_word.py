@@ -17,7 +17,7 @@ from torch import Tensor
 class ControlWord:
     """One rank's contribution to a step, or the sum over all ranks.
 
-    Every field is either equal on all ranks or a flag of which "any rank" or "all ranks" matters, so a sum serves all.
+    `weight` and `loss` are sums; `step` and `scale` are equal on all ranks; the rest are flags.
     """
 
     weight: float | Tensor = 0.0
@@ -34,7 +34,7 @@ class ControlWord:
 
 STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries their sum exactly
 
-# Layout of a packed word: the weight takes three slots, the eight flags one each, then the loss.
+# Layout of a packed word: the weight takes three slots; step, scale and six flags take one each; then the loss.
 LENGTH = 12
 LOSS = LENGTH - 1
 WEIGHT = slice(0, 3)

@@ -152,7 +152,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _fits(world: int, facts: dict[str, Any]) -> bool:
-    """Whether every rank has samples in every step; ranks of a stream take equally many."""
+    """Whether every rank has samples in every step; ranks of a stream take the same number."""
     batch = facts["global_batch"]
     return batch % world == 0 if facts["stream"] else batch >= world
 

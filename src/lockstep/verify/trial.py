@@ -115,7 +115,7 @@ class RecordedRun(Run):
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield the first few steps; the schedule stays that of the full run."""
-        for number, share in enumerate(super().step_batches()):
+        for number, batches in enumerate(super().step_batches()):
             self._snapshot(number)
 
             # A loop may call model.train() before each step, so eval mode is set each time.
@@ -126,14 +126,14 @@ class RecordedRun(Run):
                 self._nudge()
 
             self._micros: list[dict[str, Any]] = []
-            share.batches = self._record_data(share.batches)
-            yield share
+            batches.batches = self._record_data(batches.batches)
+            yield batches
             if number + 1 == self.orders["steps"]:
                 break
 
         # There is nothing more to compare: no evaluation, no saving, no sample at the end.
         self._snapshot(len(self._steps))
-        self.runtime.collectives.farewell()
+        self.runtime.collectives.final_barrier()
         raise SystemExit(0)
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:

@@ -90,7 +90,8 @@ def test_the_text_names_rank_step_phase_and_cause(scene):
     scene.log.write_text("\n".join(f"line {n}" for n in range(20)))
     text = examine(scene, -signal.SIGKILL, WHEN).failure.text().splitlines()
     assert text[0] == (
-        "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: killed from outside"
+        "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: "
+        "killed by SIGKILL; the kernel counted no OOM kill"
     )
     assert text[1:] == [f"  line {n}" for n in range(10, 20)]
 
@@ -123,7 +124,7 @@ def test_out_of_memory_is_distinguished_from_a_kill(scene, monkeypatch):
     message = examine(scene, -signal.SIGKILL, WHEN).failure.message
     assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"
     monkeypatch.setattr(failure, "oom_kills", lambda: 0)
-    assert examine(scene, -signal.SIGKILL, WHEN).failure.message == "killed from outside"
+    assert examine(scene, -signal.SIGKILL, WHEN).failure.message == "killed by SIGKILL; the kernel counted no OOM kill"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_process_groups_are_apart():
     assert "rank 2" not in lines[0]
 
 
-def test_the_environment_keeps_the_dumps_in_the_folder(tmp_path):
+def test_the_environment_keeps_the_dumps_with_the_logs(tmp_path):
     values = flight_recorder.environment(tmp_path)
     assert int(values["TORCH_FR_BUFFER_SIZE"]) >= 2000
     assert values["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
@@ -136,11 +136,11 @@ def pair(tmp_path, request):
     indirect=["pair"],
 )
 def test_real_ranks_that_hang_in_gloo(pair, expected):
-    first = flight_recorder.collect(pair, [0, 1], patience=20.0)
+    first = flight_recorder.collect(pair, [0, 1], timeout=20.0)
     assert len(first) == 2
-    (line,) = analyse(flight_recorder.collect(pair, [0, 1], patience=20.0))  # asked twice, answered twice
+    (line,) = analyse(flight_recorder.collect(pair, [0, 1], timeout=20.0))  # asked twice, answered twice
     assert expected in line
 
 
 def test_a_rank_that_does_not_answer_is_missing(tmp_path):
-    assert flight_recorder.collect(tmp_path, [0], patience=0.1) == {}
+    assert flight_recorder.collect(tmp_path, [0], timeout=0.1) == {}

@@ -186,7 +186,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 
 
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
-    monkeypatch.setattr(protocol, "LAST_WORDS_S", 120.0)
+    monkeypatch.setattr(protocol, "DRAIN_S", 120.0)
     monkeypatch.setattr(protocol, "SILENCE_S", 120.0)
     hub = Hub(claim(address))
     line = connect(address, None, print)

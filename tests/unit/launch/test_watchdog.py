@@ -220,7 +220,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
     assert (failure.step, failure.phase) == (41, "data")
     assert failure.message == (
         "no rank has advanced for 37.0 s (limit 30.0 s); "
-        "rank 1 on node-a is the odd one: step 41, phase data, process sleeping"
+        "rank 1 on node-a is the one the others wait for: step 41, phase data, process sleeping"
     )
     assert failure.traceback.splitlines() == [
         "rank 1 is at: /u/data.py:3 read",
@@ -244,7 +244,7 @@ def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
 
 def test_many_odd_ranks_are_not_all_described():
     failure = explain(judge([view(rank, "data", 99.0) for rank in range(20)], Limits()), {})
-    assert "every rank is busy by itself" in failure.message
+    assert "no rank is waiting for another" in failure.message
     assert failure.message.endswith("12 more")
     assert len(failure.traceback.splitlines()) == 8
 
@@ -297,7 +297,7 @@ def test_stacks_of_real_processes(ranks, tmp_path):
     (tmp_path / "stacks-0").write_text("an older dump\n")
     pids = {rank: process.pid for rank, process in enumerate(ranks)}
     begin = time.monotonic()
-    stacks = collect(tmp_path, pids, patience=120.0)
+    stacks = collect(tmp_path, pids, timeout=120.0)
     assert time.monotonic() - begin < 119.0  # it does not wait for ranks that cannot answer
     places = {line_of(frames).split()[-1]: members for frames, members in group(stacks)}
     assert places == {"sleeps": [0], "holds_the_gil": [1]}

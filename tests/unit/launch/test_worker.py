@@ -58,7 +58,7 @@ if how == "without teardown":
 @pytest.mark.parametrize(("how", "code"), [("ordinary", -signal.SIGABRT), ("without teardown", 0)])
 def test_torch_aborts_an_ordinary_exit(tmp_path: Path, how: str, code: int) -> None:
     """If the ordinary exit ends with 0, torch has fixed pytorch/pytorch#179291: delete `exit_without_teardown`, and the
-    pause in `Collectives.farewell`."""
+    pause in `Collectives.final_barrier`."""
     (tmp_path / "ended").write_bytes(b"\0")
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank), how], stderr=subprocess.PIPE) for rank in (0, 1)]

@@ -14,7 +14,7 @@ from lockstep.observe.formats import flat
 class CsvSink:
     """Appends rows to `metrics.csv` in the run folder. Nested keys are dotted: `metrics.accuracy`.
 
-    A key that appears for the first time is a new column at the right: the file is then written anew.
+    A key that appears for the first time is a new column at the right: the file is then written again.
     """
 
     def __init__(self, run_dir: Path):
@@ -47,7 +47,7 @@ class CsvSink:
             return list(csv.reader(file))
 
     def _add_columns(self, new: list[str]) -> None:
-        """Write the file anew with a longer header. A reader never sees half of it."""
+        """Write the file again with a longer header. A reader never sees half of it."""
         rows = self._rows()[1:]
         self._columns = [*self._columns, *new]
         staged = self.path.with_suffix(".csv.tmp")

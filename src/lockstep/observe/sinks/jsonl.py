@@ -51,10 +51,10 @@ class JsonlSink:
         self.path = Path(path)
         # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _mend_tail(self._fd)
+        _truncate_partial_line(self._fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record. Objects with `.item()` (numpy scalars) become numbers, other strangers `str`."""
+        """Append one record. Objects with `.item()` (numpy scalars) become numbers, everything else becomes text."""
         if self._fd is None:
             raise ValueError(f"{self.path} is closed")
 
@@ -66,7 +66,7 @@ class JsonlSink:
                 written += os.write(self._fd, line[written:])
         except OSError:
             # Leave whole lines behind, so that a later write is not glued to half of this one.
-            _mend_tail(self._fd)
+            _truncate_partial_line(self._fd)
             raise
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _mend_tail(fd: int) -> None:
+def _truncate_partial_line(fd: int) -> None:
     """End the file with a whole line, so that the next record starts a new one.
 
     What an earlier process left half written was never a record (readers pass over it) and is truncated.
@@ -161,7 +161,7 @@ def _mend_tail(fd: int) -> None:
         start -= length
         tail = os.pread(fd, length, start) + tail
 
-    # Everything behind the last newline.
+    # Everything after the last newline.
     torn = tail.rpartition(b"\n")[2]
     if _parse(torn) is not None:
         # Only the newline is missing.

@@ -81,7 +81,7 @@ class CompileWarmup:
 
     def _wait_for_all(self) -> None:
         # Over the store, not with a collective, whose time limit is shorter.
-        if not self.runtime.meet("compiled", self.timeout):
+        if not self.runtime.store_barrier("compiled", self.timeout):
             seconds = f"{self.timeout.total_seconds():.0f}"
             raise UserError(
                 f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",

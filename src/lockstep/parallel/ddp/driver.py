@@ -61,7 +61,7 @@ class Replica(DistributedDataParallel):
     def _fix_buckets(self) -> None:
         """Assign parameters to buckets once, before the first step.
 
-        torch does it anew after the first step. From three ranks on, the position of a gradient in its bucket decides
+        torch does it again after the first step. From three ranks on, the position of a gradient in its bucket decides
         in which order the ranks are added, so a resumed run would differ in its last bits.
         """
         self.reducer._push_all_rebuilt_params()
@@ -123,7 +123,8 @@ class DDPDriver(BaseDriver):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            **{BUFFERS_OPTION: False},  # torch would in evaluations too, where ranks may run unequally many forwards
+            # torch would synchronise in evaluations too, where ranks may run different numbers of forwards.
+            **{BUFFERS_OPTION: False},
         )
         self.module: nn.Module = self._replica
 

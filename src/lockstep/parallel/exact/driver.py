@@ -158,7 +158,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
 
-        One collective does both. The first ranks hold equally many rows, those after them fewer, or none.
+        One collective does both. The first ranks hold the same number of rows, those after them fewer, or none.
         """
         ranks, device = self.runtime.world.size, self.runtime.device
         most = [-(-len(tensor) // ranks) for tensor in tensors]

@@ -72,7 +72,7 @@ class FSDPDriver(ShardedDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # Every token of a generated text would gather the whole model anew, so it stays gathered if there is room.
+        # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         stays = self._keeps_gathered or _has_room(self.model, self.runtime)
         if stays:
@@ -80,7 +80,7 @@ class FSDPDriver(ShardedDriver):
                 module.set_reshard_after_forward(False, recurse=False)
         try:
             with super().many_forwards():
-                yield None if stays else "every forward gathers the model anew: twice its parameters do not fit"
+                yield None if stays else "every forward gathers the model again: twice its parameters do not fit"
         finally:
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
@@ -147,7 +147,7 @@ def prepare(model: nn.Module) -> None:
 def _keep_in_place() -> None:
     """Replace RNNBase.flatten_parameters, which moves the weights of a recurrent layer together on a GPU.
 
-    torch would go on gathering into their old place, and the layer would compute with the weights of the first step.
+    torch would continue to gather into their old place, and the layer would compute with the weights of the first step.
     """
 
 
@@ -165,7 +165,7 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:
-    """Refuse zero-dimensional parameters where their gradients cannot be reduced beside the sharded ones."""
+    """Refuse zero-dimensional parameters where their gradients cannot be reduced together with the sharded ones."""
     if config.exact:
         other = "exact=true"
     elif config.fsdp.offload:

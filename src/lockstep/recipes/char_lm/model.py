@@ -125,7 +125,7 @@ class GPT(nn.Module):
 
 
 def draw_weights(part: nn.Module) -> None:
-    """Draw the weights of all linear layers in `part` anew."""
+    """Draw the weights of all linear layers in `part` again."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
             # This deviation keeps the scale of the activations.

@@ -179,7 +179,7 @@ def speedup_table(hours: float, price: float | None, rates: Mapping[int, float] 
 def print_training_speedup_estimates(
     hours: float, price: float | None = None, rates: Mapping[int, float] | None = None
 ) -> None:
-    """Print the table for a training that takes `hours` on one GPU; without a `price`, with that of this machine."""
+    """Print the table for a run that takes `hours` on one GPU; without a `price`, with that of this machine."""
     price = price_here() if price is None else price
     print("\n".join(speedup_table(hours, price, rates)))
 

@@ -1,7 +1,7 @@
 """Rollouts as a source of batches: trade for a while, then learn from those days for a few epochs, and so on.
 
 A sample is the days of one environment. Every position of the global batch owns one environment for each minibatch,
-and every epoch deals them anew: a minibatch holds one environment of each position. Ranks hold positions as they hold
+and every epoch deals them again: a minibatch holds one environment of each position. Ranks hold positions as they hold
 micro-batches. So neither the rank nor the number of ranks decides which random numbers an environment gets, or which
 environments share a minibatch.
 """
@@ -93,7 +93,7 @@ class Rollouts:
 
     def attach(self, context: SourceContext) -> str:
         """Make this rank's environments. Returns a line about the data."""
-        if context.in_step and context.global_batch % (context.micro_batch * context.ranks):
+        if context.collective_forwards and context.global_batch % (context.micro_batch * context.ranks):
             raise UserError(
                 f"global_batch={context.global_batch} gives {context.ranks} ranks different numbers of micro-batches",
                 f"micro_batch={context.micro_batch}, and a strategy whose forwards wait for each other",
@@ -160,7 +160,7 @@ class Rollouts:
             self.kl[block, 0] += total.detach()
             self.kl[block, 1] += weight
 
-    def commit(self, share: StepBatches, result: StepResult | None) -> None:
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         self.cursor += 1
         if self.cursor % self.options.minibatches:
             return

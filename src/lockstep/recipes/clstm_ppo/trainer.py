@@ -41,7 +41,7 @@ class DistributedCLSTMPPOTrainer:
         preset: str | None = None,
         **settings: Any,
     ):
-        """Plan a training on `num_gpus` GPUs (-1: all), with `batch_size` environments per process and step.
+        """Plan a run on `num_gpus` GPUs (-1: all), with `batch_size` environments per process and step.
 
         `settings` are those of any run, such as run_dir, seed or precision.
         """

@@ -45,7 +45,7 @@ OF_GENERATED = ("puzzle", "holes", "least_guesses", "maze_size")
 RULES = (
     OnlyWith(OF_GENERATED, "train_csv", ("",), found="files with puzzles, which are Sudokus of 9 x 9"),
     *OF_PUZZLES,
-    OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew every time"),
+    OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
 )
 
 

@@ -248,7 +248,7 @@ class HierarchicalReasoningModel(nn.Module):
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
 
     def _embedded(self, inputs: Tensor, puzzle: Tensor) -> Tensor:
-        """Embed the cells behind the puzzle's vector, which is padded with zeros to P positions: (B, P + S, W)."""
+        """Embed the cells after the puzzle's vector, which is padded with zeros to P positions: (B, P + S, W)."""
         W = self.config.width
         P = self.config.puzzle_positions
         lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)

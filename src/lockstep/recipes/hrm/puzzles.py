@@ -47,7 +47,7 @@ class PuzzleOptions:
     data_seed: int = 0
     # Empty cells of a Sudoku. None: remove clues until no more can go.
     holes: int | None = None
-    # Keep only Sudokus for which a solver needs at least so many guesses, on average.
+    # Keep only Sudokus for which a solver needs at least this many guesses, on average.
     least_guesses: float = 0.0
     # Cells of a side of a maze, and a number of cells that its way must exceed.
     maze_size: int = 20

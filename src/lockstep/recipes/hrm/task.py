@@ -131,7 +131,7 @@ class HRM(Task):
     option_rules = (
         *OF_PUZZLES,
         OnlyWith(OF_GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
-        OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn anew every time"),
+        OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
         OnlyWith(("heads",), "mixer", ("attention",), found="a mixer by fixed weights, not by attention"),
         OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, after which all halt"),
         OnlyWith(OF_TABLE, "puzzle_emb_frozen", (False,), found="a table that stays as it is"),

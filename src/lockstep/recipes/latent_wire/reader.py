@@ -45,7 +45,7 @@ class ReaderShape:
     width: int
     layers: int
     heads: int = 4
-    near: int = 0  # positions that each layer mixes before it attends: the last so many, including its own
+    near: int = 0  # positions that each layer mixes before it attends: its own and the ones before it
 
 
 class ReaderAttention(SelfAttention):

@@ -40,7 +40,7 @@ STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 class TrainingOptions:
     """How a reader is trained."""
 
-    # The training ends when the reader answers so many questions right, on contexts that it is not trained on.
+    # The training ends when the reader answers this many questions right, on contexts that it is not trained on.
     accuracy: float = 0.985
     # The most steps. The learning rate falls to a tenth in that time.
     most_steps: int = 1500
@@ -135,7 +135,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """What a training has reached."""
+    """What the training of a reader has reached."""
 
     step: int = 0
     stage: int = 0  # the world of the curriculum, the easiest first

@@ -73,7 +73,7 @@ class ReaderOptions:
 
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
-    # They are trained on text until they reach this accuracy, for at most so many steps.
+    # They are trained on text until they reach this accuracy, for at most this many steps.
     reader_accuracy: float = 0.985
     reader_steps: int = 1500
     # Contexts of a step, the learning rate, and questions about each context (None: as many as for the wire).

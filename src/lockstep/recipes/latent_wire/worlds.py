@@ -199,7 +199,7 @@ NEUTRAL = (
 ASK, MARK, BLANK = "topic", "?", "--"
 SHORTEST, LONGEST = 12, 20  # words of a sentence; shorter ones are filled up with blanks
 LEADING = (3, 5)  # the fewest and the most words of the sentence's topic
-STRAY = 6  # at most so many words of other topics, two of each
+STRAY = 6  # at most this many words of other topics, two of each
 EACH = len(TELLING) // len(TOPICS)  # words of a topic
 
 
@@ -235,7 +235,7 @@ class TopicWorld:
         stray_word = np.take_along_axis(stray_topic, turn, 1) * EACH + (which * EACH).astype(np.int64)
         _put(words, (position >= leading) & (position < leading + stray), stray_word)
 
-        # The words are shuffled; the blanks that fill up a short sentence stay behind them.
+        # The words are shuffled; the blanks that fill up a short sentence stay after them.
         blank = position >= length
         shuffled = np.where(blank, 1.0 + position, order).argsort(-1)
         _put(words, blank, np.full_like(words, self.words.index(BLANK)))

@@ -16,6 +16,9 @@ def whole_number(env: Mapping[str, str], name: str, default: int | None = None) 
     try:
         return int(text or "")
     except ValueError:
+        found = f"{name}={text!r}" if text is not None else f"{name} is not set"
         raise UserError(
-            f"the environment variable {name} must be a whole number", f"{name}={text!r}", f"export {name}=0"
+            f"the environment variable {name} must be a whole number",
+            found,
+            f"set {name} as your launcher does, or unset it",
         ) from None

@@ -28,7 +28,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 def split_forward(
     model: nn.Module, blocks: Sequence[nn.Module], given: ModelInput, count: int, autocast: Autocast
 ) -> tuple[list[ForwardStage], list[list[Tensor]]]:
-    """Return `count` stages with about equally many parameters, and the tensors that each of them uses.
+    """Return `count` stages with about the same number of parameters, and the tensors that each of them uses.
 
     given: (args, kwargs) of the model for two samples
     autocast: the precision that the run will have
