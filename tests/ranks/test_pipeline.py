@@ -385,9 +385,9 @@ def test_cuts_are_balanced_by_parameters() -> None:
 
 @pytest.mark.parametrize(("name", "count", "expected"), [("1f1b", 3, False), ("1f1b", 4, True), ("gpipe", 1, True)])
 def test_which_numbers_of_micro_batches_fit(name: str, count: int, expected: bool) -> None:
-    assert fits(name, 1, 4, count) is expected
+    assert fits(name, 4, count) is expected
 
 
 def test_interleaved_wants_equal_rounds() -> None:
-    assert fits("interleaved", 2, 4, 10)
-    assert not fits("interleaved", 2, 4, 9)
+    assert fits("interleaved", 4, 10)
+    assert not fits("interleaved", 4, 9)

@@ -123,7 +123,8 @@ class DDPDriver(BaseDriver):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            **{BUFFERS_OPTION: False},  # torch would in evaluations too, where ranks may run unequally many forwards
+            # torch would also broadcast in evaluations, where ranks may run different numbers of forwards.
+            **{BUFFERS_OPTION: False},
         )
         self.module: nn.Module = self._replica
 
