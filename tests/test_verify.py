@@ -156,11 +156,11 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "no recipe of that name"),
+        (["nothing"], "the target nothing is not a recipe"),
         (["char_lm", "--worlds", "1,two"], "is not a list of whole numbers"),
-        (["char_lm", "--worlds", "0,1"], "a count cannot be below 1"),
+        (["char_lm", "--worlds", "0,1"], "--worlds 0,1 has a count below 1"),
         (["char_lm", "--strategies", "pp"], "type some of ddp"),
-        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp cannot be exact"),
+        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp, which cannot be exact"),
         (["char_lm", "stepz=3"], "there is no key stepz"),
     ],
 )

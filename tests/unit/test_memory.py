@@ -178,7 +178,9 @@ def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
 def test_before_there_is_a_model(tmp_path: Path) -> None:
     builder = a_builder(tmp_path)
     builder.driver = builder.model_setup = builder.run = None
-    assert "the model does not fit into memory" in str(explain(builder, torch.OutOfMemoryError(TORCH_SAYS)))
+    assert "the model does not fit into the memory of this device" in str(
+        explain(builder, torch.OutOfMemoryError(TORCH_SAYS))
+    )
 
 
 def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class OrderedFSDPDriver(FSDPDriver):
         self._uniform_use.compare(END)
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
-                "exact=true cannot be used under fsdp: some micro-batches use a part of the model that the last does not",
+                "exact=true cannot be used under fsdp: some micro-batches use a part of the model, and the last does not",
                 "",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
@@ -192,7 +192,7 @@ class _OrderedReduceScatter(ReduceScatter):
     ) -> None:
         if self._expected is None:
             raise UserError(
-                "exact=true cannot be used under fsdp: a forward calls a block of the model more than once",
+                "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
                 "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
