@@ -143,8 +143,8 @@ class OrderedFSDPDriver(FSDPDriver):
         self._uniform_use.compare(END)
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
-                "exact=true cannot be used under fsdp: some micro-batches use a part of the model, and the last does not",
-                "",
+                "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
+                "earlier ones use it",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
         grads = [p.grad for p in self.parameters if p.grad is not None]
