@@ -541,7 +541,7 @@ DATA = {
         Asked(samples=Stream()),
     ),
     "rewinding a stream": Row(
-        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "policy skip", Asked(samples=Stream())
+        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "type nonfinite.policy=skip", Asked(samples=Stream())
     ),
     "an evaluation of a stream": Row(
         {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())

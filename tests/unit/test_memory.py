@@ -103,7 +103,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         runtime=runtime,
         driver=SimpleNamespace(model=model),
-        model=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
+        model_setup=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )
 

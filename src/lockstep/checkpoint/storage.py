@@ -216,7 +216,8 @@ class Retention:
                     f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
                 )
         if self.mode not in ("min", "max"):
-            raise UserError(f'Retention(mode={self.mode!r}) is neither "min" nor "max"', "", 'use "min" or "max"')
+            problem = f"Retention(mode={self.mode!r}) does not say which checkpoint is best"
+            raise UserError(problem, "", 'use "min" or "max"')
 
 
 def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:

@@ -214,8 +214,11 @@ def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
         ([{"micro_batch": 8, "local_batch": 4}], "micro_batch = 8 (layer 0) is larger than local_batch = 4 (layer 0)"),
         ([{"scaler.initial": 0.5}], "(default) is larger than scaler.initial = 0.5 (layer 0)"),
         ([{"scaler": {"maximum": 2}}], "(default) is larger than scaler.maximum = 2 (layer 0)"),
-        ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice"),
-        ([{"task.a": 1, "task": {"a": {"b": 2}}}], "task.a cannot be both a value and a section"),
+        ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice: lr.peak = 1 (layer 0) and lr.peak = 2 (layer 0)"),
+        (
+            [{"task.a": 1, "task": {"a": {"b": 2}}}],
+            "task.a cannot be both a value and a section: task.a = 1 (layer 0) and task.a.b = 2 (layer 0)",
+        ),
         ([{"task..a": 1}], "has a key with an empty part"),
     ],
 )
