@@ -32,17 +32,15 @@ class Report:
     # Of the committed checkpoint.
     path: Path | None
 
-    # Of this rank's file, and of all files of a committed checkpoint.
-    bytes: int
+    # Of all files of the committed checkpoint.
     total_bytes: int
 
     # How long training waited, and how long it took from there to the commit.
     stall_s: float
     write_s: float
 
-    # Why it failed, and how much too small the disk is if that was the reason.
+    # Why it failed; after a commit, why tidying up failed.
     error: str | None
-    missing_bytes: int | None
 
 
 class Saver:
@@ -206,11 +204,9 @@ class Saver:
                 step=pending.step,
                 committed=checkpoint is not None,
                 path=checkpoint.path if checkpoint else None,
-                bytes=pending.bytes,
                 total_bytes=pending.total_bytes,
                 stall_s=self._stall_s,
                 write_s=pending.write_s,
                 error=pending.error,
-                missing_bytes=pending.missing_bytes,
             )
         )
