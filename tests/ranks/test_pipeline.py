@@ -343,7 +343,11 @@ REFUSED: dict[str, tuple[Task, dict[str, Any], tuple[str, ...]]] = {
     "no stages": (Opaque(), {}, ("Rich", "def stages(self, model)", "nn.Sequential")),
     "a parameter in no stage": (Forgetful(), {}, ("last.norm.weight", "stages(model)")),
     "too few parts": (RichTask(), {"pp.schedule": "interleaved"}, ("4 stages", "split into 3", "pp.stages_per_rank")),
-    "one micro-batch": (Row(), {"micro_batch": 12}, ("micro-batches", "micro_batch=6")),
+    "one micro-batch": (
+        Row(),
+        {"micro_batch": 12},
+        ("1 micro-batch of 12 samples", "needs at least two", "micro_batch=6"),
+    ),
     "two calls": (Twice(), {}, ("exactly once", "more than once")),
     "whole numbers between stages": (Whole(), {}, ("floating-point", "int64")),
     "compiled zero-bubble": (Row(), {"compile": True, "pp.schedule": "zero-bubble"}, ("compile=false", "1f1b")),
