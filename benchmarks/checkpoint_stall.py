@@ -79,11 +79,13 @@ def with_torch(state: dict[str, torch.Tensor], path: Path, rank: int, durable: b
 
 def with_lockstep(saver: Saver, step: int, mine: list[Slice], training: Training) -> tuple[float, float]:
     began = time.perf_counter()
-    saver.save(step, mine, {}, {"step": step}, steady={piece.name for piece in mine if "exp_avg" in piece.name})
+    saver.save(
+        step, mine, {}, {"step": step}, changed_only_by_update={piece.name for piece in mine if "exp_avg" in piece.name}
+    )
     stall = time.perf_counter() - began
     training.until(iter([False] * 20 + [True]).__next__)  # forward and backward of the next step
     waited = time.perf_counter()
-    saver.let_change()  # before its update
+    saver.wait_for_copy()  # before its update
     stall += time.perf_counter() - waited
     reports: list[Any] = []
     training.until(lambda: bool(reports.extend(saver.poll()) or reports))

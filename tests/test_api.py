@@ -191,7 +191,10 @@ def test_first_mistakes_get_an_answer(trained):
     done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained, check=False)
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Plain", folder=trained, check=False)
-    assert (done.returncode, "the class is not a task, it lacks model, data" in done.stderr) == (2, True)
+    assert (done.returncode, "the class Plain in my_task.py is not a task: it lacks model, data" in done.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_an_error_is_shown_once_and_kept(trained):

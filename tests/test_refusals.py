@@ -394,9 +394,7 @@ MODEL = {
     "a block of a model without parts": Row(
         {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
-    "remat of every block by number": Row(
-        {"remat": "every-1"}, "every-1 means all blocks", "remat=full", "type remat=full"
-    ),
+    "remat of every block by number": Row({"remat": "every-1"}, "every-1 is not an interval", "", "type remat=full"),
     "remat of fewer blocks than there are": Row(
         {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
     ),
@@ -450,7 +448,11 @@ MODEL = {
     ),
     "a plan that is a list": Row({"strategy": "tp"}, "returned a list", "", "colwise", Asked(plan=["up"])),
     "a plan for nobody": Row(
-        {"strategy": "tp"}, "'layers.*' matches no layer", "", "blocks.0.up", Asked(plan={"layers.*": "colwise"})
+        {"strategy": "tp"},
+        "'layers.*' in tensor_plan matches no layer",
+        "",
+        "blocks.0.up",
+        Asked(plan={"layers.*": "colwise"}),
     ),
     "a pipeline without stages": Row(
         {"strategy": "pp"}, "into stages", "no list of modules", "[Front(model), Middle(model)", Asked(Strange)
@@ -528,7 +530,7 @@ DATA = {
     "shards of its own": Row({"data.sharding": "own"}, "sharding=own cannot", "for a stream", "leave data.sharding"),
     "speeds of a stream": Row(
         {"load_balance": "auto", "micro_batch": 1},
-        "cannot deal the micro-batches of a stream",
+        "load_balance cannot be used with data from a StreamSource",
         "its own samples",
         "leave load_balance",
         Asked(samples=Stream()),
@@ -551,7 +553,7 @@ DATA = {
         Asked(samples=Stream()),
     ),
     "rewinding a stream": Row(
-        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "policy skip", Asked(samples=Stream())
+        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "type nonfinite.policy=skip", Asked(samples=Stream())
     ),
     "an evaluation of a stream": Row(
         {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())
@@ -612,7 +614,10 @@ OWN_LOOPS = {
         {"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False
     ),
     "meta, made with weights": Row(
-        {"init": "meta", "strategy": "fsdp"}, "init=meta needs a model without weights", "", "torch.device('meta')"
+        {"init": "meta", "strategy": "fsdp"},
+        "init=meta cannot be used: Net already has weights",
+        "",
+        "torch.device('meta')",
     ),
     "a loader": DATA["a loader"],
     "speeds of a stream": DATA["speeds of a stream"],

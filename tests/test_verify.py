@@ -20,7 +20,7 @@ from lockstep import cli
 from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import verify
-from lockstep.verify.compare import FACTOR, compare, gap, same_bits, turned_over
+from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
 from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import WIDTH, Report, json_of, text_of
@@ -72,7 +72,7 @@ HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) fo
 
 @pytest.mark.parametrize(("file", "task"), HEALTHY, ids=[task.__name__ for _, task in HEALTHY])
 def test_no_false_alarm(runner: Runner, file: str, task: type) -> None:
-    stream = task is healthy.PlainStream  # whose batch of 8 does not go into 3 processes; fsdp cuts it as ddp does
+    stream = task is healthy.PlainStream  # its batch of 8 cannot be divided among 3 processes; fsdp shards it as ddp
     options = QUICK if not ALL or stream else FULL
     report = verify(f"{ZOO / file}.py:{task.__name__}", [], options, runner)
     assert report.passed, text_of(report)
@@ -156,11 +156,11 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "no recipe of that name"),
+        (["nothing"], "the target nothing is not a recipe"),
         (["char_lm", "--worlds", "1,two"], "is not a list of whole numbers"),
-        (["char_lm", "--worlds", "0,1"], "a count cannot be below 1"),
+        (["char_lm", "--worlds", "0,1"], "--worlds 0,1 has a count below 1"),
         (["char_lm", "--strategies", "pp"], "type some of ddp"),
-        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp cannot be exact"),
+        (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp, which cannot be exact"),
         (["char_lm", "stepz=3"], "there is no key stepz"),
     ],
 )
@@ -226,7 +226,7 @@ def test_worlds_that_do_not_fit() -> None:
     small = FACTS | {"global_batch": 3}
     assert [layout.world for layout in choose(VerifyOptions(), small).worlds] == [2, 3]
     assert choose(VerifyOptions(), small).notes
-    with pytest.raises(UserError, match="does not go into 4"):
+    with pytest.raises(UserError, match="cannot be divided among 4"):
         choose(VerifyOptions(worlds=(1, 4)), small)
     stream = choose(VerifyOptions(), FACTS | {"stream": True})
     assert [layout.world for layout in stream.worlds] == [2, 4]
@@ -300,8 +300,8 @@ def test_bits() -> None:
 def test_a_yardstick_that_allows_everything_is_said() -> None:
     """What may be 32 times as far away as a nudged run must not be twice the gradient."""
     still, moved, turned = Told([1.0, 2.0]), Told([1.0, 2.001]), Told([1.0, -2.0])
-    assert turned_over(still, [still, moved]) is None  # pyrefly: ignore
-    assert turned_over(still, [moved, turned]) == 0  # pyrefly: ignore
+    assert first_chaotic_step(still, [still, moved]) is None  # pyrefly: ignore
+    assert first_chaotic_step(still, [moved, turned]) == 0  # pyrefly: ignore
 
 
 def test_the_page_lists_the_causes() -> None:

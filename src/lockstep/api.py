@@ -153,7 +153,7 @@ def fit(
 
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
-    With `nproc` above 1 (or "auto") it starts its own workers and returns when they are done; inside a worker
+    With `nproc` above 1 (or "auto") it starts its own ranks and returns when they are done; inside a rank
     (ours or torchrun's) it trains in this process. `again(run_dir)` returns what to type to resume a run, for
     scripts with a command line of their own.
     """
@@ -173,7 +173,7 @@ def fit(
         with _resume_hint(again):
             return _fit_here(task, resolved, name)
 
-    # Workers are separate processes: they get the task in a file, and leave their results in the run folder.
+    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
     run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
     command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
@@ -206,9 +206,9 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 @contextmanager
 def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
-    """Write the task, and the options it was made with, to a private file for the workers.
+    """Write the task, and the options it was made with, to a private file for the ranks.
 
-    cloudpickle stores classes of a script or notebook by value, which the workers could not import.
+    cloudpickle stores classes of a script or notebook by value, which the ranks could not import.
     """
     import cloudpickle
 
@@ -219,7 +219,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 
 
 def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
-    """Raise what ended the workers of `fit` early, as a run in this process would have."""
+    """Raise what ended the ranks of `fit` early, as a run in this process would have."""
     if culprit := ending.failure:
         raise RanksFailed(
             f"lockstep.fit on {count} processes: rank {culprit.rank} failed first",
@@ -374,7 +374,7 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
     """Refuse a folder that is set in the code: the launcher has already chosen one, without running that code."""
     if not any(source == FROM_LAUNCHER for source, _ in layers):
         return
-    # Of `--resume` and `run_dir=` on the command line the launcher knows.
+    # The launcher already knows `--resume` and `run_dir=` from the command line.
     for key in ("run_dir", "resume"):
         for source, values in layers:
             if source not in ("argument", "task default") or not values.get(key):

@@ -37,12 +37,12 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """All problems of a configuration, reported together instead of one run at a time."""
+    """All problems of a configuration, reported together instead of one run at a time. A single one is the headline."""
 
     def __init__(self, problems: list[UserError]):
-        noun = "problem" if len(problems) == 1 else "problems"
+        one = len(problems) == 1
         super().__init__(
-            f"the configuration has {len(problems)} {noun}",
+            problems[0].problem if one else f"the configuration has {len(problems)} problems",
             "; ".join(problem.found for problem in problems if problem.found),
             "; ".join(problem.fix for problem in problems),
         )
@@ -50,6 +50,8 @@ class ConfigError(UserError):
 
     # One entry for each problem, with its own found and do lines.
     def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
         return "\n".join([self.problem + ":", *(f"- {problem}" for problem in self.problems)])
 
     # Pickling would call the constructor with the three texts.

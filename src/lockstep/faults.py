@@ -59,9 +59,9 @@ class Fault:
 
         if (self.how == "slow") != (self.seconds is not None):
             raise UserError(
-                'a fault with how="slow", and no other, has seconds',
-                f"how={self.how!r} with seconds={self.seconds}",
-                'give seconds=0.5 to how="slow", and only to it',
+                f"a fault with how={self.how!r} cannot have seconds={self.seconds}",
+                'seconds are for how="slow", which needs them',
+                'give seconds=0.5 to how="slow", and to no other',
             )
 
         home = RETURNED.get(self.how)
@@ -74,8 +74,8 @@ class Fault:
 
         if self.times is not None and self.times < 1:
             raise UserError(
-                f"a fault cannot happen times={self.times}",
-                f"how={self.how!r}",
+                f"times={self.times} of the fault how={self.how!r} is less than 1",
+                "",
                 "use a count from 1, or times=None for every time",
             )
 

@@ -268,8 +268,8 @@ def check_storage(model: nn.Module) -> None:
     low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in half]
     if low:
         raise UserError(
-            "trainable parameters are the master weights and must be stored in float32",
-            f"{len(low)} stored in half precision, first {low[0]!r}: updates below 1/256 of a weight would round away",
+            f"{len(low)} trainable parameters are stored in half precision, first {low[0]!r}; they must be in float32",
+            "they are the master weights: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
             "precision=bf16-master stores bf16 copies of them",
         )
@@ -319,8 +319,8 @@ class DynamicScaler:
         # Steps since the last overflow or growth.
         self.clean_steps = 0
         self.overflows_left = self.config.hysteresis
-        # The weight of a usual step: we scale sums, and `value` is meant for means.
-        self.unit_weight: float | None = None
+        # The typical weight of a step: we scale sums, and `value` is meant for means.
+        self.reference_weight: float | None = None
         # (scale, overflowed) of recent steps
         self.history: deque[tuple[float, bool]] = deque(maxlen=100)
 
@@ -359,7 +359,7 @@ class DynamicScaler:
             "scale": self.value,
             "clean_steps": self.clean_steps,
             "overflows_left": self.overflows_left,
-            "unit_weight": self.unit_weight,
+            "unit_weight": self.reference_weight,
             "history": [list(entry) for entry in self.history],
         }
 
@@ -375,7 +375,7 @@ class DynamicScaler:
         self.value = float(state["scale"])
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])
-        self.unit_weight = state["unit_weight"]
+        self.reference_weight = state["unit_weight"]
         self.history = deque(((float(s), bool(o)) for s, o in state["history"]), maxlen=100)
 
 
@@ -391,7 +391,7 @@ class LossScale:
         """The factor on the sum of a micro-batch's losses."""
         if self.scaler is None:
             return 1.0
-        return self.scaler.value / (self.scaler.unit_weight or 1.0)
+        return self.scaler.value / (self.scaler.reference_weight or 1.0)
 
     @property
     def logarithm(self) -> float:
@@ -399,12 +399,12 @@ class LossScale:
         return math.log2(self.scaler.value) if self.scaler else 0.0
 
     @property
-    def unknown(self) -> bool:
-        """Whether `find_unit` is still to be called: before the first micro-batch the usual weight is not known."""
-        return self.scaler is not None and self.scaler.unit_weight is None
+    def needs_reference_weight(self) -> bool:
+        """Whether `find_reference_weight` must be called: before the first micro-batch no weight is known."""
+        return self.scaler is not None and self.scaler.reference_weight is None
 
-    def find_unit(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
-        """Find the weight of a usual step, as a power of two. Collective: every rank must call it, once.
+    def find_reference_weight(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
+        """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
 
         We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
         comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
@@ -416,7 +416,7 @@ class LossScale:
         total, seen = self.runtime.collectives.sum_(mine).tolist()
 
         per_step = total / max(1.0, seen) * global_batch
-        self.scaler.unit_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
+        self.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
     def check_equal(self, logarithms: float, ranks: int) -> None:
         """Raise if the ranks' scales differ. `logarithms` is their sum over all ranks."""

@@ -53,14 +53,20 @@ def check(target: str) -> None:
     elif colon:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
-            raise UserError(f"target {target}: {class_name!r} is not a class name", "", f"type {path}:MyTask")
+            raise UserError(
+                f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"type {path}:MyTask"
+            )
     else:
         _check_recipe(target)
 
 
 def _check_file(target: str, file: Path) -> None:
     if not file.is_file():
-        raise UserError(f"target {target}: there is no file {file}", "", "type FILE.py:CLASS, with a path that exists")
+        raise UserError(
+            f"the target {target} cannot be loaded: there is no file {file}",
+            "",
+            "type FILE.py:CLASS, with a path that exists",
+        )
 
 
 def _check_script(target: str) -> None:
@@ -72,7 +78,7 @@ def _check_script(target: str) -> None:
 
     tasks = [f"{target}:{name}" for name in _task_names(source)]
     raise UserError(
-        f"target {target}: the script never calls lockstep.start or lockstep.fit, so it would train nothing",
+        f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
         "",
         f"type {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
     )
@@ -84,8 +90,8 @@ def _check_recipe(target: str) -> None:
         return
     near = difflib.get_close_matches(target, names, n=1)
     raise UserError(
-        f"target {target}: there is no recipe of that name",
-        f"the recipes {', '.join(names)}",
+        f"the target {target} is not a recipe",
+        f"the recipes are {', '.join(names)}",
         f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
     )
 
@@ -115,8 +121,8 @@ def load_class(target: str) -> type[Any]:
     check(target)
     if is_script(target):
         raise UserError(
-            f"target {target}: the configuration of a script is known only when it runs",
-            "a script with its own loop",
+            f"the configuration of the script {target} is known only when it runs",
+            "",
             f"type {target}:CLASS, or look at config.yaml in its run folder",
         )
     path, colon, class_name = target.rpartition(":")
@@ -142,14 +148,14 @@ def _not_a_task(path: str, class_name: str, found: Any, tasks: Sequence[str]) ->
     if isinstance(found, type):
         missing = ", ".join(name for name in CONTRACT if not hasattr(found, name))
         return UserError(
-            f"target {path}:{class_name}: the class is not a task, it lacks {missing}",
+            f"the class {class_name} in {path} is not a task: it lacks {missing}",
             "",
             f"type {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
         )
     near = difflib.get_close_matches(class_name, tasks, n=1)
     return UserError(
-        f"target {path}:{class_name}: there is no class {class_name} in {path}",
-        f"the tasks {', '.join(tasks)}" if tasks else "no task",
+        f"the file {path} has no class {class_name}",
+        f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
         f"type {path}:{near[0] if near else 'MyTask'}",
     )
 
@@ -195,7 +201,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     for name, p in parameters.items():
         required = p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         if required and name not in options:
-            problems.append(UserError(f"task.{name} has no value, and no default", "", f"type task.{name}=..."))
+            problems.append(UserError(f"task.{name} is not set, and it has no default", "", f"type task.{name}=..."))
 
     if problems:
         raise ConfigError(problems)
@@ -230,8 +236,8 @@ def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
     near = difflib.get_close_matches(key, names, n=1)
     known = ", ".join(f"task.{name}" for name in names) or "none"
     return UserError(
-        f"task.{key}: {kind.__name__} has no such option",
-        f"its options {known}",
+        f"task.{key} is not an option of {kind.__name__}",
+        f"its options are {known}",
         f"type task.{near[0]}=..." if near else f"leave task.{key} out",
     )
 

@@ -123,7 +123,9 @@ def test_parameters_replaced_or_added(pool: Pool, change: Callable[..., None], n
 
 def test_half_precision_weights(pool: Pool) -> None:
     errors = pool.errors(fit, Regression(network=lambda: Perceptron().bfloat16()), VALUES, world=2)
-    assert_user_errors(errors, "4 stored in half precision, first 'hidden.weight'", "model.float()")
+    assert_user_errors(
+        errors, "4 trainable parameters are stored in half precision, first 'hidden.weight'", "model.float()"
+    )
 
 
 class HalfTrunk(nn.Module):
@@ -431,7 +433,7 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "evaluate without a model": "run.evaluate(dataset, loss) was called before run.setup",
             "no optimizer": "run.setup(model) has no optimizer, and Perceptron has trainable parameters",
             "second model": "a run trains one model, and a second one was passed to setup",
-            "evaluate without a batch": "an evaluation before the first step has no batch size",
+            "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
             "no state": "run.register('part', part) needs a part with a state; int has none",
             "register late": "run.register('part', ...) was called after run.steps(...)",

@@ -192,7 +192,7 @@ def test_rewinding_again_and_again_ends(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "nonfinite.policy": "rewind", "nonfinite.max_in_a_row": 3}
     plan = [{"how": "nan", "rank": 0, "step": 2, "times": None}]
     errors = pool.errors(faulty, Regression(), values, plan, world=2)
-    assert_user_errors(errors, "at most 3 times", "step 2")
+    assert_user_errors(errors, "has rewound 3 times", "step 2")
 
 
 SPIKES = {"spike.factor": 20.0, "spike.window": 8, "steps": 15}

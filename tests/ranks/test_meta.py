@@ -290,7 +290,7 @@ def test_only_where_the_model_is_cut(values: dict[str, Any]) -> None:
 
 
 def test_a_model_made_otherwise_than_asked() -> None:
-    with pytest.raises(UserError, match="needs a model without weights"):
+    with pytest.raises(UserError, match="already has weights"):
         check_made_as_asked(Small(), META)
     with torch.device("meta"):
         empty = Small()

@@ -236,8 +236,8 @@ class Slots(Averaged):
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
-        (Slots(), {"global_batch": 4}, ("cannot resume with global_batch=4", "belongs to", "type global_batch=")),
-        (OtherNet(), {}, ("the model of the checkpoint", "missing, first '0.bias'")),
+        (Slots(), {"global_batch": 4}, ("global_batch=4 does not fit", "belongs to", "type global_batch=")),
+        (OtherNet(), {}, ("not the one that the checkpoint was saved from", "missing, first '0.bias'")),
         (OtherOptimizer(), {}, ("2 optimizers, here 1",)),
         (Untied(), {}, ("tied",)),
         (MoreData(), {}, ("has 45 samples, but had 44 when",)),

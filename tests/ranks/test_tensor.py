@@ -339,7 +339,7 @@ UNCUT = [
     (tower, None, "no layers to shard in Sequential", "def tensor_plan(self, model)"),
     (tower, {}, "tensor_plan(model) is empty", "strategy=fsdp"),
     (tower, {"0": "diagonal"}, "no style 'diagonal'", "colwise, rowwise, gathered"),
-    (tower, {"hidden": "colwise"}, "'hidden' matches no layer", "such as 0, 2"),
+    (tower, {"hidden": "colwise"}, "'hidden' in tensor_plan matches no layer", "such as 0, 2"),
     (tower, {"1": "colwise"}, "a ReLU", "name the nn.Linear layers"),
     (tower, {"0": "colwise", "2": "rowwise"}, "6 output features, which 4 does not divide", "type mesh.tp=2"),
     (Transformer, {"head": "gathered"}, "is tied to 'embed.weight'", "leave 'head' out"),

@@ -307,7 +307,7 @@ def test_wrong_options_are_named_together():
         ClstmPpo(epochs=0, hidden=30, cascade=3)
     assert {problem.problem for problem in error.value.problems} == {
         "task.epochs=0 is less than 1",
-        "task.hidden=30 with task.cascade=3 must be a multiple of 4",
+        "task.hidden=30 is not a multiple of 4",
     }
 
 

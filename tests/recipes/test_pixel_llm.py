@@ -305,10 +305,10 @@ def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         PixelLLM(image=30, width=90, stem="cnn", scenes="three")
     assert {problem.problem for problem in error.value.problems} == {
-        "task.scenes=three does not exist",
-        "task.stem=cnn does not exist",
+        f"task.scenes=three is not one of {', '.join(KINDS)}",
+        "task.stem=cnn is not one of conv, patch",
         "task.image=30 is not a multiple of 8, the pixels of a token",
-        "task.width=90 with task.heads=4 must be a multiple of 4",
+        "task.width=90 is not a multiple of 4",
     }
 
 

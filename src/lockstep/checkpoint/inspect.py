@@ -135,7 +135,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     tensors, aliases = _weights(checkpoint)
     if not tensors:
         raise UserError(
-            f"cannot export the weights of {checkpoint.path}",
+            f"the checkpoint {checkpoint.path} has no weights to export",
             f"no tensor whose name begins with {_PREFIX!r}",
             "look at what is there: lockstep ckpt show CKPT",
         )
@@ -176,7 +176,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             else:
                 tensors[name] = reader.read(full_name)
     except Damaged as damaged:
-        problem = f"cannot export {checkpoint.path}: it is damaged"
+        problem = f"the checkpoint {checkpoint.path} is damaged and cannot be exported"
         raise UserError(problem, str(damaged), "choose another checkpoint: lockstep ckpt ls RUN") from None
     return tensors, aliases
 

@@ -100,7 +100,7 @@ def _check_shared(answers: list[Any], any_listed: bool) -> None:
 
 def _not_shared(found: str) -> UserError:
     return UserError(
-        "the ranks do not share the checkpoints in run_dir",
+        "run_dir is not on a file system that all ranks share",
         found,
         "set run_dir to a folder on a file system that all machines share",
     )
@@ -109,9 +109,9 @@ def _not_shared(found: str) -> UserError:
 def _nothing_valid(store: Store, damaged: list[Damaged], only: str | None) -> UserError:
     found = "; ".join(map(str, damaged))
     if only:
-        problem = f"cannot resume from {Checkpoint(store, only).path}: it is damaged"
+        problem = f"the checkpoint {Checkpoint(store, only).path} is damaged"
         return UserError(problem, found, "choose another checkpoint: lockstep ckpt ls RUN")
-    problem = f"cannot resume from {store.address}: every checkpoint is damaged"
+    problem = f"every checkpoint in {store.address} is damaged"
     return UserError(problem, found, "start again in a new run_dir, or restore these files")
 
 

@@ -1,13 +1,14 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
     check_space, resume, begin      before the first step
-    poll, wants                     after each step, for the control word
+    poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
     give_up                         when the control word says that some rank's part has failed
     rewind                          when a step was spoiled, and its policy is rewind
     settle, close                   at the end
 
-Collective: all ranks call every method at the same step, except `poll`, `wants` and `close`.
+Collective: all ranks call every method at the same step, except `poll`,
+`save_is_due_by_clock` and `close`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from lockstep.checkpoint.storage import (
     set_aside_after,
 )
 from lockstep.config import RunConfig, flatten
+from lockstep.config.schema import RENAMED
 from lockstep.config.values import typed
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
@@ -114,7 +116,7 @@ class CheckpointManager:
             settings.asynchronous,
         )
         # A snapshot may still be copying the optimizers' state when the next step wants to change it.
-        state.stepper.update.before.append(self.saver.let_change)
+        state.stepper.update.before.append(self.saver.wait_for_copy)
 
         # A save has been started, and the ranks have not yet agreed on how it ended.
         self._in_flight = False
@@ -123,9 +125,11 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
 
-        # Since the last checkpoint.
+        # Rewinds since the last checkpoint.
         self._rewinds = 0
-        self._saves = 0
+
+        # Whether the user's state has been compared between the ranks.
+        self._compared = False
 
     # ---- resuming ----
 
@@ -149,7 +153,7 @@ class CheckpointManager:
                 found = self._find(FileStore(run_of(origin) / "checkpoints"))
             if found is None:
                 raise UserError(
-                    f"cannot resume from {origin}: the run has no checkpoint",
+                    f"--resume {origin} cannot be used: that run has no checkpoint",
                     "",
                     "leave --resume out to start from the beginning",
                 )
@@ -168,17 +172,17 @@ class CheckpointManager:
         most = self.config.nonfinite.max_in_a_row
         if self._rewinds > most:
             raise UserError(
-                f"step {result.step} was spoiled again, and the run rewinds at most {most} times without a new "
-                "checkpoint (nonfinite.max_in_a_row)",
-                f"step {result.step}: {result.skip_reason}",
+                f"step {result.step} was not applied, and the run has rewound {most} times without a new checkpoint "
+                f"(nonfinite.max_in_a_row={most})",
+                result.skip_reason or "",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
         found = self._find(self.store)
         if found is None:
             raise UserError(
-                f"step {result.step} cannot be rewound: no checkpoint could be written",
-                f"step {result.step}: {result.skip_reason}",
+                f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
+                result.skip_reason or "",
                 "make room on the disk, or choose the policy skip or stop",
             )
 
@@ -230,12 +234,15 @@ class CheckpointManager:
         others = self.state.restore(found.reader(), values["state"], settings)
         step = self.state.stepper.counters.step
 
-        # The run goes back to this step: its later checkpoints belong to another history. No rank may save before
-        # rank 0 has set them aside.
+        # The run goes back to this step: its later checkpoints belong to another history.
         own = os.path.realpath(found.checkpoint.path.parent) == os.path.realpath(self.store.address)
-        if self.runtime.is_main and own:
-            set_aside_after(self.store, step)
-        self.runtime.collectives.gather_json(None)
+
+        def set_later_ones_aside() -> None:
+            if own:
+                set_aside_after(self.store, step)
+
+        # All ranks wait here: none may save before rank 0 has set them aside.
+        self.runtime.collectives.run_on_rank0(set_later_ones_aside)
 
         self._saved_step = step if own else None
         self._saved_at = time.monotonic()
@@ -283,13 +290,15 @@ class CheckpointManager:
 
     def begin(self) -> None:
         """Make sure that there is a checkpoint to go back to, if a policy is rewind."""
-        if "rewind" not in (self.config.nonfinite.policy, self.config.spike.policy):
+        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
+        policy = next((key for key, value in policies.items() if value == "rewind"), None)
+        if policy is None:
             return
         if not hasattr(self.state.source, "pass_over"):
             raise UserError(
-                "the policy rewind needs data that can leave out samples",
-                "a stream, which cannot",
-                "choose the policy skip or stop",
+                f"{policy}=rewind cannot be used with a stream, which cannot leave out samples",
+                "",
+                f"type {policy}=skip, or {policy}=stop",
             )
 
         # The state before the first step, in the form in which the loop would save it.
@@ -298,9 +307,9 @@ class CheckpointManager:
             self.save({"metrics": {}, "evaluation_due": False, "interval": no_sums, "seconds": 0.0})
             if not self.settle():
                 raise UserError(
-                    "the policy rewind needs a checkpoint, and the first one could not be written",
+                    f"{policy}=rewind needs a checkpoint of the start, and it could not be written",
                     "",
-                    "make room on the disk, or choose the policy skip or stop",
+                    f"make room on the disk, or type {policy}=skip",
                 )
 
     def prepare(self) -> None:
@@ -310,7 +319,7 @@ class CheckpointManager:
 
     # ---- saving ----
 
-    def wants(self, step: int) -> bool:
+    def save_is_due_by_clock(self) -> bool:
         """Whether rank 0's clock requests a checkpoint; the request is part of the control word."""
         # Clocks differ between machines, so only one counts.
         minutes = self.config.checkpoint.minutes
@@ -339,9 +348,9 @@ class CheckpointManager:
             state = merge_values(self.runtime.collectives.gather_json(state))
 
         # Once: it costs a digest of the user's state.
-        if not self._saves:
+        if not self._compared:
             self._warn_of_differences()
-        self._saves += 1
+            self._compared = True
 
         # The names are part of the format on disk.
         values = {
@@ -352,7 +361,7 @@ class CheckpointManager:
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
             **loop_state,
         }
-        self.saver.save(step, self._slices(tensors), aliases, values, self.state.steady())
+        self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
         self._in_flight = True
         self._saved_step = step
@@ -476,6 +485,8 @@ class CheckpointManager:
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     """Return the settings that differ from those of a checkpoint."""
+    # An older version may have saved a key under its former name.
+    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
     now = _as_saved(config)
     changes = []
     for key in {**saved, **now}:
@@ -494,7 +505,7 @@ def _check_lasting(settings: list[Change], lasting: Collection[str]) -> None:
     for key, before, now in settings:
         if key in lasting:
             raise UserError(
-                f"cannot resume with {key}={now}: the state that the task has saved belongs to {key}={before}",
+                f"{key}={now} does not fit the checkpoint: the state that the task has saved belongs to {key}={before}",
                 "",
                 f"type {key}={before}, or start a new run from the exported weights",
             )
@@ -504,7 +515,7 @@ def _check_complete(values: dict[str, Any]) -> None:
     missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
     if missing:
         raise UserError(
-            f"cannot resume: the checkpoint is not one of a run, as it has no {', '.join(sorted(missing))}",
+            f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
             "",
             "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
         )

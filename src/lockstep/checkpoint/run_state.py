@@ -86,7 +86,7 @@ class RunState:
         `others`: the task, and what the user's loop has registered.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, where not all do.
-        `duplicates`: the parameters of whose shards another rank saves the same.
+        `duplicates`: the parameters whose shard on this rank is also held, and saved, by a lower rank.
         """
         self.model = model
         self.optimizers = optimizers
@@ -197,7 +197,7 @@ class RunState:
             "settings": pack(_group_settings(optimizer), f"{prefix}.settings", tensors),
         }
 
-    def steady(self) -> set[str]:
+    def changed_only_by_update(self) -> set[str]:
         """Return the names of tensors that only an update changes: the optimizers' state.
 
         A model's own tensors may change in any forward, and its parameters in any code of the user's.
@@ -369,7 +369,7 @@ class RunState:
         kind = type(self.optimizers.all[number]).__name__
         if saved["kind"] != kind:
             raise UserError(
-                f"cannot resume with {kind}: the checkpoint holds the state of {saved['kind']}",
+                f"the checkpoint holds the state of {saved['kind']}, and the optimizer is now {kind}",
                 "",
                 "use the optimizer that the run began with, or start a new run from the exported weights",
             )
@@ -523,7 +523,7 @@ def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[
     guilty = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
     undo = f"take back what has changed ({', '.join(guilty)})" if guilty else "restore the dataset as it was"
     raise UserError(
-        "cannot resume at the next sample: the order of the samples has changed",
+        "the order of the samples has changed since the checkpoint was written",
         "the next samples are not those that the run would have taken",
         f"{undo}; or start a new run from the exported weights",
     )
@@ -531,7 +531,7 @@ def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[
 
 def _other_model(found: str) -> UserError:
     return UserError(
-        "cannot resume: the model is not the model of the checkpoint",
+        "the model is not the one that the checkpoint was saved from",
         found,
         "restore the task and its options as they were, or start a new run (leave --resume out)",
     )

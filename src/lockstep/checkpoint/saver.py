@@ -1,7 +1,7 @@
 """Saving while training continues: a snapshot now, the writing in a thread, a report when it is polled for.
 
     saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
-    saver.let_change()              before the next update: waits for the copy of the optimizers' state
+    saver.wait_for_copy()           before the next update: waits for the copy of the optimizers' state
     saver.poll()                    after any later step: reports of saves that ended
 
 A failed save never raises: it is reported, and the next one starts afresh.
@@ -32,17 +32,15 @@ class Report:
     # Of the committed checkpoint.
     path: Path | None
 
-    # Of this rank's file, and of all files of a committed checkpoint.
-    bytes: int
+    # Of all files of the committed checkpoint.
     total_bytes: int
 
     # How long training waited, and how long it took from there to the commit.
     stall_s: float
     write_s: float
 
-    # Why it failed, and how much too small the disk is if that was the reason.
+    # Why it failed; after a commit, why tidying up failed.
     error: str | None
-    missing_bytes: int | None
 
 
 class Saver:
@@ -71,7 +69,7 @@ class Saver:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # Until `let_change`, if part of the state is copied while training continues.
+        # Until `wait_for_copy`, if part of the state is copied while training continues.
         self._copying: Copying | None = None
         self._stall_s = 0.0
 
@@ -92,12 +90,13 @@ class Saver:
         slices: Sequence[Slice],
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
-        steady: Collection[str] = (),
+        changed_only_by_update: Collection[str] = (),
     ) -> None:
         """Copy the state, and start to write it.
 
         `slices`: what this rank writes. `aliases` and `values` matter on rank 0 only.
-        `steady`: names of slices that are copied while training continues; they must not change before `let_change`.
+        `changed_only_by_update`: names of slices that are copied while training continues; they must not change before
+        `wait_for_copy`.
         """
         began = time.perf_counter()
         self._finish()
@@ -114,7 +113,7 @@ class Saver:
         if free < needed:
             pending.refuse(layout.file_size, needed - free)
         else:
-            self._copying = self._snapshot.take(slices, steady if self._asynchronous else ())
+            self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
             blocks = tuple(self._snapshot.blocks)
             data = self._snapshot.data()
             self._start(pending, Contents(blocks, layout, data, self._copying.run, dict(aliases), plain))
@@ -124,7 +123,7 @@ class Saver:
         if self._thread is None:
             self._report(pending)
 
-    def let_change(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the state has been copied, before it changes. This costs nothing when nothing is being copied."""
         if self._copying is not None:
             began = time.perf_counter()
@@ -205,11 +204,9 @@ class Saver:
                 step=pending.step,
                 committed=checkpoint is not None,
                 path=checkpoint.path if checkpoint else None,
-                bytes=pending.bytes,
                 total_bytes=pending.total_bytes,
                 stall_s=self._stall_s,
                 write_s=pending.write_s,
                 error=pending.error,
-                missing_bytes=pending.missing_bytes,
             )
         )

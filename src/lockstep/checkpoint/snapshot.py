@@ -1,4 +1,7 @@
-"""A copy of the state in host memory, made while training waits: the only part of a save that costs time.
+"""A copy of the state in host memory: the only part of a save that training waits for.
+
+Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
+(`Copying`).
 
 The copy lies in one buffer that already is the data section of the file, so that it only has to be written. CPU
 tensors are copied, too: training changes them while they are written.
@@ -87,20 +90,20 @@ class Snapshot:
             self._views = [self._view(number) for number in range(len(blocks))]
         return self.layout
 
-    def take(self, slices: Sequence[Slice], steady: Collection[str] = ()) -> Copying:
-        """Copy `slices`, for which `fit` has made room, except those named in `steady`.
+    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
+        """Copy `slices`, for which `fit` has made room, except those named in `later`.
 
         `Copying` copies these later. They must not change before `Copying.wait` has returned.
         """
         now: Pairs = []
-        later: Pairs = []
+        postponed: Pairs = []
         for view, index in zip(self._views, self.layout.order, strict=True):
             piece = slices[index]
-            pairs = later if piece.name in steady else now
+            pairs = postponed if piece.name in later else now
             pairs.append((view, piece.tensor))
 
         _copy(now)
-        return Copying(later)
+        return Copying(postponed)
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data

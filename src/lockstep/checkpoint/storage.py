@@ -38,7 +38,7 @@ OWNER = "owner"
 # From this many bytes a direct write is faster than one through the page cache.
 _DIRECT_FROM = 1 << 20
 
-# Committed, and being written or deleted by the attempt whose token follows.
+# The folder of a committed checkpoint; and one that an attempt, named by its token, is writing or deleting.
 _STEP = re.compile(r"step-(\d{8,18})")
 _STAGED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 
@@ -201,10 +201,10 @@ class Retention:
     # How many of the newest to keep.
     last: int = 3
 
-    # Those whose step is a multiple of this.
+    # Checkpoints whose step is a multiple of this are kept, too.
     every: int | None = None
 
-    # The one whose metric of this name is best.
+    # The checkpoint with the best value of this metric is kept, too.
     best: str | None = None
     mode: Literal["min", "max"] = "min"
 
@@ -212,9 +212,12 @@ class Retention:
         counts = {"last": self.last, "every": self.every}
         for name, count in counts.items():
             if count is not None and count < 1:
-                raise UserError(f"cannot keep checkpoints by {name}={count}", "", "use a count of 1 or more")
+                raise UserError(
+                    f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
+                )
         if self.mode not in ("min", "max"):
-            raise UserError(f"cannot choose the best checkpoint by mode={self.mode!r}", "", 'use "min" or "max"')
+            problem = f"Retention(mode={self.mode!r}) does not say which checkpoint is best"
+            raise UserError(problem, "", 'use "min" or "max"')
 
 
 def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:

@@ -118,7 +118,6 @@ class PendingSave:
         # How it ended; only rank 0 commits. After the commit, an error means that tidying up failed.
         self.committed: Checkpoint | None = None
         self.error: str | None = None
-        self.missing_bytes: int | None = None
 
         # Of this rank's file, and (on rank 0, once it is committed) of all files.
         self.bytes = 0
@@ -161,22 +160,18 @@ class PendingSave:
 
     def fail(self, error: BaseException) -> None:
         """Record the reason, free the disk, and let rank 0 know."""
-        # Delete first: what is free after that counts.
         if self.committed is None:
             self.discard()
-            if isinstance(error, OSError) and error.errno in _FULL:
-                self.missing_bytes = max(1, self.bytes - self.context.store.free_bytes())
         self.error = self._reason(error)
 
         # Rank 0 waits for this rank's part, and should not wait in vain.
         if self.committed is None and self.context.rank != 0 and not self.abandoned:
-            self._confirm({"error": self.error, "missing_bytes": self.missing_bytes})
+            self._confirm({"error": self.error})
         self.part_ended.set()
 
     def refuse(self, size: int, missing: int) -> None:
         """Fail before anything is written: there is no room."""
         self.bytes = size
-        self.missing_bytes = missing
         self.fail(GivenUp(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
@@ -314,7 +309,6 @@ class PendingSave:
 
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
-            self.missing_bytes = confirmation["missing_bytes"]
             raise GivenUp(f"rank {rank}: {confirmation['error']}")
 
         # A shared file system may be slow to show what another machine has written, or lose it.

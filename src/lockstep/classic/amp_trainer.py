@@ -88,7 +88,9 @@ class AMPTrainer:
         """
         if hasattr(self, "driver"):
             raise UserError(
-                "wrap_model was called on a trainer that has its model", "", "make one trainer for each model you train"
+                "wrap_model() was called a second time: this trainer already has a model",
+                "",
+                "make one trainer for each model you train",
             )
         self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
         return self.driver.module
@@ -106,7 +108,11 @@ class AMPTrainer:
         batches = iter(loader)
         batch = last = next(batches, None)
         if batch is None:
-            raise UserError("train_epoch(loader) got a loader without a batch", "", "give every rank at least one")
+            raise UserError(
+                "train_epoch(loader) was called with a loader that has no batch on this rank",
+                "",
+                "give every rank at least one",
+            )
         self._check_sharded(batch)
 
         # Loss and weight, added up on the device.
@@ -173,8 +179,8 @@ class AMPTrainer:
         if self._share is not None:
             done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
             raise UserError(
-                "a checkpoint cannot be saved or loaded within an optimizer step",
-                f"{done} of {count} batches of the step",
+                f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
+                "",
                 "save after the step's last batch",
             )
         self.stepper.settle()

@@ -166,15 +166,15 @@ class DistributedConfig:
             yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
         if self.num_nodes > 1 and self.master_addr in LOCAL_NAMES:
             yield UserError(
-                f"master_addr={self.master_addr} with num_nodes={self.num_nodes} is every node's own name for itself",
-                "",
+                f"master_addr={self.master_addr} cannot be used with num_nodes={self.num_nodes}",
+                "on every node it is the address of that node itself",
                 "give the address of node 0",
             )
         if self.backend not in BACKENDS:
             yield UserError(f"backend={self.backend} is not supported", "", f"choose from {', '.join(BACKENDS)}")
         if self.launch_method not in LAUNCHERS:
             yield UserError(
-                f"launch_method={self.launch_method} does not exist", "", f"choose from {', '.join(LAUNCHERS)}"
+                f"launch_method={self.launch_method} is not supported", "", f"choose from {', '.join(LAUNCHERS)}"
             )
 
         # More GPUs than processes are fine.

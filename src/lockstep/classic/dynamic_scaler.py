@@ -45,7 +45,7 @@ class DynamicScaler(precision.DynamicScaler):
         """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it."""
         if self._unscaled:
             raise UserError(
-                "unscale() was called twice in one step: the scale is out already",
+                "unscale() was called twice in one step",
                 "",
                 "call it once between backward and step",
             )

@@ -190,7 +190,11 @@ class ElasticGPUConfig:
 
     def _too_large(self, needed: float, fix: str) -> UserError:
         memory = ", ".join(f"{gpu.memory_gb:.0f}" for gpu in self.gpus)
-        return UserError(f"{needed:.1f} GiB and a sample do not fit on one GPU", f"GPUs of {memory} GiB", fix)
+        return UserError(
+            f"the model needs {needed:.1f} GiB and room for a sample, more than one GPU has",
+            f"GPUs of {memory} GiB",
+            fix,
+        )
 
 
 def uneven(batch: int, processes: int) -> UserError:

@@ -121,7 +121,7 @@ ONLY_DDP = {
 
 
 def _ddp_options(settings: Settings) -> Iterator[UserError]:
-    """Options of torch's DDP, where something else runs the model or all-reduces the gradients."""
+    """Yield a problem for each option of torch's DDP where something else runs the model or reduces the gradients."""
     others = _collective_forward(settings)
     others += _on(settings, "ddp.find_unused_parameters")
     reason = "an option of torch's DistributedDataParallel, which is not used then"
@@ -137,7 +137,7 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
 
 
 def _load_balance(settings: Settings) -> Iterator[UserError]:
-    """Ranks that run different numbers of micro-batches."""
+    """Yield what does not allow ranks to run different numbers of micro-batches."""
     for balance in _on(settings, "load_balance"):
         # A rank that runs fewer forwards would leave the others waiting in theirs.
         if collective := _collective_forward(settings):
@@ -152,7 +152,7 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
 
 
 def _static_graph(settings: Settings) -> Iterator[UserError]:
-    """micro_batch=auto may divide a step into several micro-batches when memory runs out."""
+    """Refuse both together: micro_batch=auto may divide a step into several micro-batches when memory runs out."""
     for static in _on(settings, "ddp.static_graph"):
         for micro in _on(settings, "micro_batch"):
             if micro.value == "auto":
@@ -165,7 +165,7 @@ MANY_STAGES = ("interleaved", "zero-bubble")
 
 
 def _stages(settings: Settings) -> Iterator[UserError]:
-    """The number of stages on a rank must be one that the schedule can order."""
+    """Check that the schedule can order the number of stages on a rank."""
     schedule = settings.get("pp.schedule")
     by_strategy = [s for s in _on(settings, "strategy") if s.value in with_trait("pipeline")]
     by_mesh = [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
@@ -181,7 +181,7 @@ def _stages(settings: Settings) -> Iterator[UserError]:
 
 
 def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
-    """A captured forward cannot wait for other ranks, recompute, or differ from call to call."""
+    """Yield what cannot be captured: forwards that wait for other ranks, recompute, or differ from call to call."""
     for graph in _on(settings, "graph"):
         if graph.value == "auto":
             continue
@@ -196,7 +196,7 @@ def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
 
 
 def _attention(settings: Settings) -> Iterator[UserError]:
-    """cuDNN's backward is not deterministic."""
+    """Refuse cuDNN under `deterministic`: its backward adds in no fixed order."""
     for attention in _on(settings, "attention"):
         for deterministic in _on(settings, "deterministic"):
             if attention.value == "cudnn":
@@ -253,7 +253,7 @@ EXACT = {
 
 
 def _exact(settings: Settings) -> Iterator[UserError]:
-    """Settings under which the number of ranks would change the result."""
+    """Yield each setting under which the number of ranks would change the result."""
     for exact in _on(settings, "exact"):
         for key, rule in EXACT.items():
             if key in settings and settings[key].value not in rule.allowed:

@@ -61,12 +61,12 @@ def resolve_for(
         weakest.append((f"preset {name}", presets[name]))
         if "preset" in presets[name]:
             inner = typed(presets[name]["preset"])
-            problem = f"preset = {inner} (preset {name}): a preset cannot choose a preset"
+            problem = f"the preset {name} sets preset = {inner}, and a preset cannot choose another one"
             problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
         near = get_close_matches(name, presets, 1, 0.0)
-        problem = f"preset = {name} ({source}): the task has no such preset"
-        found = f"the presets {', '.join(presets)}" if presets else "no presets"
+        problem = f"preset = {name} ({source}) is not a preset of the task"
+        found = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
         problems = [UserError(problem, found, f"type preset={near[0] if near else 'null'}")]
     return resolve([*weakest, *layers], problems)
 
@@ -93,16 +93,16 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
     for key, value in walk(items):
         setting = Setting(key, value, source)
         if not all(key.split(".")):
-            problems.append(UserError(f"{setting}: a part of the key is empty", "", "type a key such as lr.peak"))
+            problems.append(UserError(f"{setting} has a key with an empty part", "", "type a key such as lr.peak"))
         elif key in settings:
-            problems.append(UserError(f"{settings[key]} and {setting}: {key} is set twice", "", f"keep one {key}"))
+            problems.append(UserError(f"{key} is set twice: {settings[key]} and {setting}", "", f"keep one {key}"))
         else:
             settings[key] = setting
 
     # `a: 1` next to `a.b: 2`: under task.* any name may be a value or a section, but not both.
     pairs = [(a, b) for a in settings.values() for b in settings.values() if _inside(b.key, a.key)]
     for outer, inner in pairs:
-        problem = f"{outer} and {inner}: {outer.key} cannot be both a value and a section"
+        problem = f"{outer.key} cannot be both a value and a section: {outer} and {inner}"
         problems.append(UserError(problem, "", f"keep either {outer.key} or {inner.key}"))
         settings.pop(inner.key, None)
     return settings
@@ -237,7 +237,7 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
 
     # The surest answer first: a rename, another tool's name, a section, a typo. Otherwise it may be meant for the task.
     if key in RENAMED:
-        problem = f"{setting}: {key} is now called {RENAMED[key]}"
+        problem = f"{setting} cannot be set: {key} is now called {RENAMED[key]}"
         fix = f"type {RENAMED[key]}={value}"
     elif last in _ALIASES and (key not in SECTIONS or type(setting.value) in (int, float)):  # lr=0.1 is lr.peak
         fix = f"type {_ALIASES[last].format(value=value)}"

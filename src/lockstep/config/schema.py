@@ -284,7 +284,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "device to train on")
     gpu_memory: float | None = _key(None, "most GPU memory that a rank may allocate, in GiB", example=20, gt=0)
     exact: bool = _key(False, "identical bits on any number of ranks, from 1 to the number of micro-batches")
-    deterministic: bool = _key(False, "refuse kernels whose result differs from run to run")
+    deterministic: bool = _key(False, "use deterministic kernels; fail where torch has none")
 
     # Where it starts and ends.
     resume: PathText = _key("never", "resume from a checkpoint: auto, never, or the folder of a run or a checkpoint")

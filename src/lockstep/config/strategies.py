@@ -20,21 +20,26 @@ class Strategy:
     """What a strategy shards over the ranks, and which settings go with it."""
 
     name: StrategyName
-    replicates: tuple[str, ...]  # parts of STATE of which more than one rank holds a full copy
+    replicates: tuple[str, ...]  # parts of STATE that exist more than once in the job
     local_forward: bool = False  # a forward waits for no other rank: torch's DDP, or its equivalent, runs the model
     shards_parameters: bool = False  # by blocks, with fully_shard: blocks and offload have a meaning
     keeps_gathered: bool = False  # parameters stay gathered from the forward to the end of the backward
     replica_groups: bool = False  # full copies, each sharded over a group of ranks
     axis: str | None = None  # the mesh axis that takes all ranks which no other axis has
-    inner_axes: bool = True  # can be combined with mesh.tp and mesh.pp
-    nearest: str = ""  # the strategy to type instead, where inner_axes are wanted
+    composes_with_mesh: bool = True  # can be combined with mesh.tp and mesh.pp
+    nearest: str = ""  # the strategy to type instead, for use with mesh.tp or mesh.pp
     exact: bool = False  # sums can be made independent of the number of ranks
-    named: bool = True  # every parameter can be gathered under its own name, so that `verify` can compare it
+    comparable: bool = True  # `verify` can compare it: every parameter can be gathered under its own name
 
     @property
     def shards_optimizer(self) -> bool:
         """Whether each rank holds optimizer state for a part of the parameters only, within its replica."""
         return self.shards_parameters or "optimizer" not in self.replicates
+
+    @property
+    def uses_least_memory(self) -> bool:
+        """Whether this is the strategy to advise when memory runs out."""
+        return self.name == LEAST_MEMORY
 
     @property
     def pipeline(self) -> bool:
@@ -47,12 +52,19 @@ STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
         Strategy("ddp", STATE, local_forward=True, exact=True),
-        Strategy("zero1", ("parameters", "gradients"), local_forward=True, exact=True, inner_axes=False, nearest="ddp"),
+        Strategy(
+            "zero1",
+            ("parameters", "gradients"),
+            local_forward=True,
+            exact=True,
+            composes_with_mesh=False,
+            nearest="ddp",
+        ),
         Strategy("fsdp-grads", (), shards_parameters=True, keeps_gathered=True, exact=True),
         Strategy("fsdp", (), shards_parameters=True, exact=True),
-        Strategy("hsdp", STATE, shards_parameters=True, replica_groups=True, inner_axes=False, nearest="fsdp"),
-        Strategy("tp", STATE, axis="tp", named=False),
-        Strategy("pp", STATE, axis="pp", named=False),
+        Strategy("hsdp", STATE, shards_parameters=True, replica_groups=True, composes_with_mesh=False, nearest="fsdp"),
+        Strategy("tp", STATE, axis="tp", comparable=False),
+        Strategy("pp", STATE, axis="pp", comparable=False),
     )
 }
 

@@ -81,13 +81,13 @@ def check_before_batch(config: RunConfig, staged: bool, alone: bool) -> None:
     """Check that a task with `before_batch` gets the same part of every global batch on the same rank, in order."""
     if staged:
         raise UserError(
-            "before_batch() cannot be used in a pipeline (mesh.pp)",
+            "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
             "type strategy=ddp, without mesh.pp",
         )
     if config.load_balance == "auto" and not alone:
         raise UserError(
-            "before_batch() cannot be used with load_balance=auto",
+            "the task has before_batch(), which cannot be used with load_balance=auto",
             "micro-batches move to other ranks once the speeds are measured, away from what the task keeps for them",
             "leave load_balance out, or give one number for each rank, such as [1, 2]",
         )
@@ -152,7 +152,7 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
     if plan.micro_batches % plan.world or short:
         also = ", and a short last step" if short else ""
         raise UserError(
-            "SyncBatchNorm needs the same number of micro-batches on all ranks: its forward waits for all of them",
+            "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
             f"{plan.micro_batches} on {plan.world} ranks{also}",
             f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
         )
@@ -170,8 +170,8 @@ def check_enough_micro_batches(plan: Plan) -> None:
     pipelines = f"{plan.world} pipeline{'s' if plan.world > 1 else ''}"
     micro_batches = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
     raise UserError(
-        "a pipeline (mesh.pp) needs at least two micro-batches in every step",
-        f"{micro_batches} of {plan.micro_batch} samples in a step, for {pipelines}",
+        f"a step has {micro_batches} of {plan.micro_batch} samples for {pipelines}; each (mesh.pp) needs at least two",
+        "",
         f"{fix}: at least one for each stage is best",
     )
 
@@ -319,8 +319,9 @@ def check_loss(loss: Loss) -> None:
         )
     if loss.total.dim() != 0 or not loss.total.requires_grad:
         raise UserError(
-            "the loss must be one number, the SUM over the micro-batch, that depends on the parameters",
-            f"a tensor of shape {tuple(loss.total.shape)}, requires_grad={loss.total.requires_grad}",
+            f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
+            f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
+            "",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
     # Reading a weight on the GPU would make the host wait for it.

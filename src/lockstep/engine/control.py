@@ -94,9 +94,9 @@ class StepControl:
         return self.micro is not None and self.micro.padding
 
     @property
-    def needs_unit(self) -> bool:
-        """Whether the loss scale of fp16 does not know yet what a usual step weighs."""
-        return self._context.loss_scale.unknown
+    def needs_reference_weight(self) -> bool:
+        """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
+        return self._context.loss_scale.needs_reference_weight
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model and the loss are computed."""
@@ -116,8 +116,8 @@ class StepControl:
         context, micro = self._context, self.micro
         assert micro is not None
         check_loss(loss)
-        if self.needs_unit:
-            self.find_unit(loss.weight)
+        if self.needs_reference_weight:
+            self.find_reference_weight(loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
         if kind := faults.fire("loss", self.step):
@@ -130,13 +130,13 @@ class StepControl:
             self._add(loss, micro)
         return context.loss_scale.value
 
-    def find_unit(self, weight: Any) -> None:
-        """Find the weight of a usual step, for the loss scale of fp16. Collective: every rank must call it."""
+    def find_reference_weight(self, weight: Any) -> None:
+        """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
         micro = self.micro
         assert micro is not None
         context = self._context
         silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        context.loss_scale.find_unit(weight, micro.samples, context.global_batch, silent)
+        context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
 
     def word(self) -> ControlWord:
         """Return this rank's control word. The weights of all its micro-batches are known now."""

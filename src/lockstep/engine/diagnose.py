@@ -77,7 +77,9 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     found = _describe_missing(message)
     driver = builder.driver
     if driver is None:
-        return UserError("the model does not fit into memory", found, "build a smaller one, or type device=cpu")
+        return UserError(
+            "the model does not fit into the memory of this device", found, "build a smaller one, or type device=cpu"
+        )
 
     # Captured graphs hold memory of their own, so giving them up is the first advice.
     held = _footprint(driver, builder)
@@ -120,7 +122,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     """Count the bytes of the tensors that lie on this rank's device."""
     device = builder.runtime.device
     model = driver.model
-    optimizers = builder.model.optimizers if builder.model else None
+    optimizers = builder.model_setup.optimizers if builder.model_setup else None
 
     def count(tensors: Iterable[Any]) -> int:
         # Offloaded tensors lie elsewhere.

@@ -46,7 +46,7 @@ class Evaluation:
 class Evaluator:
     """What is evaluated, and how: the same on every rank."""
 
-    loss_of: Callable[[nn.Module, Any], Loss]
+    loss_fn: Callable[[nn.Module, Any], Loss]
     reader: SampleReader
     batch: int  # samples per forward
     workers: int
@@ -59,13 +59,13 @@ class Evaluator:
         config: RunConfig,
         precision: Precision,
         data: Any,
-        loss_of: Callable[[nn.Module, Any], Loss],
+        loss_fn: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any],
         batch: int,
         may_preempt: bool = False,
     ) -> Evaluator:
         reader = SampleReader(data, collate, config.seed, config.data.seed_samples)
-        return cls(loss_of, reader, batch, config.data.workers, precision, may_preempt)
+        return cls(loss_fn, reader, batch, config.data.workers, precision, may_preempt)
 
 
 def check_data(data: Any) -> None:
@@ -156,7 +156,7 @@ def _run_own_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> 
         if evaluator.may_preempt and runtime.notice.signal is not None and not placement.collective_forwards:
             return [], 0
         with evaluator.precision.autocast():
-            loss = driver.evaluate(evaluator.loss_of, to_device(data, runtime.device))
+            loss = driver.evaluate(evaluator.loss_fn, to_device(data, runtime.device))
         if loss is not None:
             results.append(list(terms(loss)))
 

@@ -100,15 +100,14 @@ def open_load_balancer(
 def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
     if not isinstance(source, MapSource):
         raise UserError(
-            "load_balance cannot deal the micro-batches of a stream, or of a source of your own",
-            "every rank reads its own samples there",
+            f"load_balance cannot be used with data from a {type(source).__name__}",
+            "a stream, or a source of your own, of which every rank reads its own samples",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError(
-            "load_balance gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for "
-            "all ranks",
-            "",
+            "load_balance cannot be used with SyncBatchNorm",
+            "it gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for all ranks",
             "use GroupNorm or LayerNorm, or leave load_balance out",
         )
 

@@ -160,7 +160,7 @@ class OwnRun:
         self._run.close()
 
     def _check_model(self, call: str) -> None:
-        if self._builder.model is None:
+        if self._builder.model_setup is None:
             raise UserError(
                 f"{call} was called before run.setup",
                 "no model yet",

@@ -191,7 +191,7 @@ class Run:
 
         # Both travel to the other ranks in the control word of the next step.
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
-        self.stepper.context.requests.save = self.checkpoints.wants(step)
+        self.stepper.context.requests.save = self.checkpoints.save_is_due_by_clock()
 
     def maintain(self, evaluation_due: bool = False) -> None:
         """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
@@ -230,7 +230,7 @@ class Run:
     def evaluate(
         self,
         data: Any,
-        loss_of: Callable[[nn.Module, Any], Loss],
+        loss_fn: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
     ) -> Evaluation:
@@ -239,7 +239,7 @@ class Run:
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
         evaluator = Evaluator.of(
-            self.config, self.stepper.context.precision, data, loss_of, collate, self.evaluation_batch(), may_preempt
+            self.config, self.stepper.context.precision, data, loss_fn, collate, self.evaluation_batch(), may_preempt
         )
         step = self.stepper.counters.step
         found = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step)
@@ -376,9 +376,9 @@ class Run:
         """Log a skipped step, and return `reason` with the samples to blame. Collective: every rank must call it."""
         self._interval.skips += 1
         # The host waits for the losses here. A skipped step is rare, and worth it.
-        totals = self.stepper.settled
-        losses = [float(loss) for loss in totals.sums.losses]
-        own = blame(totals.trained, losses, self.runtime.world.rank, spike=is_spike(result))
+        control = self.stepper.settled
+        losses = [float(loss) for loss in control.sums.losses]
+        own = blame(control.trained, losses, self.runtime.world.rank, spike=is_spike(result))
         blamed = [line for lines in self.runtime.collectives.gather_json(own) for line in lines]
 
         scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}

@@ -95,7 +95,7 @@ class RunBuilder:
 
     # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
     driver: Driver | None = None
-    model: ModelSetup | None = None
+    model_setup: ModelSetup | None = None
     evaluation: Evaluation | None = None  # one from before the first step
 
     # From `setup_run`.
@@ -144,14 +144,14 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, handled, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
-        self.model = ModelSetup(self.driver, handled, TrainableGuard(model), exactness)
-        return self.model
+        self.model_setup = ModelSetup(self.driver, handled, TrainableGuard(model), exactness)
+        return self.model_setup
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
-        assert self.model is not None, "setup_run() before setup_model()"
+        assert self.model_setup is not None, "setup_run() before setup_model()"
         config, runtime, recorder = self.config, self.runtime, self.recorder
-        driver, optimizers = self.model.driver, self.model.optimizers
+        driver, optimizers = self.model_setup.driver, self.model_setup.optimizers
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
@@ -160,7 +160,7 @@ class RunBuilder:
         samples = SampleHistory(sample_log if config.log.samples else None, self.folder.attempt)
         self._on_failure.callback(samples.close)
 
-        # The step. Measuring the speed of a rank ends where its gradient all-reduce begins.
+        # The step. A rank's own time is measured up to the start of its gradient all-reduce.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
         stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
@@ -178,8 +178,8 @@ class RunBuilder:
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
-        if self.model.exactness:
-            facts["exact"] = self.model.exactness.begin(source, plan, resumed.settings if resumed else [])
+        if self.model_setup.exactness:
+            facts["exact"] = self.model_setup.exactness.begin(source, plan, resumed.settings if resumed else [])
         self._write_start(facts, plan, driver)
         checkpoints.begin()
 
@@ -192,8 +192,8 @@ class RunBuilder:
             recorder=recorder,
             driver=driver,
             optimizers=optimizers,
-            guard=self.model.guard,
-            exactness=self.model.exactness,
+            guard=self.model_setup.guard,
+            exactness=self.model_setup.exactness,
             plan=plan,
             source=source,
             stepper=stepper,
@@ -209,16 +209,18 @@ class RunBuilder:
         return run
 
     def evaluate(
-        self, data: Any, loss_of: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
+        self, data: Any, loss_fn: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
     ) -> Evaluation:
         """Evaluate the model before the first step, when no batch size has been derived yet."""
         assert self.driver is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
             raise UserError(
-                "an evaluation before the first step has no batch size", "", "set evaluate.batch, such as 64"
+                "evaluate.batch is not set, and an evaluation before the first step needs it",
+                "",
+                "type evaluate.batch=64",
             )
-        evaluator = Evaluator.of(self.config, self.precision, data, loss_of, collate, batch)
+        evaluator = Evaluator.of(self.config, self.precision, data, loss_fn, collate, batch)
         self.evaluation = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation

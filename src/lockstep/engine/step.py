@@ -1,6 +1,6 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-    control = self.begin(batches)                                        no gradients, totals 0
+    control = self._new_control(batches)                                 sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    sums over micro-batches and ranks
     scale   = 1 / (global weight x loss scale)                           the only division
     finite and no spike?  optimizer.step(scale x clipping) : skip        the same answer on every rank

@@ -61,14 +61,15 @@ def linear_cross_entropy(
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -> None:
     if hasattr(weight, "placements"):
         raise UserError(
-            "linear_cross_entropy needs the full weight, and this one is sharded over ranks",
-            "a DTensor",
+            "linear_cross_entropy got a weight that is sharded over ranks (a DTensor); it needs the full one",
+            "",
             "call it inside the model's forward, and leave the layer out of tensor_plan",
         )
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != targets.shape:
         raise UserError(
-            "linear_cross_entropy needs hidden (..., C), weight (V, C) and targets (...)",
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}",
+            f"linear_cross_entropy got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
+            f"{tuple(targets.shape)}, whose shapes do not fit together",
+            "they must be (..., C), (V, C) and (...)",
             "give every token one target; the weight is that of nn.Linear(C, V), not its transpose",
         )
     if chunk is not None and chunk < 1:

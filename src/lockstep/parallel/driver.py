@@ -79,12 +79,12 @@ class Control(Protocol):
         ...
 
     @property
-    def needs_unit(self) -> bool:
-        """Whether `find_unit` must be called before the first loss is scaled."""
+    def needs_reference_weight(self) -> bool:
+        """Whether `find_reference_weight` must be called before the first loss is scaled."""
         ...
 
-    def find_unit(self, weight: Any) -> None:
-        """Find the weight of a usual step, for the loss scale of fp16. Collective: every rank must call it."""
+    def find_reference_weight(self, weight: Any) -> None:
+        """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
 
     def word(self) -> ControlWord:
         """Return this rank's control word, after its last loss."""
@@ -109,7 +109,7 @@ class Driver(Protocol):
         """Return the loss of one batch without gradients; None on ranks that do not know it."""
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return L2 norms of full tensors that are laid out like the parameters."""
+        """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
         ...
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class ShardedDriver(SingleDriver):
         self._squared_norms = both[LENGTH:]
 
     def _reduce_gradients(self) -> None:
-        """Do whatever is still missing for gradients that are sums over all ranks."""
+        """Complete the sums of the gradients over all ranks, where the backward has not done it."""
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared_norms.sqrt()

@@ -128,7 +128,7 @@ def _misfit(sizes: Mapping[str, int | None], given: Mapping[str, int], filled: s
 def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
     strategy = config.sharing
     inner = [axis for axis in ("pp", "tp") if (sizes[axis] or 1) > 1]
-    if inner and not strategy.inner_axes:
+    if inner and not strategy.composes_with_mesh:
         raise UserError(
             f"strategy={strategy.name} cannot be combined with mesh.{inner[0]}={sizes[inner[0]]}",
             "",

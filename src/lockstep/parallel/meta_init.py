@@ -83,13 +83,15 @@ def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
         _check_strategy(config)
         if not all(on_meta):
             raise UserError(
-                "init=meta needs a model without weights; this one has some",
+                f"init=meta cannot be used: {type(model).__name__} already has weights",
                 "",
                 "make it in `with torch.device('meta'):`, or type init=host",
             )
     elif any(on_meta):
         raise UserError(
-            "init=host needs a model with weights; this one was made on the meta device", "", "type init=meta"
+            f"init=host cannot be used: {type(model).__name__} was made on the meta device and has no weights",
+            "",
+            "type init=meta",
         )
 
 

@@ -66,7 +66,7 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     # config/ has checked the form of the word.
     every = int(remat.removeprefix("every-"))
     if every == 1:
-        raise UserError("remat=every-1 means all blocks", "remat=full is the word for that", "type remat=full")
+        raise UserError("remat=every-1 is not an interval: it would recompute all blocks", "", "type remat=full")
 
     if every > len(blocks):
         noun = "block" if len(blocks) == 1 else "blocks"

@@ -13,7 +13,7 @@ from lockstep.config import Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
 from lockstep.verify.causes import Cause, in_own_loop, named, refusal
-from lockstep.verify.compare import turned_over
+from lockstep.verify.compare import first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.record import Record
@@ -180,12 +180,12 @@ def _about_rounding(case: Case) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
     if not case.repeatable:
         return []
-    step = turned_over(case.reference, [case.record(each) for each in case.matrix.nudged])
+    step = first_chaotic_step(case.reference, [case.record(each) for each in case.matrix.nudged])
     if step is None:
         return []
     return [
-        f"a change in the last place of the weights turns the gradients of step {step} over (a decision that depends "
-        "on a single bit, or chaos): from there on a mistake may pass for rounding"
+        f"a change in the last bit of the weights changes the gradients of step {step} by as much as their own size (a "
+        "decision that depends on a single bit, or chaos): from that step on, a mistake cannot be told from rounding"
     ]
 
 

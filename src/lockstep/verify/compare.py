@@ -163,7 +163,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     if a.shape != b.shape:
         return math.inf
 
-    # Equal nan are equal: they are no divergence, but the engine's own business.
+    # A nan equals a nan: what to do about nan is decided by the engine, not by this comparison.
     if not a.size or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -183,7 +183,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
 
 
-def turned_over(reference: Record, nudged: Sequence[Record]) -> int | None:
+def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | None:
     """Return the first step in which rounding may change the largest gradient by its own size, or None.
 
     From that step on a comparison shows nothing.

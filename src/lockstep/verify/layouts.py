@@ -91,29 +91,29 @@ def check(options: VerifyOptions) -> None:
     _check_strategies(options)
     for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
-            raise UserError(f"{option} {_listed(counts)}: a count cannot be below 1", "", f"type {option} 1 or more")
+            raise UserError(f"{option} {_listed(counts)} has a count below 1", "", f"type {option} 1 or more")
 
 
 def _check_strategies(options: VerifyOptions) -> None:
-    comparable = with_trait("named")
+    comparable = with_trait("comparable")
     exact = with_trait("exact")
     typed = ",".join(options.strategies or ())
 
     for name in options.strategies or ():
         if name not in STRATEGIES:
             raise UserError(
-                f"--strategies {typed}: there is no strategy {name}", "", f"type some of {','.join(comparable)}"
+                f"--strategies {typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}"
             )
         if name not in comparable:
             raise UserError(
-                f"--strategies {typed}: {name} cannot be compared",
-                "ranks that do not hold or gather every parameter under its own name",
+                f"--strategies {typed} has {name}, which cannot be compared",
+                "its ranks do not hold or gather every parameter under its own name",
                 f"type some of {','.join(comparable)}",
             )
         if options.exact and name not in exact:
             raise UserError(
-                f"--exact --strategies {typed}: {name} cannot be exact",
-                "a strategy that adds in an order of its own",
+                f"--exact --strategies {typed} has {name}, which cannot be exact",
+                "it adds in an order of its own",
                 f"type some of {','.join(exact)}",
             )
 
@@ -165,10 +165,14 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
     if not left_out:
         return fitting, []
 
-    problem = f"a global batch of {facts['global_batch']} samples does not go into {_listed(left_out)} processes"
+    problem = f"a global batch of {facts['global_batch']} samples cannot be divided among {_listed(left_out)} processes"
     # Left out silently only if they were not asked for.
     if options.worlds is not None:
-        raise UserError(f"--worlds {_listed(options.worlds)}: {problem}", "", f"type --worlds {_listed([1, *fitting])}")
+        raise UserError(
+            f"--worlds {_listed(options.worlds)} cannot be used: {problem}",
+            "",
+            f"type --worlds {_listed([1, *fitting])}",
+        )
     return fitting, [f"{problem}: left out"]
 
 
@@ -195,7 +199,7 @@ def _splits(facts: dict[str, Any], micro: int, options: VerifyOptions) -> list[i
         large = [size for size in options.splits if size > batch]
         if large:
             raise UserError(
-                f"--splits {_listed(options.splits)}: {large[0]} is more than the global batch of {batch} samples",
+                f"--splits {_listed(options.splits)} has {large[0]}, more than the global batch of {batch} samples",
                 "",
                 f"type --splits {batch} or less",
             )

@@ -132,7 +132,7 @@ class Runner:
         """Fork the ranks of a layout."""
         self.runs += 1
         folder = self._folder / f"{self.runs:03}"
-        (folder / "round").mkdir(parents=True)
+        (folder / "attempt").mkdir(parents=True)
 
         # The settings of the layout are the strongest layer; `orders` is what no setting can say.
         orders = asdict(layout) | {"steps": target.steps, "folder": str(folder)}
@@ -160,7 +160,7 @@ class Runner:
                 "LOCAL_WORLD_SIZE": str(layout.world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(listener.getsockname()[1]),
-                FOLDER: str(folder / "round"),
+                FOLDER: str(folder / "attempt"),
             }
             for rank, number in enumerate(trial.ranks):
                 fds = [theirs] + ([listener.fileno()] if rank == 0 else [])
@@ -211,7 +211,7 @@ def _failure(trial: Trial) -> Failure | None:
         waited = f"still running after {time.monotonic() - trial.began:.0f} s"
         return Failure(0, "localhost", time.time(), HANG, waited)
 
-    paths = (trial.folder / "round").glob("rank-*.json")
+    paths = (trial.folder / "attempt").glob("rank-*.json")
     found = [Failure.from_json(json.loads(path.read_text())) for path in paths]
     if found:
         return min(found, key=lambda failure: (not failure.for_user, failure.time))

@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.manager import CheckpointManager, config_changes
 from lockstep.checkpoint.storage import MemoryStore, committed
+from lockstep.config import flatten, resolve
+from lockstep.config.values import typed
 from lockstep.engine import setup
 from lockstep.errors import Preempted
 from lockstep.testing import fail_at
@@ -50,3 +52,12 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     assert list((run_dir / "checkpoints").iterdir()) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_settings_saved_under_a_former_name_are_compared_under_the_present_one():
+    config = resolve([("argument", {"load_balance": "auto"})]).config
+    saved = {key: typed(value) for key, value in flatten(config).items()}
+    value = saved.pop("load_balance")
+    assert config_changes({**saved, "speed_weights": value}, config) == []
+    (change,) = config_changes({**saved, "speed_weights": "none"}, config)
+    assert str(change) == f"load_balance: none -> {value}"

@@ -125,7 +125,7 @@ def test_words_that_yaml_takes_for_something_else_still_work():
         (["task.a=1", "task.a.b=2"], ["task.a cannot be both a value and a section"]),
         (["lr.peak=1", "lr=2"], ["lr cannot be both a value and a section"]),
         (["task.a=[1, 2", "oops"], ["is not a complete list", "has no ="]),
-        (["task..a=1"], ["a part of the key is empty"]),
+        (["task..a=1"], ["has a key with an empty part"]),
     ],
 )
 def test_malformed_overrides_are_collected(args, found):

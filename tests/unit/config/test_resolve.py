@@ -120,14 +120,14 @@ def test_an_unknown_preset_is_reported_with_all_the_rest():
     with pytest.raises(ConfigError) as caught:
         resolve_for({}, PRESETS, [("command line", {"preset": "tyni", "seed": "x"})])
     preset, seed = caught.value.problems
-    assert preset.problem == "preset = tyni (command line): the task has no such preset"
+    assert preset.problem == "preset = tyni (command line) is not a preset of the task"
     assert "tiny, gpu" in preset.found
     assert preset.fix == "type preset=tiny"
     assert seed.problem == "seed = x (command line) should be a valid integer"
 
 
 def test_a_preset_cannot_choose_a_preset():
-    with pytest.raises(ConfigError, match="cannot choose a preset"):
+    with pytest.raises(ConfigError, match="a preset cannot choose another one"):
         resolve_for({"preset": "a"}, {"a": {"preset": "b"}, "b": {}}, [])
 
 
@@ -214,9 +214,12 @@ def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
         ([{"micro_batch": 8, "local_batch": 4}], "micro_batch = 8 (layer 0) is larger than local_batch = 4 (layer 0)"),
         ([{"scaler.initial": 0.5}], "(default) is larger than scaler.initial = 0.5 (layer 0)"),
         ([{"scaler": {"maximum": 2}}], "(default) is larger than scaler.maximum = 2 (layer 0)"),
-        ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice"),
-        ([{"task.a": 1, "task": {"a": {"b": 2}}}], "task.a cannot be both a value and a section"),
-        ([{"task..a": 1}], "a part of the key is empty"),
+        ([{"lr.peak": 1, "lr": {"peak": 2}}], "lr.peak is set twice: lr.peak = 1 (layer 0) and lr.peak = 2 (layer 0)"),
+        (
+            [{"task.a": 1, "task": {"a": {"b": 2}}}],
+            "task.a cannot be both a value and a section: task.a = 1 (layer 0) and task.a.b = 2 (layer 0)",
+        ),
+        ([{"task..a": 1}], "has a key with an empty part"),
     ],
 )
 def test_values_that_do_not_go_together(layers, problem):
@@ -263,7 +266,7 @@ def test_a_renamed_key_answers_with_its_new_name():
         assert old not in config.KEYS
         assert new in config.KEYS
         (problem,) = problems_of({old: "auto"})
-        assert problem.problem == f"{old} = auto (layer 0): {old} is now called {new}"
+        assert problem.problem == f"{old} = auto (layer 0) cannot be set: {old} is now called {new}"
         assert problem.fix == f"type {new}=auto"
 
 

@@ -123,7 +123,7 @@ class DDPDriver(BaseDriver):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            # torch would synchronise in evaluations too, where ranks may run different numbers of forwards.
+            # torch would also broadcast in evaluations, where ranks may run different numbers of forwards.
             **{BUFFERS_OPTION: False},
         )
         self.module: nn.Module = self._replica

@@ -143,8 +143,8 @@ class OrderedFSDPDriver(FSDPDriver):
         self._uniform_use.compare(END)
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
-                "exact=true under fsdp: a part of the model is used by some micro-batches, and not by the last",
-                "",
+                "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
+                "earlier ones use it",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -192,8 +192,8 @@ class _OrderedReduceScatter(ReduceScatter):
     ) -> None:
         if self._expected is None:
             raise UserError(
-                "exact=true under fsdp: a block is called more than once in a forward, so its gradients come in pieces",
-                "",
+                "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
+                "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
         (number, total, last), self._expected = self._expected, None

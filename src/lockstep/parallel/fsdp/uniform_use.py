@@ -163,7 +163,7 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     # zero1 is a layout of its own, which a mesh does not have.
     alternative = "" if in_mesh else ", or strategy=zero1 with it"
     return UserError(
-        "the ranks use different parameters in a micro-batch, which fsdp cannot exchange",
+        "the ranks use different parameters in the same micro-batch, and fsdp gathers them on all ranks together",
         "; ".join(found),
         f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
         "rank, and multiply by 0 what should not count",

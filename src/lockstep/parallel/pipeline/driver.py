@@ -104,8 +104,8 @@ class PipelineDriver(ShardedDriver):
         partly = {name: by_tensor[name] for name in holders}
         self._foreign = ForeignTensors(model, partly, lambda name: name in held | real)
         autocast = choose(config, runtime.device).autocast
-        replicas = self._replicas if self._sharded else None
-        self._flow = Pipeline(model, stages, config.pp.schedule, self._pp, autocast, self._foreign, replicas)
+        shard_group = self._replicas if self._sharded else None
+        self._flow = Pipeline(model, stages, config.pp.schedule, self._pp, autocast, self._foreign, shard_group)
 
     def begin(self) -> None:
         super().begin()
@@ -123,10 +123,10 @@ class PipelineDriver(ShardedDriver):
             return loss.total * start
 
         # The first stages need the loss scale of fp16 before any loss is known.
-        if control.needs_unit:
+        if control.needs_reference_weight:
             control.micro = micros[0]
             loss = self.evaluate(loss_fn, micros[0].data)
-            control.find_unit(0.0 if loss is None else loss.weight)
+            control.find_reference_weight(0.0 if loss is None else loss.weight)
         self._flow.run(micros, loss_fn, control.before_forward, finish)
         control.backwards_done = batches.count
         self._reduce(control.word())

@@ -1,8 +1,8 @@
 """Run micro-batches through a model that is split into stages, one or more per rank, with torch's own schedules.
 
 Every rank of a pipeline reads the same micro-batches. What the task passes to `model(...)` is found by calling its loss
-with a stand-in for the model that records the arguments and goes no further; the first stage gets those. In the last
-stage the loss runs again, up to its end, with a stand-in that returns what came through the pipeline. Gradients are
+with a stand-in for the model that records the arguments and ends the call there; they are the input of the first stage.
+The last stage calls the loss again, in full, with a stand-in that returns the output of the pipeline. Gradients are
 those of sums and never divided, so micro-batches may have any weights.
 """
 
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
+from lockstep.parallel.driver import LossFn
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
@@ -36,7 +37,6 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
 MAX_PREPARED = 8  # schedules that are kept: one for each number and shape of micro-batches
-LossOf = Callable[[Any, Any], Loss]
 
 SCHEDULES: dict[str, tuple[Any, int]] = {  # torch's class, and the number of stages per rank by default
     "gpipe": (ScheduleGPipe, 1),
@@ -75,7 +75,7 @@ class StandIn:
         return getattr(self._model, name)
 
 
-def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> ModelInput:
+def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
     """Return what the task passes to the model for this batch."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> ModelInput:
 
     try:
         # Everything before the call of the model (masks, shifted targets) runs; the rest of the loss does not.
-        loss_of(StandIn(model, record), data)
+        loss_fn(StandIn(model, record), data)
     except _ModelCalled as call:
         return call.model_args, call.model_kwargs
 
@@ -95,11 +95,14 @@ def model_input(loss_of: LossOf, model: nn.Module, data: Any) -> ModelInput:
 
 @dataclass
 class _Work:
-    """What one pass through the schedule consists of."""
+    """The input of one pass through the schedule, and the functions to call around each forward.
+
+    `begin(micro, stage)` comes before a forward; `finish(micro, loss)` returns what to backpropagate.
+    """
 
     micros: list[MicroBatch]
     inputs: list[ModelInput]
-    loss_of: LossOf
+    loss_fn: LossFn
     begin: Callable[[MicroBatch, int], None]
     finish: Callable[[MicroBatch, Loss], Tensor]
 
@@ -115,19 +118,19 @@ class Pipeline:
         along: Collectives,
         autocast: Callable[[], AbstractContextManager[Any]],
         foreign: ForeignTensors,
-        replicas: Collectives | None = None,
+        shard_group: Collectives | None = None,
     ):
         """`stages` are those of all ranks, `along` the ranks of the pipeline, `foreign` what only other stages hold.
 
-        `replicas` are the ranks that hold other shards of the same stages, whose forwards and backwards wait for each
-        other; None: the stages are not sharded.
+        `shard_group` are the ranks that hold the other shards of the same stages, and whose forwards and backwards wait
+        for each other; None: the stages are not sharded.
         """
         assert along.group is not None
         self.model = model
         self.schedule = schedule
         self.autocast = autocast
         self.foreign = foreign
-        self.replicas = replicas
+        self.shard_group = shard_group
         self.group = along.group
         self.ranks = along.world.size
         self.device = along.device
@@ -145,7 +148,7 @@ class Pipeline:
     def run(
         self,
         micros: Sequence[MicroBatch],
-        loss_of: LossOf,
+        loss_fn: LossFn,
         begin: Callable[[MicroBatch, int], None],
         finish: Callable[[MicroBatch, Loss], Tensor],
     ) -> None:
@@ -156,19 +159,19 @@ class Pipeline:
         """
         self._set_mode()
         # Every rank finds the arguments itself, since every rank has the samples.
-        inputs = [model_input(loss_of, self.model, micro.data) for micro in micros]
+        inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(given) for given in inputs]
 
-        for group, explore in self._passes(shapes):
+        for group, is_new in self._passes(shapes):
             shape = shapes[group[0]]
-            if explore:
-                self._stage_inputs[shape] = self._explore(inputs[group[0]])
+            if is_new:
+                self._stage_inputs[shape] = self._infer_shapes(inputs[group[0]])
 
-            work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_of, begin, finish)
+            work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_fn, begin, finish)
             self._prepare(shape, len(group)).run(work)
 
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
-        """Return which micro-batches go through the schedule together, and whether to explore shapes before.
+        """Return which micro-batches go through the schedule together, and whether shapes must be inferred first.
 
         Ranks that wait for each other do the same, whatever their micro-batches look like.
         """
@@ -177,10 +180,10 @@ class Pipeline:
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
         new = [shape not in self._stage_inputs and shape not in shapes[:index] for index, shape in enumerate(shapes)]
 
-        # FSDP inside the stages makes every forward and backward collective among the replicas.
-        if self.replicas is not None:
-            of_all = self.replicas.gather_json([groups, new])
-            # Replicas whose micro-batches have other shapes group them differently: then each goes alone.
+        # FSDP inside the stages makes every forward and backward collective within the group.
+        if self.shard_group is not None:
+            of_all = self.shard_group.gather_json([groups, new])
+            # Ranks whose micro-batches have other shapes group them differently: then each goes alone.
             if any(theirs != groups for theirs, _ in of_all):
                 groups = [[index] for index in indices]
 
@@ -188,19 +191,19 @@ class Pipeline:
 
         return [(group, any(new[index] for index in group)) for group in groups]
 
-    def forward(self, loss_of: LossOf, data: Any) -> Loss | None:
+    def forward(self, loss_fn: LossFn, data: Any) -> Loss | None:
         """Run one batch without gradients, leaving the model's buffers as they are.
 
         Returns the loss on the rank of the last stage, None on the others.
         """
         self._set_mode()
-        output = self._walk(model_input(loss_of, self.model, data), lambda number, values: None)
+        output = self._walk(model_input(loss_fn, self.model, data), lambda number, values: None)
         if self.count - 1 not in self.mine:
             return None
 
         # The loss runs on the last stage only, where the output is.
         with torch.no_grad(), self.autocast():
-            return loss_of(StandIn(self.model, lambda *a, **k: output), data)
+            return loss_fn(StandIn(self.model, lambda *a, **k: output), data)
 
     def _walk(self, given: ModelInput, note: Callable[[int, list[Tensor]], None]) -> Any:
         """Run one batch through all stages, one after another, and return what the last one returns, on its rank.
@@ -236,7 +239,7 @@ class Pipeline:
 
         return output
 
-    def _explore(self, given: ModelInput) -> dict[int, list[Tensor]]:
+    def _infer_shapes(self, given: ModelInput) -> dict[int, list[Tensor]]:
         """Return what comes into each stage, as meta tensors: torch's schedules must know shapes beforehand."""
         found: dict[int, list[Tensor]] = {}
         self._walk(given, lambda number, values: found.update({number: [_meta(v) for v in values]}))
@@ -269,7 +272,7 @@ class _ScheduledStage(nn.Module):
         self._behind = (pipeline, stage)  # in a tuple: not submodules of this one
         # When a schedule is new, torch takes away the gradients of its modules' parameters. For a sharded stage that
         # would take away what FSDP has accumulated, so torch does not see it.
-        if pipeline.replicas is None:
+        if pipeline.shard_group is None:
             self.stage = stage
 
     def start(self, work: _Work) -> None:
@@ -302,11 +305,11 @@ class _ScheduledStage(nn.Module):
     def _loss(self, micro: MicroBatch, output: Any) -> Loss:
         pipeline, _ = self._behind
         with pipeline.autocast():
-            return self._work.loss_of(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
+            return self._work.loss_fn(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
 
 
 def _finite_total(output: Any) -> Tensor:
-    """Return some number () that depends on all tensors of `output`."""
+    """Return a scalar, shape (), that depends on every tensor of `output`, so that a backward reaches all of them."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
@@ -356,7 +359,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     If it cannot take that number (a short last step), all forwards run, then all backwards, with the same sums.
     """
     kind, _ = SCHEDULES[name]
-    if not fits(name, len(stages), stages[0].group_size, count):
+    if not fits(name, stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
 
     # torch's single-stage schedules take a stage, the others a list.
@@ -365,7 +368,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     return kind(stages[0] if takes_one else stages, count, loss_fn=lambda output, _: output.clone(), scale_grads=False)
 
 
-def fits(name: str, stages_per_rank: int, ranks: int, count: int) -> bool:
+def fits(name: str, ranks: int, count: int) -> bool:
     """Whether the schedule can run `count` micro-batches: torch's own conditions."""
     if name == "gpipe":
         return True

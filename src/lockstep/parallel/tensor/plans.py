@@ -148,7 +148,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
     if not names:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise UserError(
-            f"tensor_plan: {pattern!r} matches no layer in {type(model).__name__}",
+            f"{pattern!r} in tensor_plan matches no layer of {type(model).__name__}",
             "",
             f"name layers of the model, such as {', '.join(layers[:4]) or 'none: it has no nn.Linear'}",
         )
@@ -166,7 +166,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
 
         if shared:
             raise UserError(
-                f"tensor_plan: {name!r} cannot be sharded over {ways} ranks",
+                f"{name!r} in tensor_plan cannot be sharded over {ways} ranks: it is tied to another layer",
                 f"{shared[0]!r} is tied to {tied[shared[0]]!r}; sharding would untie them",
                 f"leave {name!r} out of the plan, or untie the two",
             )
@@ -174,7 +174,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
         # A ParallelStyle of torch's is the user's own responsibility.
         if isinstance(style, str) and not isinstance(layer, nn.Linear):
             raise UserError(
-                f"tensor_plan: {name!r} cannot be {style!r}, since it is a {type(layer).__name__}",
+                f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",
                 "these words are for nn.Linear",
                 "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
             )

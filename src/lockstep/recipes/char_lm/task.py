@@ -164,8 +164,8 @@ class CharLM(Task):
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(
                 UserError(
-                    f"task.width={self.width} with task.heads={self.heads} must be a multiple of {2 * self.heads}",
-                    "rotary positions, which need an even number of channels for each head",
+                    f"task.width={self.width} is not a multiple of {2 * self.heads}, twice task.heads={self.heads}",
+                    "rotary positions need an even number of channels for each head",
                     f"type task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
                 )
             )

@@ -290,5 +290,7 @@ def _price(path: Path, text: str, line: int) -> float:
         # Refused below, with the same words as a number that is no price.
         price = math.nan
     if not 0 < price < math.inf:
-        raise UserError(f"{path} has the close {text!r} in line {line}", "", "give every row a price above 0")
+        raise UserError(
+            f"the close {text!r} in line {line} of {path} is not a price", "", "give every row a price above 0"
+        )
     return price

@@ -305,8 +305,8 @@ class ClstmPpo(Task):
         if shape.cascade > 1 and shape.hidden % heads:
             problems.append(
                 UserError(
-                    f"task.hidden={shape.hidden} with task.cascade={shape.cascade} must be a multiple of {heads}",
-                    f"attention with {heads} heads between the LSTMs",
+                    f"task.hidden={shape.hidden} is not a multiple of {heads}",
+                    f"attention with {heads} heads lies between the LSTMs (task.cascade={shape.cascade})",
                     f"type task.hidden={-(-shape.hidden // heads) * heads}",
                 )
             )

@@ -53,7 +53,8 @@ def build(request: Build) -> None:
     """Write the folders `train` and `test`."""
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
-        raise UserError("only one of train_csv and test_csv is given", "", "give both")
+        given, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
+        raise UserError(f"{given} is given without {missing}", "", f"type {missing}=FILE, too")
 
     training, test, symmetry = _splits(request)
     # Variants draw from Python's generator, which the seed makes repeatable.
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str]) -> None:
 def _request(values: dict[str, Any]) -> Build:
     known = [each.name for each in fields(Build)]
     if unknown := sorted(values.keys() - known):
-        raise UserError(f"there is no key {unknown[0]}", "", f"type one of {', '.join(known)}")
+        raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
     if "out" not in values:
         raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
     return Build(**values)

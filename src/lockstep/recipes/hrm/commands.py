@@ -111,7 +111,7 @@ def check_names(values: Mapping[str, Any], known: Collection[str]) -> None:
     for key, value in values.items():
         similar = difflib.get_close_matches(key, known, n=1, cutoff=SIMILAR)
         if key not in known and similar:
-            raise UserError(f"there is no key {key}", "", f"type {similar[0]}={_typed(value)}")
+            raise UserError(f"{key}={_typed(value)} is not known", "", f"type {similar[0]}={_typed(value)}")
 
 
 def translate(message: str, own_keys: Collection[str] = ()) -> str:
@@ -237,8 +237,8 @@ def check_values(values: Mapping[str, Any]) -> None:
     if "data_path" not in values:
         similar = difflib.get_close_matches("data_path", values, n=1)
         raise UserError(
-            "pretrain.py needs data_path=FOLDER",
-            f"{similar[0]}, and no data_path" if similar else "",
+            "data_path is not set: pretrain.py does not know the folder of the puzzles",
+            f"{similar[0]} instead" if similar else "",
             "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
         )
 
@@ -246,7 +246,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     named = any(values.get(key) for key in ("run_name", "checkpoint_path", "run_dir"))
     if values.get("resume") == "auto" and not named:
         raise UserError(
-            "resume=auto needs a run_name",
+            "resume=auto cannot find the run: run_name is not set",
             "without a name every run gets a new folder, so there is nothing to resume",
             "add run_name=NAME, the same each time",
         )
@@ -348,7 +348,11 @@ def evaluate_main(arguments: Sequence[str]) -> None:
         values = overrides(arguments)
         check_names(values, EVALUATE_KEYS)
         if "checkpoint" not in values:
-            raise UserError("evaluate.py needs checkpoint=RUN", "", "type checkpoint=runs/NAME")
+            raise UserError(
+                "checkpoint is not set: evaluate.py does not know which run to evaluate",
+                "",
+                "type checkpoint=runs/NAME",
+            )
         checkpoint = Path(values.pop("checkpoint"))
         done = evaluate_checkpoint(checkpoint, bool(values.pop("save_outputs", False)), **values)
     except UserError as error:

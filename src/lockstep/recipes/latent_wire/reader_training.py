@@ -40,7 +40,7 @@ STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 class TrainingOptions:
     """How a reader is trained."""
 
-    # The training ends when the reader answers this many questions right, on contexts that it is not trained on.
+    # The training ends when the reader answers this share of the questions, on contexts that it is not trained on.
     accuracy: float = 0.985
     # The most steps. The learning rate falls to a tenth in that time.
     most_steps: int = 1500
@@ -69,17 +69,15 @@ def frozen_reader(
 
     Of several processes one trains, and the others wait.
     """
+    # Everything that changes the weights is part of the name; how often the training saves does not.
+    training = {key: value for key, value in asdict(options).items() if key != "save_every"}
     settings = {
         "version": VERSION,
         "shape": asdict(shape),
         "world": {"kind": type(world).__name__, **asdict(world)},  # pyrefly: ignore[bad-argument-type]
-        "enough": options.accuracy,
-        "batch": options.batch,
-        "rate": options.lr,
-        "easier_first": options.easier_first,
+        "training": training,
         "torch": torch.__version__,
     }
-    # Everything that changes the weights is part of the name.
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     weights = folder / f"{name}.safetensors"
     about = folder / f"{name}.json"
@@ -90,7 +88,7 @@ def frozen_reader(
         torch.manual_seed(world.seed)
         if not about.exists():
             reader = _new_reader(shape, world)
-            facts = ReaderTraining(reader, world, options, folder / f"{name}.school").run()
+            facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
             # The file `about` comes last, and at once: where it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")

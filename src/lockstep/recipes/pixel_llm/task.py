@@ -199,7 +199,7 @@ class PixelLLM(Task):
         for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
             if value not in known:
                 fix = f"type task.{name}={' or '.join(known)}"
-                problems.append(UserError(f"task.{name}={value} does not exist", "", fix))
+                problems.append(UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", fix))
 
         # The picture must divide into tokens.
         step = model.pixels_per_token
@@ -213,8 +213,8 @@ class PixelLLM(Task):
             multiple = math.lcm(model.heads, groups)
             problems.append(
                 UserError(
-                    f"task.width={model.width} with task.heads={model.heads} must be a multiple of {multiple}",
-                    "heads of equal width" + ", and a stem with groups of 8 channels" * (groups > 1),
+                    f"task.width={model.width} is not a multiple of {multiple}",
+                    f"task.heads={model.heads}" + ", and a stem that normalises groups of 8 channels" * (groups > 1),
                     f"type task.width={-(-max(1, model.width) // multiple) * multiple}",
                 )
             )
