@@ -56,7 +56,8 @@ __all__ = ["__version__", *_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
-        raise AttributeError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}", name=name)
+        # Not an AttributeError: `from lockstep import Share` would replace its text.
+        raise ImportError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}", name=name)
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}", name=name)
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

@@ -250,6 +250,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
     _check_launcher_folder(layers)
     resolved = resolve(layers)
+    check_names(layers)
     for key in ("preset", "task"):
         if getattr(resolved.config, key):
             raise UserError(

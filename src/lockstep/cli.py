@@ -171,11 +171,15 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
     from lockstep.config import describe, read_layers, resolve_for
     from lockstep.config.values import typed
+    from lockstep.registries import check_names
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)
     resolved = resolve_for(kind.defaults, kind.presets, layers)
-    targets.make_task(kind, resolved.config.task)  # raises what training would refuse
+
+    # Raise what training would refuse.
+    check_names([("task default", kind.defaults), *layers])
+    targets.make_task(kind, resolved.config.task)
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {typed(value):24} {source}")
     return 0

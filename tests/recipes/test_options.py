@@ -169,8 +169,10 @@ def test_a_vocabulary_is_not_enlarged_silently(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "a.txt").write_text(" ".join(f"word{number}" for number in range(70)))
     assert made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 200}, "gpu").model_options.vocabulary == 200
-    with pytest.raises(UserError, match=r"task.vocabulary=64 is less than the 73 words(.|\n)*task.vocabulary=null"):
-        made(PIXEL_LLM, {"folder": str(tmp_path)}, "gpu")
+    assert made(PIXEL_LLM, {"folder": str(tmp_path)}, "gpu").model_options.vocabulary is None  # 64 is for scenes
+    assert made(PIXEL_LLM, {}, "gpu").model_options.vocabulary == 64
+    with pytest.raises(UserError, match=r"task.vocabulary=63 is less than the 73 words(.|\n)*task.vocabulary=null"):
+        made(PIXEL_LLM, {"folder": str(tmp_path), "vocabulary": 63}, "gpu")
 
 
 def test_a_build_warns_alike(tmp_path):

@@ -39,7 +39,7 @@ from lockstep.checkpoint.storage import (
     set_aside_after,
 )
 from lockstep.config import RunConfig, flatten
-from lockstep.config.schema import RENAMED
+from lockstep.config.schema import KEYS, RENAMED
 from lockstep.config.values import typed
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
@@ -490,7 +490,9 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     now = _as_saved(config)
     changes = []
     for key in {**saved, **now}:
-        if key not in NOT_COMPARED and saved.get(key) != now.get(key):
+        # A key that the older version did not have counts as its default.
+        before = saved.get(key, typed(KEYS[key].default) if key in KEYS else None)
+        if key not in NOT_COMPARED and before != now.get(key):
             changes.append(Change(key, saved.get(key, "not set"), now.get(key, "not set")))
     return changes
 

@@ -346,23 +346,29 @@ class RunState:
         self._check_same_optimizer(number, saved)
         changed, settings = self._settings_to_use(number, saved, reader)
 
-        # torch restores the groups, with the hooks and defaults of the optimizer's class, and numbers their
-        # parameters. It would cast the state to the dtype of the parameters, so that follows below.
+        # torch numbers the parameters of all groups.
         groups = []
         count = 0
         for chosen, group in zip(settings, optimizer.param_groups, strict=True):
             numbers = list(range(count, count + len(group["params"])))
             count += len(numbers)
             groups.append({**chosen, "lr": group["lr"], "params": numbers})
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
         # A rank may hold some of the parameters only: ZeRO-1, or a stage of a pipeline.
         names = self._names()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         mine = {name: kept for name, kept in saved["state"].items() if name in held and name not in self._remote}
-        for name, state in self._read_optimizer_state(number, mine, reader).items():
+        states = self._read_optimizer_state(number, mine, reader)
+
+        # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may derive more from it.
+        numbered = {id(p): place for place, (p, _) in enumerate(held.values())}
+        by_number = {numbered[id(held[name][0])]: state for name, state in states.items()}
+        optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+        # torch casts the state to the dtype of the parameters; here it keeps its own.
+        for name, state in states.items():
             p, group = held[name]
-            optimizer.state[p] = {key: _on_device_of(p, key, value, group) for key, value in state.items()}
+            optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
         return changed
 
     def _check_same_optimizer(self, number: int, saved: Values) -> None:

@@ -160,14 +160,20 @@ class PendingSave:
 
     def fail(self, error: BaseException) -> None:
         """Record the reason, free the disk, and let rank 0 know."""
-        if self.committed is None:
-            self.discard()
-        self.error = self._reason(error)
+        try:
+            if self.committed is None:
+                self.discard()
+            self.error = self._reason(error)
 
-        # Rank 0 waits for this rank's part, and should not wait in vain.
-        if self.committed is None and self.context.rank != 0 and not self.abandoned:
-            self._confirm({"error": self.error})
-        self.part_ended.set()
+            # Rank 0 waits for this rank's part, and should not wait in vain.
+            if self.committed is None and self.context.rank != 0 and not self.abandoned:
+                self._confirm({"error": self.error})
+        except OSError:
+            pass  # the file system is broken: the first error is the one to report
+        finally:
+            # Training waits for this event.
+            self.error = self.error or f"{type(error).__name__}: {error}"
+            self.part_ended.set()
 
     def refuse(self, size: int, missing: int) -> None:
         """Fail before anything is written: there is no room."""
@@ -355,13 +361,18 @@ class PendingSave:
             return str(error)
 
         # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
-        gone = self.committed is None and self.folder not in self.context.store.folders()
-        if isinstance(error, FileNotFoundError) and gone:
+        if isinstance(error, FileNotFoundError) and self._folder_is_gone():
             return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
 
         if isinstance(error, OSError) and error.errno in _FULL:
             return f"{self._no_room()} while writing {size_text(self.bytes)}"
         return f"{type(error).__name__}: {error}"
+
+    def _folder_is_gone(self) -> bool:
+        try:
+            return self.committed is None and self.folder not in self.context.store.folders()
+        except OSError:
+            return False  # a file system that cannot even list it: the error itself says more
 
     def _no_room(self) -> str:
         return f"no space left on the disk of {self.context.store.address}"

@@ -66,9 +66,10 @@ def require_world_size(env: Mapping[str, str] = os.environ) -> None:
     """Refuse an environment that makes this process a rank without saying of how many."""
     # Continuing alone would let every rank train by itself, and all of them write.
     given = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
-    if given and "WORLD_SIZE" not in env:
+    missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
+    if given and missing:
         raise UserError(
-            f"WORLD_SIZE is not set, but {', '.join(given)} is",
+            f"{missing[0]} is not set, but {', '.join(given)} is",
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK",
         )

@@ -157,6 +157,10 @@ class StepControl:
             loss=self._loss,
         )
 
+    def release(self) -> None:
+        """Let go of the batch: what is kept of a step until its outcome is known must not hold device memory."""
+        self.micro = None
+
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
         """Return a scalar on the device. Each is made once: a new one in every step would cost a copy."""
         made = self._context.constants

@@ -155,8 +155,7 @@ def _run_own_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> 
         # Where a forward is collective, a rank that stopped alone would leave the others waiting.
         if evaluator.may_preempt and runtime.notice.signal is not None and not placement.collective_forwards:
             return [], 0
-        with evaluator.precision.autocast():
-            loss = driver.evaluate(evaluator.loss_fn, to_device(data, runtime.device))
+        loss = driver.evaluate(evaluator.loss_fn, to_device(data, runtime.device), evaluator.precision.autocast)
         if loss is not None:
             results.append(list(terms(loss)))
 

@@ -134,6 +134,7 @@ class Stepper:
         """Divide once, clip and step: everything that changes the size of a gradient is one factor."""
         config, runtime = self.context.config, self.context.runtime
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
+        control.release()
         runtime.heartbeat.beat("update")
         norm = torch.linalg.vector_norm(reduced.norms)
         limit = self.outcomes.spikes.limit()

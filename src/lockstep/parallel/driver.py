@@ -22,6 +22,7 @@ from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.task import Loss, MicroBatch, StepBatches
 
 LossFn = Callable[[Any, Any], Loss]
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Driver(Protocol):
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         ...
 
-    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
+    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch without gradients; None on ranks that do not know it."""
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -192,8 +193,9 @@ class BaseDriver:
         norms = self._gradient_norms(grads)
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
-    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
-        return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
+    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+        with autocast():
+            return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)

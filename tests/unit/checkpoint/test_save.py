@@ -437,3 +437,18 @@ def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     assert end(team)[0].committed
     with safe_open(tmp_path / "step-00000001" / part_name(1), "pt") as file:
         assert list(file.keys()) == []
+
+
+def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    """Even listing the folder fails, as on a stale NFS mount: the save ends with an error, and nothing waits for it."""
+
+    def stale(*_args, **_kwargs):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    store = FileStore(tmp_path)
+    pending = writer.PendingSave(writer.SaveContext(store, 0, 1, TOKEN, Retention(3)), 1, 1)
+    monkeypatch.setattr(FileStore, "folders", stale)
+    monkeypatch.setattr(FileStore, "delete", stale)
+    pending.fail(OSError(errno.ESTALE, "Stale file handle"))
+    assert pending.part_ended.is_set()
+    assert "Stale file handle" in str(pending.error)

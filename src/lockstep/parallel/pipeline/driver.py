@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Control, LossFn, Reduced, ShardedDriver
+from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
 from lockstep.parallel.fsdp.driver import describe_blocks
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
@@ -125,7 +125,7 @@ class PipelineDriver(ShardedDriver):
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
             control.micro = micros[0]
-            loss = self.evaluate(loss_fn, micros[0].data)
+            loss = self._flow.forward(loss_fn, micros[0].data)
             control.find_reference_weight(0.0 if loss is None else loss.weight)
         self._flow.run(micros, loss_fn, control.before_forward, finish)
         control.backwards_done = batches.count
@@ -135,8 +135,8 @@ class PipelineDriver(ShardedDriver):
     def reduced(self) -> Reduced:
         return replace(super().reduced(), names=self.names)  # norms are those of all stages
 
-    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
-        return self._flow.forward(loss_fn, data)
+    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+        return self._flow.forward(loss_fn, data)  # the stages enter autocast; what the task computes before does not
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,10 @@ class PixelLLM(Task):
         from lockstep.recipes.pixel_llm.folder import read_folder
 
         warn_unused(PixelLLM, self.option_rules, vars(data) | vars(model))
+        # The vocabulary of a preset is for the words of scenes; a folder brings words of its own.
+        sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
+        if data.folder is not None and model.vocabulary in sizes:
+            model = replace(model, vocabulary=None)
         self.data_options = data
         self.model_options = model
         self._check()

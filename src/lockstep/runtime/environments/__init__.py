@@ -23,7 +23,12 @@ READERS: dict[str, Reader] = {
 
 
 def detect(env: Mapping[str, str]) -> World | None:
-    """Return the world of the first reader that recognises the environment, with that reader's name."""
+    """Return the world of the first reader that recognises the environment, with that reader's name.
+
+    `LOCKSTEP_ENVIRONMENT=none` makes every process train by itself, such as the tasks of a sweep under `srun`.
+    """
+    if env.get("LOCKSTEP_ENVIRONMENT") == "none":
+        return None
     for name, read in READERS.items():
         world = read(env)
         if world is not None:
