@@ -355,8 +355,14 @@ def _attempt(job: Job, rank: int, work: Any, store: Any) -> Any:
         return _failure(rank, error)
 
 
+_KEPT_ALIVE: list[object] = []
+
+
 def _failure(rank: int, error: BaseException) -> Failure:
     trace, now = traceback.format_exc(), time.time()
+    # The process is about to end: what the frames hold must not be torn down under gloo's threads, which hangs now and
+    # then (pytorch#179291). A rank of the launcher leaves in the same way.
+    _KEPT_ALIVE.append((error.__traceback__, error.__context__, error.__cause__))
     error.__traceback__ = error.__context__ = error.__cause__ = None
     try:
         cloudpickle.loads(cloudpickle.dumps(error))

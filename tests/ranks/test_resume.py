@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep.checkpoint.manager import Resumed
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
@@ -386,3 +387,24 @@ class OtherFrozen(Averaged):
         net = Net()
         net.frozen.weight.data += 1
         return net
+
+
+class Counting(torch.optim.AdamW):
+    """Derives a number of its own from the state that it is given."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.counted = max(int(state["step"]) for state in self.state.values())
+
+
+def test_an_optimizer_with_a_load_state_dict_of_its_own_gets_its_state(tmp_path):
+    class Counted(Averaged):
+        def optimizer(self, model):
+            self.made = Counting(model.parameters(), lr=1e-2)
+            return self.made
+
+    values = {"run_dir": tmp_path / "run", "log": {"progress": "off"}, "device": "cpu"}
+    lockstep.fit(Counted(), global_batch=4, steps=5, **values)
+    task = Counted()
+    lockstep.fit(task, global_batch=4, steps=6, resume="auto", **values)
+    assert task.made.counted == 5
