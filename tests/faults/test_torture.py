@@ -1,4 +1,5 @@
-"""Twelve kills in one run (a hundred in `make test-long`): it ends, with every sample trained once and the same bits as if nothing had happened."""
+"""Twelve kills in one run (a hundred in `make test-long`), in every phase of a step and of a save: it ends, with every
+sample trained once and the same bits as if nothing had happened."""
 
 from __future__ import annotations
 
