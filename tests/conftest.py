@@ -12,7 +12,27 @@ from hypothesis import HealthCheck, settings
 
 from pool import Pool
 
-UNIT = Path(__file__).parent / "unit"
+HERE = Path(__file__).parent
+UNIT = HERE / "unit"
+
+# The files that take longest, the longest first.
+LONGEST = (
+    "test_docs.py",
+    "test_api.py",
+    "faults/test_preemption.py",
+    "test_verify.py",
+    "faults/test_first_screen.py",
+    "faults/test_exact.py",
+    "faults/test_disks.py",
+    "faults/test_torture.py",
+    "ranks/test_strategies.py",
+    "ranks/test_exact.py",
+    "ranks/test_tensor.py",
+    "systems/test_elastic.py",
+    "ranks/test_gradient_exact.py",
+    "golden/test_golden.py",
+    "unit/checkpoint/test_kill.py",
+)
 
 # Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
 # lost costs five seconds: about one of twelve jobs with three ranks or more.
@@ -27,10 +47,22 @@ settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of single modules as quick, for `make quick`."""
+    """Mark the tests of single modules as quick, for `make quick`, and put the longest files first.
+
+    A worker of xdist that takes a long file last works on alone while the others have nothing to do.
+    """
     for item in items:
-        if item.path.is_relative_to(UNIT):
+        if item.path.is_relative_to(UNIT) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
+    order = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what `-m quick` would leave out anyway."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return True if not collection_path.is_relative_to(UNIT) else None
+    return None
 
 
 def pytest_collection_finish() -> None:

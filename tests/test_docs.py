@@ -7,7 +7,8 @@ console   Each line `$ command` runs and must succeed. The lines below it are pa
 yaml      Must be a valid configuration; one that begins with `# file: NAME` is written to that file too.
 text      Is not run. Any other kind of block fails.
 
-A page has a fresh process and a temporary folder of its own, with a copy of examples/ in it.
+A page has a fresh process and a temporary folder of its own, with a copy of examples/ in it. The command `lockstep` is
+forked from a process that has imported torch (preloaded.py), but for the README, whose commands are fresh processes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any, Literal
 
 import pytest
 
+import preloaded
 from lockstep.config import KEYS, read_file, resolve
 from lockstep.config.schema import SECTIONS
 from lockstep.config.values import typed
@@ -106,8 +108,9 @@ def assert_printed(output: str, expected: list[str]) -> None:
 # ---- running a page, in a process of its own ------------------------------------------------------------
 
 
-def run_page(text: str, folder: Path) -> None:
-    _settle_in(folder)
+def run_page(text: str, folder: Path, server: str | None) -> None:
+    """`server` is the socket of preloaded commands; without one every command is a fresh process."""
+    _settle_in(folder, server)
     names: dict[str, Any] = {"__name__": "__main__"}
     runners = {"python": _run_python, "console": _run_console, "yaml": _check_yaml}
     for block in blocks_of(text):
@@ -121,7 +124,7 @@ def run_page(text: str, folder: Path) -> None:
             raise AssertionError(f"the {block.kind} block at line {block.line}\n{traceback.format_exc()}") from None
 
 
-def _settle_in(folder: Path) -> None:
+def _settle_in(folder: Path, server: str | None) -> None:
     """The folder, the command on the PATH, and one kind of machine: a CPU with one thread."""
     import torch
 
@@ -130,7 +133,9 @@ def _settle_in(folder: Path) -> None:
     bin_dir, output = folder.parent / "bin", folder.parent / "output"
     shutil.copytree(ROOT / "examples", folder / "examples")
     bin_dir.mkdir()
-    if not (Path(sys.executable).parent / "lockstep").exists():  # not installed: a checkout on PYTHONPATH
+    if server:
+        preloaded.shim(server, bin_dir / "lockstep")
+    elif not (Path(sys.executable).parent / "lockstep").exists():  # not installed: a checkout on PYTHONPATH
         (bin_dir / "lockstep").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lockstep.cli "$@"\n')
         (bin_dir / "lockstep").chmod(0o755)
     path = [str(bin_dir), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
@@ -198,10 +203,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     )
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def start(text: str) -> Future[None]:
+        def start(text: str, fresh: bool = False) -> Future[None]:
             folder = tmp_path_factory.mktemp("page") / "checkout"
             folder.mkdir()
-            return pool.submit(run_page, text, folder)
+            server = None if fresh or preloaded.fresh() else preloaded.server().path
+            return pool.submit(run_page, text, folder, server)
 
         yield start
 
@@ -211,7 +217,7 @@ def runs(request: pytest.FixtureRequest, jobs: Any) -> dict[str, Future[None]]:
     """All pages that were asked for, started together."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = {item.callspec.params["page"] for item in items if item.originalname == "test_every_block_runs"}
-    return {page: jobs((ROOT / page).read_text()) for page in PAGES if page in chosen}
+    return {page: jobs((ROOT / page).read_text(), fresh=page == "README.md") for page in PAGES if page in chosen}
 
 
 @pytest.mark.timeout(900)  # a page runs up to a dozen commands, each with its own limit

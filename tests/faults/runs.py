@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lockstep
+import preloaded
 from lockstep.faults import Fault
 from lockstep.testing import faults_environment
 
@@ -42,11 +42,10 @@ class Started:
         marks = folder / f"marks-{time.monotonic_ns()}"
         marks.mkdir(parents=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | faults_environment(marks, *faults)
-        command = [sys.executable, "-m", "lockstep.cli", "train", target, "--nproc", str(nproc)]
-        command += [f"run_dir={self.run}", *words]
+        command = ["train", target, "--nproc", str(nproc), f"run_dir={self.run}", *words]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+            self.process = preloaded.start(
+                *command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder
             )
 
     def text(self) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from restless import Restless
 from torch import Tensor
 
+import preloaded
 from fused_update import assert_same_steps
 from lockstep.config import resolve_for
 from lockstep.engine import loop
@@ -108,11 +107,9 @@ def test_a_killed_run_ends_with_the_same_bits(full_runs: dict[int, Ended], tmp_p
     words = [f"{key}={json.dumps(value)}" for key, value in TINY["task"].items()]
     words = [f"task.{word}".replace('"', "") for word in words]
     words += [f"{key}={value}" for key, value in TINY.items() if key not in ("task", "resume")]
-    command = [sys.executable, "-m", "lockstep.cli", "train", TARGET, "--nproc", "2", *words, "steps=9"]
+    command = ["train", TARGET, "--nproc", "2", *words, "steps=9"]
     command += ["checkpoint.every=3", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENV | {"LOCKSTEP_FAULTS": json.dumps(fault)}, capture_output=True, text=True
-    )
+    done = preloaded.run(*command, cwd=tmp_path, env=ENV | {"LOCKSTEP_FAULTS": json.dumps(fault)})
     assert done.returncode == 0, done.stderr
     assert "SIGKILL" in done.stderr + done.stdout
     found = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000009")

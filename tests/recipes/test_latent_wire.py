@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import preloaded
 from lockstep.errors import UserError
 from lockstep.recipes.latent_wire import LatentWire
 from lockstep.recipes.latent_wire.data import TOKENIZERS, WireData
@@ -53,10 +52,10 @@ SETTINGS = {"preset": "tiny", "micro_batch": 8, "threads": 1, "checkpoint.every"
 
 
 def train_two(folder):
-    words = [sys.executable, "-m", "lockstep.cli", "train", "latent_wire", "--nproc", "2", "run_dir=two"]
+    words = ["train", "latent_wire", "--nproc", "2", "run_dir=two"]
     words += [f"{key}={value}" for key, value in SETTINGS.items()] + [f"task.frozen={folder / 'frozen'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = preloaded.run(*words, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -46,6 +46,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one_before(tmp_path):
     root, draw = tmp_path / "checkpoints", random.Random(0)
     command = [sys.executable, "-c", VICTIM, str(HERE), str(root)]
@@ -82,6 +83,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
     assert half > 5
 
 
+@pytest.mark.slow
 def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
     """The same as above, at the points where chance seldom hits."""
     script = (
@@ -107,6 +109,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
     assert latest_step(tmp_path / "committed") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_contents_reach_the_disk_before_names_do(tmp_path):
     root, trace = tmp_path / "checkpoints", tmp_path / "trace"

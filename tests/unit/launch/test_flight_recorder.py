@@ -127,6 +127,7 @@ def pair(tmp_path, request):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "expected"),
     [

@@ -55,6 +55,7 @@ class Line(Task):
         return Loss(model(batch[0]).square().sum(), 8, {"eval_loss": 8.0 * 100})
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_has_still_reached_its_goal(tmp_path):
     """And a metric cannot take the place of the loss."""
     values = {"steps": 4, "global_batch": 8, "evaluate.every": 2, "device": "cpu", "log.progress": "off"}
