@@ -38,14 +38,15 @@ quick: $(READY_DEV)
 # A worker that dies of a hang is not replaced: its replacement would begin with the same test. One thread each: on
 # shared cores two that wait for each other take many times as long.
 test: $(READY_DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Too long for every change: all pairs of strategies and signals, the exact mode in every combination, a hundred kills
 # in one run, every command a fresh process, and the recorded loss curves compared to the last bit (they belong to one CPU and one torch).
 test-long: $(READY_DEV)
 	OMP_NUM_THREADS=1 LOCKSTEP_ALL_PAIRS=1 LOCKSTEP_ALL_EXACT=1 LOCKSTEP_FRESH=1 $(BIN)/python -m pytest $(LONG)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 	$(BIN)/python tests/faults/torture.py --kills 100
-	$(BIN)/python tests/golden/record.py --compare --bits
+	$(BIN)/python tests/golden/record.py --compare --bits --words
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check .

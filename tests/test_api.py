@@ -286,7 +286,7 @@ def test_the_package_names_its_version_and_its_renamed_names():
     assert package.__version__ == _version.__version__
     assert (Path(package.__file__).parent / "py.typed").exists()
     for old, new in (("Share", "StepBatches"), ("Surroundings", "SourceContext")):
-        with pytest.raises(AttributeError, match=f"lockstep.{old} is now called lockstep.{new}"):
+        with pytest.raises(ImportError, match=f"lockstep.{old} is now called lockstep.{new}"):
             getattr(package, old)
         assert hasattr(package, new)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

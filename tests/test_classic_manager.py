@@ -193,7 +193,7 @@ def test_the_scaler_in_a_plain_loop():
         scaler.scale(loss * factor).backward()
         before = weights(model)
         scaler.unscale(optimizer)  # before clipping, say
-        with pytest.raises(UserError, match="out already"):
+        with pytest.raises(UserError, match="called twice"):
             scaler.unscale(optimizer)
         went = scaler.step(optimizer)
         assert went == (factor == 1.0)

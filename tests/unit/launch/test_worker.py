@@ -56,6 +56,7 @@ if how == "without teardown":
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "code"), [("ordinary", -signal.SIGABRT), ("without teardown", 0)])
 def test_torch_aborts_an_ordinary_exit(tmp_path: Path, how: str, code: int) -> None:
     """If the ordinary exit ends with 0, torch has fixed pytorch/pytorch#179291: delete `exit_without_teardown`, and the

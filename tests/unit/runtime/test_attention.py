@@ -44,6 +44,7 @@ def test_a_run_chooses_and_puts_the_choice_back():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("forgets", [True, False], ids=["another process", "this process"])
 def test_what_was_compiled_for_other_kernels_is_not_used(forgets):
     """torch keeps compiled code on disk, and finds it again whatever kernels are asked for."""

@@ -163,6 +163,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_with_the_variables_of_a_slurm_step_form_a_process_group() -> None:
     shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     shared |= {"SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
