@@ -177,7 +177,9 @@ class Stepper:
 
         `norm` and `weight` are numbers, or tensors on the device.
         """
-        to_mean = reduced.factor / (weight * self.context.loss_scale.value)
+        # Without a loss scale the weight is not multiplied by 1: on a device that would be a kernel in every step.
+        divisor = weight if self.scaler is None else weight * self.context.loss_scale.value
+        to_mean = reduced.factor / divisor
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clipping.coefficient(grad_norm)
 
