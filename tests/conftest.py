@@ -46,6 +46,16 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, unless `pytest tests/gpu` or LOCKSTEP_TEST_DEVICE asks for them.
+
+    The other tests start more ranks than a machine has GPUs.
+    """
+    asked = any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args)
+    if not asked and "LOCKSTEP_TEST_DEVICE" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of single modules as quick, for `make quick`, and put the longest files first.
 

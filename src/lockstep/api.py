@@ -157,6 +157,7 @@ def fit(
     (ours or torchrun's) it trains in this process. `again(run_dir)` returns what to type to resume a run, for
     scripts with a command line of their own.
     """
+    targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
     # A script that calls fit(nproc=4) may itself be started by torchrun: then its ranks exist already.

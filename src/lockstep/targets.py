@@ -144,6 +144,17 @@ def _is_task(value: Any) -> bool:
     return isinstance(value, type) and all(hasattr(value, name) for name in CONTRACT)
 
 
+def check_is_task(value: Any) -> None:
+    """Refuse anything but a task or its class, such as the name of a recipe, for `lockstep.fit`."""
+    kind = value if isinstance(value, type) else type(value)
+    if not _is_task(kind):
+        raise UserError(
+            "lockstep.fit takes a task or its class",
+            f"{value!r:.80}, a {type(value).__name__}",
+            "pass an object or a class derived from lockstep.Task; by name: lockstep train NAME",
+        )
+
+
 def _not_a_task(path: str, class_name: str, found: Any, tasks: Sequence[str]) -> UserError:
     if isinstance(found, type):
         missing = ", ".join(name for name in CONTRACT if not hasattr(found, name))

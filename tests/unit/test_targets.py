@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
+from lockstep import fit
 from lockstep.config import read_layers, resolve
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UserError
 from lockstep.targets import make_task
 
 
@@ -38,3 +39,9 @@ def test_a_word_that_is_read_as_no_text_is_to_be_quoted(typed: str) -> None:
 
 def test_quotes_are_no_advice_for_a_number() -> None:
     assert fix_of("task.width=none") == "give it a value of type int"
+
+
+@pytest.mark.parametrize("wrong", ["char_lm", None, Options, Options()])
+def test_fit_names_what_it_takes(wrong: object) -> None:
+    with pytest.raises(UserError, match="takes a task or its class"):
+        fit(wrong)  # pyrefly: ignore
