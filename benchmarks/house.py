@@ -2,6 +2,7 @@
 
     python benchmarks/house.py                     # src/lockstep of this checkout
     python benchmarks/house.py OTHER/src/lockstep
+    python benchmarks/house.py --batch             # trains a few steps, and lists the files that a batch crosses
 
 statements       AST statements, docstrings included, per 100 lines
 comments         full-line comments, in per cent of all lines
@@ -9,6 +10,9 @@ comprehensions   and conditional expressions, per 1,000 lines
 attributes       of a class: names assigned on `self` in it, and annotated fields
 members          attributes, methods and class variables
 strategy names   comparisons with a strategy's name, outside `config/`
+a batch crosses  the files whose functions the main thread enters from the moment that a step asks for its samples
+                 up to `optimizer.step()`, in the middle of a run of char_lm on one process; the recipe's own files,
+                 which stand for the user's, are not counted
 
 The first row is the whole package, the second leaves recipes and `classic` out.
 """
@@ -17,8 +21,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 STRATEGY_NAMES = {"ddp", "zero1", "fsdp", "fsdp-grads", "hsdp", "tp", "pp"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -105,7 +113,51 @@ def comparisons(trees: dict[Path, ast.Module], root: Path) -> dict[Path, list[in
     return found
 
 
+def files_crossed(root: Path) -> list[str]:
+    """Return the files of the package at `root` that one batch crosses, in order, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--trace", str(root.resolve())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    return done.stdout.splitlines()[-1].split()
+
+
+def trace(root: Path) -> None:
+    """Train the package at `root` for a few steps, and print the files that the batch of the last has crossed."""
+    sys.path.insert(0, str(root.parent))
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    import lockstep
+    from lockstep.recipes.char_lm.task import CharLM
+
+    entered: list[tuple[str, str]] = []
+    steps: list[list[tuple[str, str]]] = []
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(root):
+            entered.append((path.relative_to(root).as_posix(), frame.f_code.co_name))
+
+    register_optimizer_step_pre_hook(lambda *_: steps.append(entered.copy()))
+    register_optimizer_step_post_hook(lambda *_: entered.clear())
+    sys.setprofile(enter)
+    lockstep.fit(CharLM, preset="tiny", steps=4, run_dir="run")
+    sys.setprofile(None)
+
+    begin = steps[-1].index(("data/sources.py", "take"))
+    names = dict.fromkeys(name for name, _ in steps[-1][begin:])
+    print(*(name for name in names if not name.startswith("recipes/")))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent / "src" / "lockstep")
-    main(parser.parse_args().root)
+    parser.add_argument("--batch", action="store_true", help="train, and list the files that a batch crosses")
+    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.trace:
+        trace(arguments.trace)
+    elif arguments.batch:
+        crossed = files_crossed(arguments.root)
+        print(f"a batch crosses  {len(crossed)} files: {', '.join(crossed)}")
+    else:
+        main(arguments.root)

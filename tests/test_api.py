@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import preloaded
 from lockstep import Task, UserError, _version, api, fit
 
 ROOT = Path(__file__).parent.parent
@@ -68,15 +69,19 @@ class Plain(nn.Module):
 '''
 
 
-def run(*command: str, folder: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **env}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert not check or done.returncode == 0, done.stderr
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+
+
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fresh process; it must succeed."""
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     return done
 
 
-def lockstep(*arguments: str, folder: Path, **options) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "lockstep", *arguments, folder=folder, **options)
+def lockstep(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a `lockstep` command that has torch already."""
+    return preloaded.run(*arguments, env=ENVIRONMENT | env, cwd=folder)
 
 
 def first_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -99,7 +104,7 @@ def trained(tmp_path_factory) -> Path:
     (folder / "wide.yaml").write_text("task: {width: 16}\nlr: {peak: 1e-2}\n")
     for nproc in ("1", "3"):
         arguments = ("train", "my_task.py:Fit", "--config", "wide.yaml", "--nproc", nproc, f"run_dir=world-{nproc}")
-        lockstep(*arguments, "lr.warmup=3", folder=folder)
+        run(sys.executable, "-m", "lockstep", *arguments, "lr.warmup=3", folder=folder)
     return folder
 
 
@@ -162,9 +167,7 @@ def test_fit_from_a_script_starts_its_own_workers(trained):
 
 
 def test_a_crash_on_one_rank_is_shown_first(trained):
-    done = lockstep(
-        "train", "my_task.py:Fit", "task.crash='1'", "run_dir=crashed", "--nproc", "2", folder=trained, check=False
-    )
+    done = lockstep("train", "my_task.py:Fit", "task.crash='1'", "run_dir=crashed", "--nproc", "2", folder=trained)
     assert done.returncode == 1
     assert first_line(done).startswith("lockstep: rank 1 on ")
     assert "ZeroDivisionError: deliberate" in first_line(done)
@@ -176,7 +179,7 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
 def test_a_killed_rank_is_named(trained, rank):
     """Its peers see a closed connection within milliseconds, and say so: they must not get the blame."""
     arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2")
-    done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained, check=False)
+    done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained)
     assert done.returncode == 1
     assert first_line(done).startswith(f"lockstep: rank {rank} on ")
     assert "SIGKILL" in first_line(done)
@@ -186,11 +189,11 @@ def test_a_killed_rank_is_named(trained, rank):
 
 def test_first_mistakes_get_an_answer(trained):
     """A file without its class, a class that is no task, a loss that is a bare tensor."""
-    done = lockstep("train", "my_task.py", folder=trained, check=False)
+    done = lockstep("train", "my_task.py", folder=trained)
     assert (done.returncode, "type my_task.py:" in done.stderr) == (2, True)
-    done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained, check=False)
+    done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained)
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
-    done = lockstep("train", "my_task.py:Plain", folder=trained, check=False)
+    done = lockstep("train", "my_task.py:Plain", folder=trained)
     assert (done.returncode, "the class Plain in my_task.py is not a task: it lacks model, data" in done.stderr) == (
         2,
         True,
@@ -198,7 +201,7 @@ def test_first_mistakes_get_an_answer(trained):
 
 
 def test_an_error_is_shown_once_and_kept(trained):
-    done = lockstep("train", "my_task.py:Refusing", "run_dir=refusing", folder=trained, check=False)
+    done = lockstep("train", "my_task.py:Refusing", "run_dir=refusing", folder=trained)
     assert done.returncode == 2
     assert done.stderr.count("no such luck") == 1
     assert "trainable" in done.stdout  # there was a screen that could have shown it
@@ -234,7 +237,7 @@ def test_options_of_a_default_preset_are_not_recorded(monkeypatch):
 
 
 def test_a_broken_environment_is_refused_with_a_hint(trained):
-    done = lockstep("train", "my_task.py:Fit", folder=trained, check=False, RANK="first", WORLD_SIZE="2")
+    done = lockstep("train", "my_task.py:Fit", folder=trained, RANK="first", WORLD_SIZE="2")
     assert done.returncode == 2
     assert "RANK" in done.stderr
     assert "Traceback" not in done.stderr
@@ -246,7 +249,8 @@ def own_loops(tmp_path_factory) -> Path:
     script = str(ROOT / "examples" / "train_lockstep.py")
     run(sys.executable, script, folder=folder)
     next((folder / "runs").iterdir()).rename(folder / "world-1")
-    lockstep("train", script, "--nproc", "2", "run_dir=world-2", folder=folder)
+    done = lockstep("train", script, "--nproc", "2", "run_dir=world-2", folder=folder)
+    assert done.returncode == 0, done.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run(*torchrun, script, folder=folder)
     next((folder / "runs").iterdir()).rename(folder / "torchrun-2")
