@@ -8,8 +8,8 @@ is forked from it, as a session of its own, with the environment, the folder and
 runs `lockstep.cli` as `python -m lockstep.cli` does, from the sources on its own PYTHONPATH. The launcher's zygote is
 forked before that, as a child of the command, so that the tree of processes is the real one, too.
 
-What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py, the README's
-blocks and LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
+What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py and
+LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
 """
 
 from __future__ import annotations

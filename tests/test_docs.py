@@ -8,7 +8,7 @@ yaml      Must be a valid configuration; one that begins with `# file: NAME` is 
 text      Is not run. Any other kind of block fails.
 
 A page has a fresh process and a temporary folder of its own, with a copy of examples/ in it. The command `lockstep` is
-forked from a process that has imported torch (preloaded.py), but for the README, whose commands are fresh processes.
+forked from a process that has imported torch (preloaded.py); in `make test-long` every command is a fresh process.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     )
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def start(text: str, fresh: bool = False) -> Future[None]:
+        def start(text: str) -> Future[None]:
             folder = tmp_path_factory.mktemp("page") / "checkout"
             folder.mkdir()
-            server = None if fresh or preloaded.fresh() else preloaded.server().path
+            server = None if preloaded.fresh() else preloaded.server().path
             return pool.submit(run_page, text, folder, server)
 
         yield start
@@ -217,7 +217,7 @@ def runs(request: pytest.FixtureRequest, jobs: Any) -> dict[str, Future[None]]:
     """All pages that were asked for, started together."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = {item.callspec.params["page"] for item in items if item.originalname == "test_every_block_runs"}
-    return {page: jobs((ROOT / page).read_text(), fresh=page == "README.md") for page in PAGES if page in chosen}
+    return {page: jobs((ROOT / page).read_text()) for page in PAGES if page in chosen}
 
 
 @pytest.mark.timeout(900)  # a page runs up to a dozen commands, each with its own limit

@@ -127,7 +127,7 @@ EVERYTHING = {
 def test_the_gradient_is_the_reference_gradient(pool: Pool) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=50, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=36, derandomize=True, deadline=None, database=None)
     @given(cases())
     def check(case: Case) -> None:
         task = case.task()
