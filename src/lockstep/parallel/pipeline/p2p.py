@@ -1,12 +1,14 @@
-"""Send tensors from one rank to another that does not know their shapes: a header of fixed size comes first."""
+"""Pass tensors from stage to stage, to a rank that does not know their shapes: a header of fixed size comes first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
@@ -16,6 +18,28 @@ MAX_DIMS = 8
 # The header holds the number of tensors, then the dtype, the number of dimensions and the shape of each.
 _ENTRY = 2 + MAX_DIMS
 _HEADER = 1 + MAX_TENSORS * _ENTRY
+
+
+def sendable(output: Any, number: int) -> list[Tensor]:
+    """Return the output of stage `number` as contiguous tensors, or refuse it."""
+    values = output if isinstance(output, tuple) else (output,)
+    if any(isinstance(value, DTensor) for value in values):
+        raise UserError(
+            f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",
+            "",
+            'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a stage',
+        )
+
+    wrong = [v for v in values if not isinstance(v, Tensor) or not v.is_floating_point()]
+    if wrong:
+        kind = f"a tensor of {wrong[0].dtype}" if isinstance(wrong[0], Tensor) else f"a {type(wrong[0]).__name__}"
+        raise UserError(
+            f"stage {number} returns {kind}, which cannot be passed to the next stage",
+            "a stage must return a floating-point tensor, or a tuple of them",
+            "let stages(model) split where only activations pass, and compute masks and positions in each stage",
+        )
+
+    return [value.contiguous() for value in values]
 
 
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:

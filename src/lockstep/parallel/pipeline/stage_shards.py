@@ -1,4 +1,4 @@
-"""Shard the parameters of a stage over its replicas: torch's FSDP2 inside a pipeline."""
+"""Shard the parameters of stages over their replicas: torch's FSDP2 inside a pipeline."""
 
 from __future__ import annotations
 
@@ -6,50 +6,55 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from lockstep.config import RunConfig
 from lockstep.parallel.blocks import without_shared
-from lockstep.parallel.fsdp.driver import prepare
+from lockstep.parallel.fsdp.driver import describe_blocks, prepare
+from lockstep.parallel.mesh import Axes
+from lockstep.parallel.pipeline.stages import Stage
 
 
-def shard_stage(
-    stage: nn.Module,
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    held: Collection[nn.Parameter],
-    mesh: DeviceMesh,
-    keep: bool,
-) -> int:
-    """Shard `stage` block by block, then the rest of what is `held` here. Returns how many blocks are gathered alone.
+def shard_stages(
+    stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
+) -> dict[str, str]:
+    """Shard this rank's `stages` block by block, then the rest of the tensors that are `held` here, by name.
 
-    `keep`: parameters stay gathered until the backward has ended. The gradients of every micro-batch are reduced and
-    scattered at once, and added to this rank's shard.
+    The gradients of every micro-batch are reduced and scattered at once, and added to this rank's shard. Collective.
+    Returns a banner line about the blocks of all ranks.
     """
-    # By all names, to find the parameters again that sharding replaces.
-    names = dict(model.named_parameters(remove_duplicate=False))
-    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keep)
-    alone = without_shared(blocks, stage)
+    owned = {p for name, p in model.named_parameters() if name in held}
+    shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
+    counts = [0, 0]  # blocks, and those that are gathered alone
 
-    for block in alone:
-        shard(block)
+    for stage in stages:
+        # By all names, to find the parameters again that sharding replaces.
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        blocks = stage.own_blocks(model, config.blocks)
+        alone = without_shared(blocks, stage)
+        counts[0] += len(blocks)
+        counts[1] += len(alone)
 
-    # Placeholders of other stages have no memory to shard.
-    shard(stage, ignored_params=set(stage.parameters()) - set(held))
-    prepare(stage)
-    _tie_again(model, names)
-    return len(alone)
+        for block in alone:
+            shard(block)
+        # Placeholders of other stages have no memory to shard.
+        shard(stage, ignored_params=set(stage.parameters()) - owned)
+        prepare(stage)
+        _tie_again(model, originals)
+
+    of_ranks = axes.along("pp").gather_json(counts)
+    return describe_blocks(sum(count for count, _ in of_ranks), sum(alone for _, alone in of_ranks))
 
 
-def _tie_again(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
-    """Give a sharded parameter to the modules of other stages that use it too, which were not sharded.
+def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
+    """Give a sharded parameter also to the modules of other stages that use it.
 
-    `names` holds the parameters before sharding.
+    Sharding replaces a parameter in the modules that it walks through, and in no others. `originals` holds the
+    parameters before sharding.
     """
-    now = dict(model.named_parameters(remove_duplicate=False))
-    # Sharding replaces a parameter in the modules that it walks through, and in no others.
-    replaced = {id(before): now[name] for name, before in names.items() if now[name] is not before}
-    for name, before in names.items():
-        if now[name] is before and id(before) in replaced:
+    current = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {id(p): current[name] for name, p in originals.items() if current[name] is not p}
+    for name, original in originals.items():
+        if current[name] is original and id(original) in replaced:
             module, _, own = name.rpartition(".")
-            setattr(model.get_submodule(module), own, replaced[id(before)])
+            setattr(model.get_submodule(module), own, replaced[id(original)])

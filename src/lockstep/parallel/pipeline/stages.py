@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ ModelInput = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs) that the t
 
 
 class Stage(nn.Module):
-    """What one stage of a pipeline computes.
+    """Computes one stage of a pipeline.
 
-    Either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
+    A stage is either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
     (`auto_split.forward_stage.ForwardStage`).
     """
 
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
+    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
         """Return what the model returns, or what the next stage receives.
 
-        `received` is what the stage before has passed on; None: this stage begins the model.
+        `arguments` are the model's own; `received` comes from the stage before, and is None in the first stage.
         """
         raise NotImplementedError
 
@@ -42,19 +43,18 @@ class Stage(nn.Module):
 
 
 class SequentialStage(Stage):
-    """Consecutive layers of a list."""
+    """Runs consecutive layers of a list."""
 
     def __init__(self, layers: Sequence[nn.Module]):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        # The first stage gets the model's own arguments; a tuple between layers becomes several arguments.
-        args, kwargs = given if received is None else (received, {})
+    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
+        args, kwargs = arguments if received is None else (received, {})
         value: Any = None
         for layer in self.layers:
             value = layer(*args, **kwargs)
-            args = value if isinstance(value, tuple) else (value,)
+            args = value if isinstance(value, tuple) else (value,)  # a tuple becomes several arguments
             kwargs = {}
         return value
 
@@ -69,17 +69,17 @@ class SequentialStage(Stage):
 # ---- lists of layers ----
 
 
-def list_layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.Module] | None:
+def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn.Module] | None:
     """Return the modules between which the model may be split.
 
-    These are what the task says (`given`), or else the parts of an nn.Sequential. None: the model is neither, and only
+    These are what the task has `listed`, or else the layers of an nn.Sequential. None: the model is neither, and only
     its forward knows what runs after what.
     """
-    layers = list(given) if given is not None else _flatten_sequential(model)
+    layers = list(listed) if listed is not None else _flatten_sequential(model)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
     if wrong:
         raise UserError(f"stages(model) must return a list of modules; it has a {wrong[0]} in it", "", WHAT_TO_WRITE)
-    if given is None and layers == [model]:
+    if listed is None and layers == [model]:
         return None
 
     _check_complete(model, layers)
@@ -117,13 +117,12 @@ def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 def split_layers(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     """Return `count` runs of consecutive layers; the largest is as small as possible, by number of parameters."""
     if len(layers) < count:
-        raise too_few_parts(count, len(layers))
+        raise too_few_splits(count, len(layers))
     ends = balance([sum(p.numel() for p in layer.parameters()) for layer in layers], count)
-    starts = [0, *ends[:-1]]
-    return [list(layers[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [list(layers[start:end]) for start, end in pairwise([0, *ends])]
 
 
-def too_few_parts(count: int, possible: int, why: str = "") -> UserError:
+def too_few_splits(count: int, possible: int, why: str = "") -> UserError:
     return UserError(
         f"the model cannot be split into {count} stages",
         f"it can be split into {possible}{why}",
@@ -133,32 +132,26 @@ def too_few_parts(count: int, possible: int, why: str = "") -> UserError:
 
 def balance(sizes: Sequence[int], count: int) -> list[int]:
     """Return where each of `count` runs of `sizes` ends, so that the largest run is as small as possible."""
-    # cumulative[n]: the first n sizes together. 1 is added to each: a part without parameters takes time, too.
-    cumulative = [0]
-    for size in sizes:
-        cumulative.append(cumulative[-1] + size + 1)
+    # cumulative[n]: the first n sizes together. 1 is added to each, since a layer without parameters also takes time.
+    cumulative = [0, *accumulate(size + 1 for size in sizes)]
 
-    # best[n]: the largest run when the first n parts are split as well as possible, and where the runs end. With one
-    # run more in each round.
-    best: list[tuple[int, list[int]] | None] = [None] * (len(sizes) + 1)
-    best[0] = (0, [])
+    # best[n]: the largest run when the first n sizes are split as well as possible, and where the runs end. Each round
+    # adds one run.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(count):
-        longer: list[tuple[int, list[int]] | None] = [None] * (len(sizes) + 1)
+        longer = {}
         for end in range(1, len(sizes) + 1):
-            candidates = []
-            for start in range(end):
-                before = best[start]
-                if before is not None:
-                    largest = max(before[0], cumulative[end] - cumulative[start])
-                    candidates.append((largest, [*before[1], end]))
-
-            longer[end] = min(candidates, default=None)
-
+            candidates = [
+                (max(largest, cumulative[end] - cumulative[start]), [*ends, end])
+                for start, (largest, ends) in best.items()
+                if start < end
+            ]
+            if candidates:
+                longer[end] = min(candidates)
         best = longer
 
-    chosen = best[len(sizes)]
-    assert chosen is not None
-    return chosen[1]
+    _, ends = best[len(sizes)]
+    return ends
 
 
 # ---- tensors of stages ----
@@ -171,28 +164,29 @@ def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict
     for number, tensors in enumerate(used):
         for tensor_id in dict.fromkeys(id(tensor) for tensor in tensors):
             users.setdefault(tensor_id, []).append(number)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tuple(users.get(id(tensor), ())) for name, tensor in named}
+    return {name: tuple(users.get(id(tensor), ())) for name, tensor in named_tensors(model)}
 
 
-def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> None:
-    """Move the tensors `mine`, by name, to the device, and free the memory of all others.
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers, under all their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> None:
+    """Move the tensors that are `held`, by name, to the device, and free the memory of all others.
 
     Those keep their names, shapes and dtypes, so that every rank still sees the same model; their value is one NaN, so
     that using them does not go unnoticed.
     """
     # A tied parameter has several names, and is moved once.
-    done: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in done:
-            parameter.data = parameter.data.to(device) if name in mine else placeholder(parameter, device)
-            done.add(id(parameter))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
 
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(device) if name in mine else placeholder(buffer, device)
+                module._buffers[key] = buffer.to(device) if name in held else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,8 +2,8 @@
 
 Every rank of a pipeline has the same samples, so each can call the forward with them. The calls of blocks are
 intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others NaN. After the
-last block of a stage the forward is left. What lies between blocks (masks, positions, a condition) every stage computes
-for itself, up to where it leaves. Where it lacks the weights, the result is NaN; trace.py has made sure that nothing
+last block of a stage the forward is left. Every stage computes for itself what lies between blocks (masks, positions, a
+condition), up to where it leaves. Where it lacks the weights, the result is NaN; trace.py has made sure that nothing
 depends on that.
 """
 
@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.pipeline.auto_split.intercept import BlockInterceptor
+from lockstep.parallel.call_chain import Call, CallChain
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
+
+Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
 
 
 class _LeaveForward(BaseException):
-    """Raised at the end of a stage. Not an Exception, so that no `except` in the model catches it."""
-
-    def __init__(self, passed: tuple[Tensor, ...]):
-        self.passed = passed
+    """Ends a stage, with what it passes on. Not an Exception, so that no `except` in the model catches it."""
 
 
 @dataclass(frozen=True)
@@ -38,42 +37,79 @@ class OutputSpec:
     like: tuple[Tensor, ...]  # on the meta device
     rest: Any
 
-    @staticmethod
-    def of(output: Any) -> OutputSpec:
-        tensors, rest = flatten(output)
-        return OutputSpec(tuple(torch.empty_like(tensor, device="meta") for tensor in tensors), rest)
-
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return such an output made of `tensors`."""
-        return unflatten(list(tensors), self.rest)
-
     def build_nan(self, received: Sequence[Tensor], received_spec: OutputSpec) -> Any:
         """Return such an output full of NaN.
 
         The micro-batch may have other sizes than the traced one. `received`, whose traced output was `received_spec`,
         shows which: a dimension that was equal to one of its dimensions then is equal to it now.
         """
-        made = []
+        tensors = []
         for number, tensor in enumerate(self.like):
-            twin = number if number < len(received) else 0
             # The output at the same position is the likeliest to have the same sizes.
-            traced = received_spec.like[twin]
-            here = received[twin]
+            twin = number if number < len(received) else 0
             sizes = list(tensor.shape)
-
-            for dim in range(min(tensor.dim(), traced.dim())):
-                if sizes[dim] == traced.shape[dim]:
-                    sizes[dim] = here.shape[dim]
+            now = received[twin].shape
+            for dim, (size, traced) in enumerate(zip(sizes, received_spec.like[twin].shape, strict=False)):
+                if size == traced:
+                    sizes[dim] = now[dim]
 
             # NaN wherever possible: should it be used after all, that shows.
             value = float("nan") if tensor.is_floating_point() else 0
-            made.append(torch.full(sizes, value, dtype=tensor.dtype, device=here.device))
+            tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
 
-        return self.build(made)
+        return unflatten(tensors, self.rest)
+
+
+class BlockInterceptor:
+    """Passes every call of a block to a handler, while there is one.
+
+    Whatever else wraps a block (recomputation, FSDP's gathers, compiled code) happens inside the intercepted call.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]):
+        self.blocks: list[nn.Module] = []
+        self._handler: Handler | None = None
+        self.install(blocks)
+
+    def install(self, blocks: Sequence[nn.Module]) -> None:
+        """Intercept these blocks, numbered in this order, and no others."""
+        # Numbers may change: after a trace they follow the order of calls.
+        for block in self.blocks:
+            CallChain.of(block).remove("intercept")
+        self.blocks = list(blocks)
+        for number, block in enumerate(self.blocks):
+            chain = CallChain.of(block)
+            chain.uncompile()  # a trace must see the block's autograd graph
+            chain.install("intercept", _InterceptedCall(self, number))
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        self._handler = handler
+        try:
+            yield
+        finally:
+            self._handler = None
+
+    def handle(self, number: int, call: Callable[[], Any]) -> Any:
+        # Without a handler (when a block is recomputed in the backward) the block just runs.
+        return call() if self._handler is None else self._handler(number, call)
+
+
+class _InterceptedCall:
+    """The link in the call chain of one block."""
+
+    inner: Call
+
+    def __init__(self, interceptor: BlockInterceptor, number: int):
+        self._interceptor = interceptor
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._interceptor.handle(self._number, partial(self.inner, *args, **kwargs))
 
 
 class ForwardStage(Stage):
-    """The stage that runs blocks `first` to `last` of a model, and what lies around them."""
+    """Runs blocks `first` to `last` of a model, and what lies around them."""
 
     def __init__(
         self,
@@ -84,8 +120,11 @@ class ForwardStage(Stage):
         last: int,
         foreign_buffers: Sequence[str] = (),
     ):
-        """`outputs` has the spec of each block. `foreign_buffers` names buffers outside the blocks that the code of
-        another stage writes into. That code may run here too, and must not count twice.
+        """Set up the stage.
+
+        outputs: the spec of each block
+        foreign_buffers: names of the buffers outside the blocks that the code of another stage writes into; that code
+            may also run here, and must not count twice
         """
         super().__init__()
         self.model = model
@@ -105,29 +144,28 @@ class ForwardStage(Stage):
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return all buffers but those of other stages' blocks: code outside the blocks may run in any stage."""
-        mine = {id(buffer) for block in self.blocks for buffer in block.buffers()}
+        own = {id(buffer) for block in self.blocks for buffer in block.buffers()}
         of_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
-        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - mine]
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - own]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile block by block: compiled code cannot leave a forward in its middle."""
-        for number in range(self.first, self.last + 1):
-            self._interceptor.compile(number)
+        for block in self.blocks:
+            CallChain.of(block).compile()  # inside the interception
 
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
+    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
         """Return what the model returns, or a tuple for the next stage."""
         self._received_used = received is None
-        args, kwargs = given
+        args, kwargs = arguments
         handler = partial(self._handle, received or ())
+        left_early = False
 
         try:
             with self._protected_buffers(), self._interceptor.handled_by(handler):
                 output = self.model(*args, **kwargs)
         except _LeaveForward as leave:
-            output = leave.passed
+            (output,) = leave.args
             left_early = True
-        else:
-            left_early = False
 
         # A forward that skips the block at the end of the stage, or the one whose output was received.
         if left_early == self._ends_model or not self._received_used:
@@ -146,7 +184,6 @@ class ForwardStage(Stage):
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends_model:
-                # Nothing after this block belongs to the stage.
                 raise _LeaveForward(self._to_next_stage(output))
             return output
 
@@ -157,7 +194,7 @@ class ForwardStage(Stage):
         # The last block before this stage: its output has been received.
         self._received_used = True
         # Cloned, since the model may write into it.
-        return self._outputs[number].build([tensor.clone() for tensor in received])
+        return unflatten([tensor.clone() for tensor in received], self._outputs[number].rest)
 
     def _to_next_stage(self, output: Any) -> tuple[Tensor, ...]:
         try:
@@ -172,20 +209,20 @@ class ForwardStage(Stage):
 
     @contextmanager
     def _protected_buffers(self) -> Iterator[None]:
-        """Let copies take the place of buffers that other stages change.
+        """Replace the buffers that other stages change with copies.
 
-        Copies, not values put back: a backward may still need what was written.
+        Restoring the values instead would not do: a backward may still need what was written.
         """
-        places = [name.rpartition(".") for name in self._foreign_buffers]
-        slots = [(self.model.get_submodule(module)._buffers, own) for module, _, own in places]
-        originals = [buffers[own] for buffers, own in slots]
+        slots = []
+        for name in self._foreign_buffers:
+            module, _, own = name.rpartition(".")
+            buffers = self.model.get_submodule(module)._buffers
+            slots.append((buffers, own, self.model.get_buffer(name)))
 
-        for (buffers, own), original in zip(slots, originals, strict=True):
-            assert original is not None
+        for buffers, own, original in slots:
             buffers[own] = original.clone()
-
         try:
             yield
         finally:
-            for (buffers, own), original in zip(slots, originals, strict=True):
+            for buffers, own, original in slots:
                 buffers[own] = original
