@@ -80,8 +80,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
-    # A script may have made the process group itself. It will also destroy it.
     heartbeat.beat("join")
+    # A script may have made the process group itself. It will also destroy it.
     joined = dist.is_initialized()
     if joined:
         _check_joined(world)

@@ -22,13 +22,12 @@ from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.pipeline.stage_shards import shard_stages
-from lockstep.parallel.pipeline.stages import Stage, keep_only, stages_by_tensor
+from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.tensor.driver import (
     agree_on_plain,
     apply_plan,
     explain_mixtures,
-    settle_gradient,
+    redistribute_gradient,
     sum_gradients,
 )
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
@@ -54,7 +53,10 @@ class PipelineDriver(ShardedDriver):
         compiled: bool,
         data: Callable[[], Any] | None,
     ):
-        """`model` is still full and on the CPU. `data` gives samples, two of which may be read to find the stages."""
+        """Split `model`, which is still full and on the CPU.
+
+        `data` returns the samples, two of which may be read to find the stages.
+        """
         self.mesh = axes.mesh
         ranks = self.mesh.sizes["pp"]
         position = self.mesh.coordinate("pp")
@@ -66,8 +68,8 @@ class PipelineDriver(ShardedDriver):
         # Decided while the model is full: how its layers are sharded, and which stages use which tensor.
         ways = self.mesh.sizes["tp"]
         plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
-        per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        stages, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
+        count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
+        stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
         _broadcast_one_by_one(model, runtime)
@@ -137,8 +139,8 @@ class PipelineDriver(ShardedDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
-        squared = self._squared_here(tensors)
-        return list(self._tp.sum_(self._replicas.sum_(squared)).sqrt().unbind())
+        squared = self._tp.sum_(self._replicas.sum_(self._squared_terms(tensors)))
+        return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         holders = self.placement.holders.get(name)
@@ -152,10 +154,11 @@ class PipelineDriver(ShardedDriver):
         return full
 
     def sync_buffers(self) -> None:
-        rank, holders = self.runtime.world.rank, self.placement.holders
+        rank = self.runtime.world.rank
+        holders = self.placement.holders
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
-        for group in (self._replicas, self._tp):
-            group.broadcast_(buffers)
+        self._replicas.broadcast_(buffers)
+        self._tp.broadcast_(buffers)
 
     # ---- set-up ----
 
@@ -164,16 +167,15 @@ class PipelineDriver(ShardedDriver):
 
         `positions` holds the coordinates along pp of each parameter. Collective: every rank makes all groups.
         """
-        rank = self.runtime.world.rank
         tied: list[tuple[list[int], Collectives]] = []
-        shared = dict.fromkeys(tuple(where) for where in positions if len(where) > 1)
-        for users in shared:
-            indices = [index for index, where in enumerate(positions) if tuple(where) == users]
-            for ranks in zip(*(self._ranks_at([user]) for user in users), strict=True):
-                group = dist.new_group(list(ranks))
-                if isinstance(group, dist.ProcessGroup) and rank in ranks:
-                    world = World(ranks.index(rank), len(ranks))
-                    tied.append((indices, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
+        for shared in dict.fromkeys(tuple(where) for where in positions if len(where) > 1):
+            indices = [index for index, where in enumerate(positions) if tuple(where) == shared]
+            # Replicas and tp shards of a stage share with their counterparts in the other stages.
+            counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
+            if isinstance(group, dist.ProcessGroup):
+                world = World(group.rank(), group.size())
+                tied.append((indices, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
         return tied
 
     def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
@@ -202,7 +204,7 @@ class PipelineDriver(ShardedDriver):
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
             users = torch.tensor([self._users[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_here([*trained.values()]) / users
+            squared[[*trained]] = self._squared_terms([*trained.values()]) / users
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _sum_gradients(self, used: list[bool]) -> None:
@@ -212,7 +214,7 @@ class PipelineDriver(ShardedDriver):
         """
         trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in trained:
-            settle_gradient(p)
+            redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not self._sharded:
             sum_gradients(trained, self._replicas)
@@ -222,9 +224,9 @@ class PipelineDriver(ShardedDriver):
         if not self._tp.world.alone:
             agree_on_plain(trained, self._tp)
 
-    def _squared_here(self, grads: list[Tensor]) -> Tensor:
+    def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return terms of squared norms, to be summed over the replicas and tp shards of this stage."""
-        return squared_norms(grads, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+        return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
 
 
 def _shard_layers(

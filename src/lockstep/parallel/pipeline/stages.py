@@ -1,16 +1,24 @@
-"""Split a model into stages: which layers run one after another, where they are split, and who holds which tensor."""
+"""Split a model into stages: which layers run one after another, where they are split, and who holds which tensor.
+
+The parameters of a stage may be sharded over its replicas: torch's FSDP2 inside a pipeline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.fsdp.driver import describe_blocks, prepare
+from lockstep.parallel.mesh import Axes
 
 WHAT_TO_WRITE = (
     "give the task `def stages(self, model): return [Front(model), *model.blocks, Back(model)]`: modules that are "
@@ -159,12 +167,11 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
 
 def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, ...]]:
     """Return the stages that use each parameter and buffer, by all its names. `used` holds the tensors per stage."""
-    # Once per stage, also if the stage uses a tensor under several names.
-    users: dict[int, list[int]] = {}
-    for number, tensors in enumerate(used):
-        for tensor_id in dict.fromkeys(id(tensor) for tensor in tensors):
-            users.setdefault(tensor_id, []).append(number)
-    return {name: tuple(users.get(id(tensor), ())) for name, tensor in named_tensors(model)}
+    ids = [{id(tensor) for tensor in tensors} for tensors in used]
+    by_name = {}
+    for name, tensor in named_tensors(model):
+        by_name[name] = tuple(number for number, stage_ids in enumerate(ids) if id(tensor) in stage_ids)
+    return by_name
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -194,3 +201,51 @@ def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
     # Integers have no NaN: their use goes unnoticed.
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+# ---- FSDP inside stages ----
+
+
+def shard_stages(
+    stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
+) -> dict[str, str]:
+    """Shard this rank's `stages` block by block, then the rest of the tensors that are `held` here, by name.
+
+    The gradients of every micro-batch are reduced and scattered at once, and added to this rank's shard. Collective.
+    Returns a banner line about the blocks of all ranks.
+    """
+    owned = {p for name, p in model.named_parameters() if name in held}
+    shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
+    counts = [0, 0]  # blocks, and those that are gathered alone
+
+    for stage in stages:
+        # By all names, to find the parameters again that sharding replaces.
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        blocks = stage.own_blocks(model, config.blocks)
+        alone = without_shared(blocks, stage)
+        counts[0] += len(blocks)
+        counts[1] += len(alone)
+
+        for block in alone:
+            shard(block)
+        # Placeholders of other stages have no memory to shard.
+        shard(stage, ignored_params=set(stage.parameters()) - owned)
+        prepare(stage)
+        _tie_again(model, originals)
+
+    of_ranks = axes.along("pp").gather_json(counts)
+    return describe_blocks(sum(count for count, _ in of_ranks), sum(alone for _, alone in of_ranks))
+
+
+def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
+    """Give a sharded parameter also to the modules of other stages that use it.
+
+    Sharding replaces a parameter in the modules that it walks through, and in no others. `originals` holds the
+    parameters before sharding.
+    """
+    current = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {id(p): current[name] for name, p in originals.items() if current[name] is not p}
+    for name, original in originals.items():
+        if current[name] is original and id(original) in replaced:
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, replaced[id(original)])

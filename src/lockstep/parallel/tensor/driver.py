@@ -9,18 +9,19 @@ elements on every rank; those of a sharded activation are torch's own, and diffe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
+from lockstep.parallel.tensor.plans import STYLES, LayerStyle, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -38,7 +39,7 @@ class TensorDriver(ShardedDriver):
 
     def _reduce_gradients(self) -> None:
         for p in self.parameters:
-            settle_gradient(p)
+            redistribute_gradient(p)
         reduce_replicas(self.parameters, self._replicas)
         agree_on_plain(self.parameters, self._tp)
 
@@ -54,33 +55,21 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
 
 def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
-    styles = {name: _style(style) for name, style in plan.items()}
+    styles = {name: STYLES[style] if isinstance(style, str) else style for name, style in plan.items()}
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
-        _teach_cpu_attention()
+        _register_cpu_attention()
 
 
-def _style(style: LayerStyle) -> ParallelStyle:
-    if isinstance(style, ParallelStyle):
-        return style
-    if style == "rowwise":
-        return RowwiseParallel(input_layouts=Replicate())  # a plain input is full, a sharded one stays where it is
-    if style == "colwise":
-        return ColwiseParallel(use_local_output=False)
-    return ColwiseParallel(output_layouts=Replicate())  # "gathered"
-
-
-def _teach_cpu_attention() -> None:
+def _register_cpu_attention() -> None:
     """Register how attention is sharded by heads on a CPU. torch knows it for its GPU kernels only."""
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    backward_kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
     placements: list[Placement] = [Shard(1), Replicate()]  # along heads, or not at all
 
-    @register_sharding(kernel.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
     def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 2, [place] * 3 + [None] * len(rest)) for place in placements]
 
-    @register_sharding(backward_kernel.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in placements]
 
@@ -110,11 +99,10 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     if replicas.world.alone or not parameters:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
-    users = replicas.sum_(used.to(replicas.device)).tolist()
-    live = [p for p, count in zip(parameters, users, strict=True) if count]
-    for p in live:
+    trained = list(compress(parameters, replicas.sum_(used.to(replicas.device)).tolist()))
+    for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    sum_gradients(live, replicas)
+    sum_gradients(trained, replicas)
 
 
 def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None:
@@ -125,11 +113,11 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
         flat = replicas.sum_(torch.cat([grad.flatten() for grad in grads]))
-        parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
 
 
-def settle_gradient(parameter: nn.Parameter) -> None:
+def redistribute_gradient(parameter: nn.Parameter) -> None:
     """Lay a gradient out like its parameter. Autograd may leave it as terms of a sum over the group."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -139,8 +127,8 @@ def settle_gradient(parameter: nn.Parameter) -> None:
 def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
     """Give all ranks of a tp group the first rank's gradients of the parameters that are not sharded.
 
-    Each computes them by itself. On a GPU some kernels add in any order, and replicas that differ in a last bit would
-    drift apart.
+    Each rank computes them by itself. On a GPU some kernels add in any order, and replicas that differ in a last bit
+    would drift apart.
     """
     if tp.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
