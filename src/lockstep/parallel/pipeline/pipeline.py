@@ -123,13 +123,13 @@ class Pipeline:
         self.device = along.device
         self.count = len(stages)
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
-        self.mine = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
+        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
 
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
-        # Modules that stages(model) has made around parts of the model; model.train() does not reach them.
+        # Modules that stages(model) has wrapped around parts of the model; model.train() does not reach them.
         inside = {id(module) for module in model.modules()}
-        self._wrappers = [m for stage in self.mine.values() for m in stage.modules() if id(m) not in inside]
+        self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
     def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
         """Run forward and backward of all micro-batches.
@@ -174,7 +174,7 @@ class Pipeline:
         """
         self._set_mode()
         output, _ = self._walk(model_input(loss_fn, self.model, data))
-        if self.count - 1 not in self.mine:
+        if self.count - 1 not in self.local_stages:
             return None
 
         with torch.no_grad():
@@ -194,10 +194,11 @@ class Pipeline:
         """
         output = None
         stage_inputs: dict[int, list[Tensor]] = {}
-        changing = self.mine.values() if self.model.training else ()  # in evaluation mode no buffer changes
+        # In evaluation mode no buffer changes.
+        changing = self.local_stages.values() if self.model.training else ()
         buffers = [(buffer, buffer.clone()) for stage in changing for buffer in stage.mutable_buffers()]
 
-        for number, stage in self.mine.items():
+        for number, stage in self.local_stages.items():
             received = None
             # A pipeline has at least two ranks, so the stage before is always on another one.
             if number > 0:
@@ -226,7 +227,6 @@ class Pipeline:
         return self._prepared[key]
 
     def _set_mode(self) -> None:
-        """Set training or evaluation mode on modules that the task has put around parts of the model."""
         for module in self._wrappers:
             module.training = self.model.training
 
@@ -237,14 +237,14 @@ _Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass
 
 
 class _ScheduledStage(nn.Module):
-    """What torch's schedule calls, micro-batch after micro-batch."""
+    """The module that torch's schedule calls, micro-batch after micro-batch."""
 
     def __init__(self, number: int, stage: Stage, pipeline: Pipeline):
         super().__init__()
         self.number = number
         self._behind = (pipeline, stage)  # in a tuple: not submodules of this one
-        # When a schedule is new, torch takes away the gradients of its modules' parameters. For a sharded stage that
-        # would take away what FSDP has accumulated, so torch does not see it.
+        # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
+        # FSDP has accumulated, so torch does not see it.
         if pipeline.shard_group is None:
             self.stage = stage
 
@@ -272,7 +272,7 @@ class _ScheduledStage(nn.Module):
             # An error will be raised at the end of the step; until then only the backward must still work.
             total = _finite_total(output)
 
-        # torch got one dtype beforehand; the gradient that starts here is 1 in any.
+        # torch was told one dtype beforehand; the gradient that starts here is 1 in any dtype.
         return total.float()
 
 
@@ -288,7 +288,7 @@ class _PreparedSchedule:
     def __init__(self, pipeline: Pipeline, stage_inputs: dict[int, list[Tensor]], count: int):
         # The last stage returns the loss, a single number.
         loss = torch.empty((), device="meta", requires_grad=True)
-        self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.mine.items()]
+        self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.local_stages.items()]
         self.stages = [
             PipelineStage(
                 module,
@@ -335,7 +335,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
 
 
 def fits(name: str, ranks: int, count: int) -> bool:
-    """Whether the schedule can run `count` micro-batches: torch's own conditions."""
+    """Return whether the schedule can run `count` micro-batches: these are torch's own conditions."""
     if name == "gpipe":
         return True
     if name == "1f1b":
@@ -350,7 +350,7 @@ def _meta(tensor: Tensor) -> Tensor:
 def _shape_of(arguments: ModelInput) -> tuple[Any, ...]:
     """Return a key for the shapes and dtypes of all tensors, and the values of everything else."""
     leaves = tree_leaves(arguments)
-    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else repr(v) for v in leaves)
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def _not_one_call(how_often: str) -> UserError:
