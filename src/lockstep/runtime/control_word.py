@@ -72,9 +72,8 @@ class ControlWordCodec:
             packed[LOSS] = word.loss * times
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
-            high = exact - exact.remainder(LOW)
-            low = exact.floor().remainder(LOW)
-            packed[WEIGHT] = torch.stack([high, low, exact.frac()]) * times
+            terms = [exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]
+            packed[WEIGHT] = torch.stack(terms) * times
         return packed
 
     def unpack(self, values: list[float]) -> ControlWord:

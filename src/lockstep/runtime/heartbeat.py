@@ -62,10 +62,8 @@ class Heartbeat:
     """The rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
 
     def __init__(self, path: Path | None = None):
-        self._memory: mmap.mmap | bytearray
-        if path is None:
-            self._memory = bytearray(SIZE)
-        else:
+        self._memory: mmap.mmap | bytearray = bytearray(SIZE)
+        if path is not None:
             # A mapped file outlives the process: the launcher can read it after a crash.
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, SIZE)

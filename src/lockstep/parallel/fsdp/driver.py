@@ -29,7 +29,6 @@ from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
 from lockstep.precision import BF16_STORED, store
 from lockstep.runtime.context import Runtime, device_name
-from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
@@ -87,7 +86,6 @@ class FSDPDriver(ShardedDriver):
                 module.reshard()
 
     def _sharder(self, config: RunConfig, mesh: DeviceMesh) -> Callable[[nn.Module], None]:
-        """Return the function that shards one module."""
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
         reduce_dtype = torch.float32 if config.precision in BF16_STORED else None
 
@@ -104,11 +102,8 @@ class FSDPDriver(ShardedDriver):
 
         return shard
 
-    def _reduce(self, word: ControlWord) -> None:
-        self._uniform_use.compare(END)
-        super()._reduce(word)
-
     def _reduce_gradients(self) -> None:
+        self._uniform_use.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
             agree_on_plain(self.parameters, self._tp)

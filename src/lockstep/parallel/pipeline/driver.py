@@ -116,7 +116,6 @@ class PipelineDriver(ShardedDriver):
             self._uniform_use.steps += 1
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
-        """Run the micro-batches in the order of the schedule, then reduce."""
         self.begin()
         micros = list(batches)
 

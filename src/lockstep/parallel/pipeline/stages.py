@@ -31,15 +31,10 @@ class Stage(nn.Module):
     """Computes one stage of a pipeline.
 
     A stage is either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
-    (`auto_split.forward_stage.ForwardStage`).
+    (`auto_split.forward_stage.ForwardStage`). `stage(arguments, received)` returns what the model returns, or what the
+    next stage receives. `arguments` are the model's own; `received` comes from the stage before, and is None in the
+    first stage.
     """
-
-    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        """Return what the model returns, or what the next stage receives.
-
-        `arguments` are the model's own; `received` comes from the stage before, and is None in the first stage.
-        """
-        raise NotImplementedError
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return the buffers that a forward may write into."""

@@ -68,7 +68,7 @@ class BlockInterceptor:
 
     def __init__(self, blocks: Sequence[nn.Module]):
         self.blocks: list[nn.Module] = []
-        self._handler: Handler | None = None
+        self.handler: Handler | None = None
         self.install(blocks)
 
     def install(self, blocks: Sequence[nn.Module]) -> None:
@@ -84,15 +84,11 @@ class BlockInterceptor:
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        self._handler = handler
+        self.handler = handler
         try:
             yield
         finally:
-            self._handler = None
-
-    def handle(self, number: int, call: Callable[[], Any]) -> Any:
-        # Without a handler (when a block is recomputed in the backward) the block just runs.
-        return call() if self._handler is None else self._handler(number, call)
+            self.handler = None
 
 
 class _InterceptedCall:
@@ -105,7 +101,11 @@ class _InterceptedCall:
         self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._interceptor.handle(self._number, partial(self.inner, *args, **kwargs))
+        handler = self._interceptor.handler
+        # Without a handler (when a block is recomputed in the backward) the block just runs.
+        if handler is None:
+            return self.inner(*args, **kwargs)
+        return handler(self._number, partial(self.inner, *args, **kwargs))
 
 
 class ForwardStage(Stage):
@@ -131,30 +131,26 @@ class ForwardStage(Stage):
         self.first = first
         self.last = last
         self._interceptor = interceptor
+        self._blocks = interceptor.blocks[first : last + 1]
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
         self._ends_model = last == len(interceptor.blocks) - 1
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return self._interceptor.blocks[self.first : self.last + 1]
-
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
-        return self.blocks
+        return self._blocks
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return all buffers but those of other stages' blocks: code outside the blocks may run in any stage."""
-        own = {id(buffer) for block in self.blocks for buffer in block.buffers()}
+        own = {id(buffer) for block in self._blocks for buffer in block.buffers()}
         of_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
         return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - own]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile block by block: compiled code cannot leave a forward in its middle."""
-        for block in self.blocks:
+        for block in self._blocks:
             CallChain.of(block).compile()  # inside the interception
 
     def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        """Return what the model returns, or a tuple for the next stage."""
         self._received_used = received is None
         args, kwargs = arguments
         handler = partial(self._handle, received or ())
@@ -179,7 +175,6 @@ class ForwardStage(Stage):
         return output
 
     def _handle(self, received: Sequence[Tensor], number: int, call: Callable[[], Any]) -> Any:
-        """Decide what block `number` returns."""
         # Blocks of this stage run, and those after it are never reached.
         if number >= self.first:
             output = call()

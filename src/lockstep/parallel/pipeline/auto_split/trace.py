@@ -74,16 +74,14 @@ class _Trace:
         self._segment_of: dict[int, int] = {}  # by id of a detached output, the segment that returned it
         self._kept_alive: list[Tensor] = []  # the detached outputs, so that no other tensor gets their ids
         inside = {id(buffer) for block in interceptor.blocks for buffer in block.buffers()}
-        outside = [buffer for buffer in model.buffers() if id(buffer) not in inside]
-        self._buffers = [(buffer, buffer.clone()) for buffer in outside]
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in inside]
 
     def run(self, arguments: ModelInput, autocast: Autocast) -> None:
         args, kwargs = arguments
         with _all_trainable(self.model), torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
             try:
                 output = self.model(*args, **kwargs)
-            # Raised by the handler: it has its own words.
-            except UserError:
+            except UserError:  # raised by the handler, with its own words
                 raise
             except Exception as error:
                 why = f"its forward, on the CPU: {type(error).__name__}: {str(error)[:300]}"
