@@ -110,6 +110,7 @@ class Collectives:
             except UserError as caught:
                 error = caught
 
+        # All ranks take part, so that an error on rank 0 reaches the others instead of leaving them waiting.
         result, words = self.gather_json([result, list(error.args) if error else None])[0]
         if words:
             raise error or UserError(*words)

@@ -78,6 +78,7 @@ class ControlWordCodec:
 
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
+        # Rounding removes what a multiplication by 1/N has left.
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         word = ControlWord(weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 

@@ -56,6 +56,7 @@ class DeviceHeartbeat(Heartbeat):
 
     def _read(self) -> None:
         """Add up what the device has finished, and free those events."""
+        # In the order of the stream: what comes after an event that has not happened has not happened either.
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000

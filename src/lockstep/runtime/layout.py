@@ -115,6 +115,7 @@ def _coordinate(tensor: DTensor) -> list[int]:
 
 def _gather(shard: Tensor, split: _Split, group: dist.ProcessGroup) -> Tensor:
     """Undo one split. Shards travel padded to one length, as bytes, since gloo does not know every dtype."""
+    # The last shards may be short.
     shape = list(shard.shape)
     shape[split.dim] = split.step
     padded = shard.new_zeros(shape)
@@ -144,6 +145,7 @@ def like(shard: Tensor, model: DTensor) -> DTensor:
 def laid_out(shard: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
     """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank."""
     placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
+    # The meta tensor gives shape and stride, and takes no memory.
     return _dtensor(shard, model, placements, torch.empty(tuple(shape), device="meta"))
 
 
@@ -173,6 +175,7 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
     terms = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
+    # Each of several ranks that hold the same elements adds its fraction of their sum.
     copies = torch.tensor([ranks / _count_shards(tensor) for tensor in tensors], dtype=torch.float64)
     return terms / copies.to(terms.device)
 

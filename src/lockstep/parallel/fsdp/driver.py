@@ -81,6 +81,7 @@ class FSDPDriver(ShardedDriver):
             with super().many_forwards():
                 yield warning
         finally:
+            # As configured again, and nothing stays gathered.
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
@@ -204,6 +205,7 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:
+        # Propose the fewest replicas that fit, if the number of ranks has a divisor at all.
         divisors = [n for n in range(2, size + 1) if size % n == 0]
         raise UserError(
             f"strategy=hsdp cannot divide {size} ranks into {replicas} replicas",

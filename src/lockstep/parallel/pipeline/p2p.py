@@ -23,6 +23,7 @@ _HEADER = 1 + MAX_TENSORS * _ENTRY
 def sendable(output: Any, number: int) -> list[Tensor]:
     """Return the output of stage `number` as contiguous tensors, or refuse it."""
     values = output if isinstance(output, tuple) else (output,)
+    # First, since a DTensor is also a tensor of floating-point numbers.
     if any(isinstance(value, DTensor) for value in values):
         raise UserError(
             f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",

@@ -38,6 +38,7 @@ class TensorDriver(ShardedDriver):
         self._tp = axes.along("tp")
 
     def _reduce_gradients(self) -> None:
+        # First within a tp group: only gradients that are laid out alike can be summed over replicas.
         for p in self.parameters:
             redistribute_gradient(p)
         reduce_replicas(self.parameters, self._replicas)
@@ -47,6 +48,7 @@ class TensorDriver(ShardedDriver):
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
     """Replace the weights that the plan names by this rank's shards; all others stay as they are."""
     ways = axes.mesh.sizes["tp"]
+    # A bad plan is refused before any rank waits for another.
     plan = choose_plan(model, task, ways, runtime.world.size // ways)
     broadcast_model(model, runtime.collectives)
     apply_plan(model, plan, axes, runtime)
@@ -56,6 +58,7 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
 def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
     styles = {name: STYLES[style] if isinstance(style, str) else style for name, style in plan.items()}
+    # src_data_rank=None: nothing is sent, each rank takes its shard from its own full copy.
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
         _register_cpu_attention()
@@ -82,6 +85,7 @@ def explain_mixtures(model: nn.Module) -> None:
         try:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            # torch has no error class of its own for these; any other error is the user's.
             if not any(word in str(error) for word in ("DTensor", "sharding strategy", "unevenly sharded")):
                 raise
             raise UserError(
@@ -100,6 +104,7 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     trained = list(compress(parameters, replicas.sum_(used.to(replicas.device)).tolist()))
+    # Zeros where this rank has not used a parameter that another one has.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     sum_gradients(trained, replicas)
