@@ -52,9 +52,9 @@ class Collectives:
         if self.world.alone:
             return [value]
 
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         with self._waiting_in("gather_json"):
             # Lengths first: ranks do not know how much the others have to say.
+            data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
             lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
             dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
 

@@ -69,8 +69,7 @@ class Runtime:
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
     """Choose the device, join the process group, and leave it at the end. `store` replaces the usual rendezvous."""
     device = choose_device(config.device, world)
-    kind = DeviceHeartbeat if device.type == "cuda" else Heartbeat
-    heartbeat = kind.from_env(world.rank)
+    heartbeat = (DeviceHeartbeat if device.type == "cuda" else Heartbeat).from_env(world.rank)
     faults.install(heartbeat)
 
     # Before anything touches CUDA, or every rank opens a context on GPU 0.

@@ -47,8 +47,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11), so it goes through the host.
     shard = tensor.to_local().detach().cpu()
-    for split in reversed(_splits(tensor)):
-        shard = _gather(shard, split, tensor.device_mesh.get_group(split.axis))
+    for axis, dim, size in reversed(_splits(tensor)):
+        shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
     return shard.to(tensor.device)
 
 
@@ -58,40 +58,29 @@ def block_of(tensor: DTensor) -> Block:
     coordinate = _coordinate(tensor)
     shape = list(tensor.shape)
     offset = [0] * tensor.dim()
-    for split in _splits(tensor):
-        offset[split.dim] += split.start(coordinate[split.axis])
-        shape[split.dim] = split.length(coordinate[split.axis])
+    for axis, dim, size in _splits(tensor):
+        start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), coordinate[axis])
+        offset[dim] += start
     assert list(shard.shape) == shape, "a shard of another size than its layout says"
 
     # Along replicated axes, inside its mesh or outside, only coordinate 0 counts as the first copy.
     axes = zip(coordinate, tensor.placements, strict=True)
-    copies = [position for position, placement in axes if placement == Replicate()]
-    first_copy = not any(copies + _coordinates_outside(tensor))
-    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy)
+    copies = [position for position, placement in axes if placement == Replicate()] + _coordinates_outside(tensor)
+    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
 
 
-@dataclass(frozen=True)
-class _Split:
-    """One mesh axis splits one dimension as torch.chunk does: the last shards may be short, or empty."""
-
-    axis: int
-    dim: int
-    size: int  # of the dimension, before this split
-    shards: int
-
-    @property
-    def step(self) -> int:
-        return -(-self.size // self.shards)
-
-    def start(self, coordinate: int) -> int:
-        return min(coordinate * self.step, self.size)
-
-    def length(self, coordinate: int) -> int:
-        return min(self.step, self.size - self.start(coordinate))
+def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:
+    """Return where shard `index` starts, and its length. As with torch.chunk, the last ones may be short, or empty."""
+    step = -(-size // shards)
+    start = min(index * step, size)
+    return start, min(step, size - start)
 
 
-def _splits(tensor: DTensor) -> list[_Split]:
-    """Return the splits in the order in which this rank's shard came about."""
+def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Return the splits in the order in which this rank's shard came about.
+
+    Each is a mesh axis, the dimension that it splits, and the size of that dimension before.
+    """
     # The sharded axes, left to right; but FSDP shards what tp has sharded, and stands to the left of it.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
     sharded.sort(key=lambda pair: isinstance(pair[1], _StridedShard))
@@ -101,9 +90,8 @@ def _splits(tensor: DTensor) -> list[_Split]:
     splits = []
     for axis, placement in sharded:
         dim = placement.dim  # pyrefly: ignore[missing-attribute]
-        split = _Split(axis, dim, shape[dim], tensor.device_mesh.size(axis))
-        splits.append(split)
-        shape[dim] = split.length(coordinate[axis])
+        splits.append((axis, dim, shape[dim]))
+        _, shape[dim] = _chunk(shape[dim], tensor.device_mesh.size(axis), coordinate[axis])
     return splits
 
 
@@ -113,17 +101,20 @@ def _coordinate(tensor: DTensor) -> list[int]:
     return list(coordinate)
 
 
-def _gather(shard: Tensor, split: _Split, group: dist.ProcessGroup) -> Tensor:
-    """Undo one split. Shards travel padded to one length, as bytes, since gloo does not know every dtype."""
-    # The last shards may be short.
-    shape = list(shard.shape)
-    shape[split.dim] = split.step
-    padded = shard.new_zeros(shape)
-    padded.narrow(split.dim, 0, shard.shape[split.dim]).copy_(shard)
+def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Undo the split of dimension `dim`, which had `size` elements.
 
-    shards = padded.new_empty(split.shards, *shape)
+    Shards travel padded to one length, as bytes, since gloo does not know every dtype.
+    """
+    lengths = [_chunk(size, group.size(), index)[1] for index in range(group.size())]
+    shape = list(shard.shape)
+    shape[dim] = lengths[0]
+    padded = shard.new_zeros(shape)
+    padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+
+    shards = padded.new_empty(len(lengths), *shape)
     dist.all_gather(list(shards.flatten(1).view(torch.uint8)), padded.flatten().view(torch.uint8), group=group)
-    return torch.cat([s.narrow(split.dim, 0, split.length(n)) for n, s in enumerate(shards)], split.dim)
+    return torch.cat([s.narrow(dim, 0, length) for s, length in zip(shards, lengths, strict=True)], dim)
 
 
 def _coordinates_outside(tensor: DTensor) -> list[int]:

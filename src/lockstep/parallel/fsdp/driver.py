@@ -32,6 +32,8 @@ from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
+TOO_LARGE = "every forward gathers the model again: twice its parameters do not fit"
+
 
 class FSDPDriver(ShardedDriver):
     """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
@@ -76,10 +78,9 @@ class FSDPDriver(ShardedDriver):
         for module in modules:
             module.set_reshard_after_forward(not stays_gathered, recurse=False)
 
-        warning = None if stays_gathered else "every forward gathers the model again: twice its parameters do not fit"
         try:
             with super().many_forwards():
-                yield warning
+                yield None if stays_gathered else TOO_LARGE
         finally:
             # As configured again, and nothing stays gathered.
             for module in modules:
@@ -153,8 +154,8 @@ def describe_blocks(count: int, alone: int) -> dict[str, str]:
     """Return a banner line unless all `count` blocks are gathered `alone`."""
     if alone == count:
         return {}
-    shared = f"{count - alone} of {count} blocks share a parameter with others"
-    return {"fsdp": f"{shared}: they are gathered together with the rest"}
+    how = "share a parameter with others: they are gathered together with the rest"
+    return {"fsdp": f"{count - alone} of {count} blocks {how}"}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:

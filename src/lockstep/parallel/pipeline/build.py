@@ -48,14 +48,19 @@ def make_stages(
         return stages, [[*stage.parameters(), *stage.buffers()] for stage in stages]
 
     blocks = find_blocks(model, config.blocks)
+    if not blocks:
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages",
+            "only its forward knows what runs after what, and it has no list of modules of one class to split between",
+            WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
+        )
     # A user's own loop has no data to look at.
-    if not blocks or data is None:
-        why = "only its forward knows what runs after what"
-        fix = WHAT_TO_WRITE
-        if not blocks:
-            why += ", and it has no list of modules of one class to split between"
-            fix = WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)")
-        raise UserError(f"{type(model).__name__} cannot be split into stages", why, fix)
+    if data is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages",
+            "only its forward knows what runs after what",
+            WHAT_TO_WRITE,
+        )
 
     from lockstep.parallel.pipeline.auto_split.trace import split_forward  # only where nothing else says how
 

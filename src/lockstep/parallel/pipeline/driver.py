@@ -105,9 +105,15 @@ class PipelineDriver(ShardedDriver):
         )
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, real)
-        autocast = choose(config, runtime.device).autocast
-        shard_group = self._replicas if self._sharded else None
-        self._flow = Pipeline(model, stages, config.pp.schedule, axes.along("pp"), autocast, self._foreign, shard_group)
+        self._flow = Pipeline(
+            model,
+            stages,
+            config.pp.schedule,
+            axes.along("pp"),
+            choose(config, runtime.device).autocast,
+            self._foreign,
+            shard_group=self._replicas if self._sharded else None,
+        )
 
     def begin(self) -> None:
         super().begin()

@@ -46,10 +46,9 @@ def sendable(output: Any, number: int) -> list[Tensor]:
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
     """Send `tensors`; `to` is a rank of the group."""
     if len(tensors) > MAX_TENSORS or any(t.dim() > MAX_DIMS or t.dtype not in DTYPES for t in tensors):
-        shapes = [f"{t.dtype} {tuple(t.shape)}" for t in tensors[:MAX_TENSORS]]
         raise UserError(
             f"a stage passes {len(tensors)} tensors to the next stage that cannot be sent",
-            ", ".join(shapes),
+            ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors[:MAX_TENSORS]),
             f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
         )
 

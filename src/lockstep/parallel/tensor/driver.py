@@ -117,8 +117,7 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
-        flat = replicas.sum_(torch.cat([grad.flatten() for grad in grads]))
-        sums = flat.split([grad.numel() for grad in grads])
+        sums = replicas.sum_(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
 
 

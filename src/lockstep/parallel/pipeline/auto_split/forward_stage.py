@@ -10,8 +10,7 @@ depends on that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,40 +23,33 @@ from lockstep.parallel.call_chain import Call, CallChain
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
 
 Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
+TracedOutput = tuple[list[Tensor], Any]  # what a block returned: its tensors, on the meta device, and the rest
 
 
 class _LeaveForward(BaseException):
     """Ends a stage, with what it passes on. Not an Exception, so that no `except` in the model catches it."""
 
 
-@dataclass(frozen=True)
-class OutputSpec:
-    """What a block returns: tensors of known shapes and dtypes, and the rest."""
+def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_received: Sequence[Tensor]) -> Any:
+    """Return an output like the traced one, full of NaN.
 
-    like: tuple[Tensor, ...]  # on the meta device
-    rest: Any
+    The micro-batch may have other sizes than the traced one. `received` shows which, compared with what was received
+    in the trace: a dimension that was equal to one of its dimensions then is equal to it now.
+    """
+    tensors = []
+    for number, tensor in enumerate(output[0]):
+        # The output at the same position is the likeliest to have the same sizes.
+        twin = number if number < len(received) else 0
+        sizes = list(tensor.shape)
+        for dim, (size, traced) in enumerate(zip(sizes, traced_received[twin].shape, strict=False)):
+            if size == traced:
+                sizes[dim] = received[twin].shape[dim]
 
-    def build_nan(self, received: Sequence[Tensor], received_spec: OutputSpec) -> Any:
-        """Return such an output full of NaN.
+        # NaN wherever possible: should it be used after all, that shows.
+        value = float("nan") if tensor.is_floating_point() else 0
+        tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
 
-        The micro-batch may have other sizes than the traced one. `received`, whose traced output was `received_spec`,
-        shows which: a dimension that was equal to one of its dimensions then is equal to it now.
-        """
-        tensors = []
-        for number, tensor in enumerate(self.like):
-            # The output at the same position is the likeliest to have the same sizes.
-            twin = number if number < len(received) else 0
-            sizes = list(tensor.shape)
-            now = received[twin].shape
-            for dim, (size, traced) in enumerate(zip(sizes, received_spec.like[twin].shape, strict=False)):
-                if size == traced:
-                    sizes[dim] = now[dim]
-
-            # NaN wherever possible: should it be used after all, that shows.
-            value = float("nan") if tensor.is_floating_point() else 0
-            tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
-
-        return unflatten(tensors, self.rest)
+    return unflatten(tensors, output[1])
 
 
 class BlockInterceptor:
@@ -115,14 +107,14 @@ class ForwardStage(Stage):
         self,
         model: nn.Module,
         interceptor: BlockInterceptor,
-        outputs: Sequence[OutputSpec],
+        outputs: Sequence[TracedOutput],
         first: int,
         last: int,
         foreign_buffers: Sequence[str] = (),
     ):
         """Set up the stage.
 
-        outputs: the spec of each block
+        outputs: of each block
         foreign_buffers: names of the buffers outside the blocks that the code of another stage writes into; that code
             may also run here, and must not count twice
         """
@@ -153,11 +145,11 @@ class ForwardStage(Stage):
     def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
         self._received_used = received is None
         args, kwargs = arguments
-        handler = partial(self._handle, received or ())
         left_early = False
 
         try:
-            with self._protected_buffers(), self._interceptor.handled_by(handler):
+            with ExitStack() as stack, self._interceptor.handled_by(partial(self._handle, received or ())):
+                self._protect_buffers(stack)
                 output = self.model(*args, **kwargs)
         except _LeaveForward as leave:
             (output,) = leave.args
@@ -184,12 +176,13 @@ class ForwardStage(Stage):
 
         # Blocks of earlier stages do not run, and what they return is not used.
         if number < self.first - 1:
-            return self._outputs[number].build_nan(received, self._outputs[self.first - 1])
+            traced_received, _ = self._outputs[self.first - 1]
+            return _nan_output(self._outputs[number], received, traced_received)
 
         # The last block before this stage: its output has been received.
         self._received_used = True
         # Cloned, since the model may write into it.
-        return unflatten([tensor.clone() for tensor in received], self._outputs[number].rest)
+        return unflatten([tensor.clone() for tensor in received], self._outputs[number][1])
 
     def _to_next_stage(self, output: Any) -> tuple[Tensor, ...]:
         try:
@@ -202,22 +195,14 @@ class ForwardStage(Stage):
                 "or list the stages in stages(model)",
             ) from None
 
-    @contextmanager
-    def _protected_buffers(self) -> Iterator[None]:
-        """Replace the buffers that other stages change with copies.
+    def _protect_buffers(self, stack: ExitStack) -> None:
+        """Replace the buffers that other stages change with copies, until `stack` ends.
 
         Restoring the values instead would not do: a backward may still need what was written.
         """
-        slots = []
         for name in self._foreign_buffers:
             module, _, own = name.rpartition(".")
             buffers = self.model.get_submodule(module)._buffers
-            slots.append((buffers, own, self.model.get_buffer(name)))
-
-        for buffers, own, original in slots:
+            original = self.model.get_buffer(name)
+            stack.callback(buffers.__setitem__, own, original)
             buffers[own] = original.clone()
-        try:
-            yield
-        finally:
-            for buffers, own, original in slots:
-                buffers[own] = original

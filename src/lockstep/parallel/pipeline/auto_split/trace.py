@@ -8,8 +8,8 @@ parameters that it will not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.call_state import StateSnapshot, leaves_reached
 from lockstep.parallel.driver import Autocast
-from lockstep.parallel.pipeline.auto_split.forward_stage import BlockInterceptor, ForwardStage, OutputSpec
+from lockstep.parallel.pipeline.auto_split.forward_stage import BlockInterceptor, ForwardStage, TracedOutput
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, balance, placeholder, too_few_splits
 
 
@@ -66,7 +66,7 @@ class _Trace:
         self.model = model
         self.interceptor = interceptor
         self.order: list[int] = []  # blocks, as they were called
-        self.outputs: list[OutputSpec] = []
+        self.outputs: list[TracedOutput] = []
         self.needs: list[set[int]] = []  # ids of the parameters of each segment
         self.changed: list[set[int]] = []  # ids of the buffers outside blocks that each segment writes into
         self.closed: set[int] = set()  # segments after which there is no split
@@ -78,7 +78,8 @@ class _Trace:
 
     def run(self, arguments: ModelInput, autocast: Autocast) -> None:
         args, kwargs = arguments
-        with _all_trainable(self.model), torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
+        with ExitStack() as stack, torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
+            _unfreeze(self.model, stack)
             try:
                 output = self.model(*args, **kwargs)
             except UserError:  # raised by the handler, with its own words
@@ -109,7 +110,7 @@ class _Trace:
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         self._segment_of.update({id(tensor): segment for tensor in detached})
         self._kept_alive.extend(detached)
-        self.outputs.append(OutputSpec(tuple(torch.empty_like(tensor, device="meta") for tensor in tensors), rest))
+        self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], rest))
         return unflatten([tensor.clone() for tensor in detached], rest)
 
     def _end_segment(self, tensors: Sequence[Tensor], own: Iterable[nn.Parameter]) -> None:
@@ -158,8 +159,7 @@ class _Trace:
         return [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in used_elsewhere]
 
     def _used_by(self, start: int, stop: int) -> set[int]:
-        blocks = self.interceptor.blocks[start:stop]
-        buffers = {id(buffer) for block in blocks for buffer in block.buffers()}
+        buffers = {id(buffer) for block in self.interceptor.blocks[start:stop] for buffer in block.buffers()}
         return buffers.union(*self.needs[start:stop], *self.changed[start:stop])
 
 
@@ -174,7 +174,8 @@ def _dry_run(
     passed: Any = None
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
-            with torch.no_grad(), autocast(), _others_nan(model, {id(tensor) for tensor in tensors}):
+            with torch.no_grad(), autocast(), ExitStack() as stack:
+                _hide_others(model, {id(tensor) for tensor in tensors}, stack)
                 passed = stage(arguments, passed)
         except Exception as error:
             why = f"stage {number}, without what the others have: {type(error).__name__}: {str(error)[:300]}"
@@ -201,32 +202,20 @@ def _leaves(tensors: Sequence[Tensor]) -> set[int]:
     return {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
 
 
-@contextmanager
-def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Unfreeze all parameters: the autograd graph shows only those that require a gradient."""
-    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(True)
-
-    try:
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
+def _unfreeze(model: nn.Module, stack: ExitStack) -> None:
+    """Unfreeze all parameters until `stack` ends: the autograd graph shows only those that require a gradient."""
+    for p in model.parameters():
+        if p.is_floating_point() and not p.requires_grad:
+            stack.callback(p.requires_grad_, False)
+            p.requires_grad_(True)
 
 
-@contextmanager
-def _others_nan(model: nn.Module, own: set[int]) -> Iterator[None]:
-    """Replace parameters whose ids are not in `own` by NaN."""
-    others = [(p, p.data) for p in model.parameters() if id(p) not in own]
-    for p, _ in others:
-        p.data = placeholder(p, p.device)
-
-    try:
-        yield
-    finally:
-        for p, data in others:
-            p.data = data
+def _hide_others(model: nn.Module, own: set[int], stack: ExitStack) -> None:
+    """Replace the parameters whose ids are not in `own` by NaN, until `stack` ends."""
+    for p in model.parameters():
+        if id(p) not in own:
+            stack.callback(setattr, p, "data", p.data)
+            p.data = placeholder(p, p.device)
 
 
 def _cannot_split(model: nn.Module, why: str) -> UserError:
