@@ -18,7 +18,6 @@ shows what torch does without this module, and fails when torch no longer needs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -113,7 +112,8 @@ class UniformUse:
             return "is done", []
         if action == GATHER:
             return "is about to use", self.groups[number]
-        return "has a gradient for", list(compress(self.groups[number], has_gradient))
+        names = zip(self.groups[number], has_gradient, strict=True)
+        return "has a gradient for", [name for name, has in names if has]
 
 
 class _ComparedGather(DefaultAllGather):

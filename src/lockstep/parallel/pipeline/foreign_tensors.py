@@ -9,7 +9,6 @@ the ranks compare after the last micro-batch, before anything is applied, and al
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class ForeignTensors:
 
     def check(self, anywhere: Sequence[bool]) -> None:
         """Raise an error if `used`, combined over all ranks, names any tensor."""
-        names = list(compress(self.stages, anywhere))
+        names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
         if not names:
             return
 

@@ -38,11 +38,12 @@ class Stage(nn.Module):
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return the buffers that a forward may write into."""
-        raise NotImplementedError
+        return list(self.buffers())
 
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
         """Return the blocks that run in this stage."""
-        raise NotImplementedError
+        inside = {id(module) for module in self.modules()}
+        return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 class SequentialStage(Stage):
@@ -60,13 +61,6 @@ class SequentialStage(Stage):
             args = value if isinstance(value, tuple) else (value,)  # a tuple becomes several arguments
             kwargs = {}
         return value
-
-    def mutable_buffers(self) -> list[Tensor]:
-        return list(self.buffers())
-
-    def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
-        inside = {id(module) for module in self.modules()}
-        return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 # ---- lists of layers ----

@@ -9,7 +9,6 @@ elements on every rank; those of a sharded activation are torch's own, and diffe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import compress
 from typing import Any
 
 import torch
@@ -103,7 +102,8 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     if replicas.world.alone or not parameters:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
-    trained = list(compress(parameters, replicas.sum_(used.to(replicas.device)).tolist()))
+    users = replicas.sum_(used.to(replicas.device)).tolist()
+    trained = [p for p, count in zip(parameters, users, strict=True) if count]
     # Zeros where this rank has not used a parameter that another one has.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
