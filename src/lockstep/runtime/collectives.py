@@ -136,6 +136,7 @@ class Collectives:
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors into messages: all small ones together, and each large one by itself, which saves a copy of it."""
+    # A tensor without elements needs no message.
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
     if not small:

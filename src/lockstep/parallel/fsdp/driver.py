@@ -196,6 +196,7 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
 
 def count_replicas(config: FSDPConfig, world: World) -> int:
     """Return how many groups of ranks hold a full replica each, under hsdp."""
+    # By default one per machine, so that parameters are gathered inside a machine only.
     return config.replicas or max(2, world.size // world.local_size)
 
 

@@ -151,6 +151,7 @@ class PipelineDriver(ShardedDriver):
         holders = self.placement.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
+        # The ranks of other stages have a placeholder only, and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:
@@ -161,6 +162,7 @@ class PipelineDriver(ShardedDriver):
     def sync_buffers(self) -> None:
         rank = self.runtime.world.rank
         holders = self.placement.holders
+        # Placeholders of other stages have no memory to receive into.
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
         self._replicas.broadcast_(buffers)
         self._tp.broadcast_(buffers)
