@@ -232,6 +232,31 @@ def test_short_number_formats(pool: Pool, precision: str) -> None:
             torch.testing.assert_close(found["weights"][name], expected, rtol=1e-3, atol=1e-4)
 
 
+class Unchanging(Row):
+    """Does not learn, and reports whether the loss computes its own product in bfloat16."""
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = self.loss(model, batch)
+        product = batch[0].T @ batch[0]
+        is_short = torch.tensor(float(product.dtype == torch.bfloat16))
+        return Loss(loss.total, loss.weight, {"bfloat16": (is_short, 1)})
+
+
+def test_an_evaluation_computes_in_the_precision_of_the_run(pool: Pool) -> None:
+    """In every stage, and in the loss after them."""
+    values = {"steps": 1, "precision": "bf16", "evaluate.batch": 8}
+    (single,) = pool.run(final, Unchanging(), values | {"strategy": "ddp"}, world=1)
+    (full,) = pool.run(final, Unchanging(), values | {"strategy": "ddp", "precision": "fp32"}, world=1)
+    expected = single["summary"]["eval_loss"]
+    assert full["summary"]["eval_loss"] != pytest.approx(expected, rel=1e-5), "the precision makes no difference"
+    for found in pool.run(final, Unchanging(), values, world=2):
+        assert found["summary"]["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        assert found["summary"]["eval_metrics"]["bfloat16"] == 1
+
+
 class Spoiled(Row):
     """One target is no number. The loss looks at all parameters, and reads none."""
 

@@ -21,7 +21,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
 from lockstep.parallel.mesh import Axes, Mesh
-from lockstep.parallel.tensor.driver import settle_gradient
+from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
@@ -304,7 +304,7 @@ def settled(world: World, store: Any) -> list[float]:
         mesh = Axes(Mesh({"pp": 1, "dp": 1, "tp": world.size}, world.rank), runtime).devices["tp"]
         parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
         parameter.grad = DTensor.from_local(torch.full((2,), 1.0 + world.rank), mesh, [Partial()])
-        settle_gradient(parameter)
+        redistribute_gradient(parameter)
         return local(parameter.grad).tolist()
 
 

@@ -1,4 +1,5 @@
 import typing
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -178,8 +179,9 @@ def test_a_limit_of_memory_ends_with_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fractions[-1])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    with context._limited_memory(2.0, torch.device("cuda", 0)):
+    with ExitStack() as stack:
+        context._limit_memory(2.0, torch.device("cuda", 0), stack)
         assert fractions[-1] == 0.25
     assert fractions[-1] == 1.0
-    with pytest.raises(UserError, match="gpu_memory=8"), context._limited_memory(9.0, torch.device("cuda", 0)):
-        pass
+    with pytest.raises(UserError, match="gpu_memory=8"):
+        context._limit_memory(9.0, torch.device("cuda", 0), stack)

@@ -57,28 +57,20 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
+    # What torch.compile caches, on disk and in this process, contains the kernels it was compiled for, and torch does
+    # not compare them with those wanted now. So the choice becomes part of the key on disk; and a run that chooses by
+    # name begins and ends with nothing compiled in the process. (`auto` is the same in every run of a machine.)
     by_name = config.attention != "auto"
-    with sdpa_kernel([kernels[name] for name in names], set_priority=True), _compiled_for(names, by_name):
-        yield
-
-
-@contextmanager
-def _compiled_for(names: tuple[str, ...], by_name: bool) -> Iterator[None]:
-    """Keep code that was compiled for other kernels from being used.
-
-    What torch.compile caches, on disk and in this process, contains the kernels of its day, and torch does not compare
-    them with those wanted now. So the choice becomes part of the key on disk; and a run that chooses by name begins and
-    ends with nothing compiled in the process. (`auto` is the same in every run of a machine.)
-    """
     settings = torch.compiler.config
-    before = settings.cache_key_tag
-    _forget_compiled(by_name)
-    settings.cache_key_tag = f"{before} attention={','.join(names)}"
-    try:
-        yield
-    finally:
-        settings.cache_key_tag = before
+    tag = settings.cache_key_tag
+    with sdpa_kernel([kernels[name] for name in names], set_priority=True):
         _forget_compiled(by_name)
+        settings.cache_key_tag = f"{tag} attention={','.join(names)}"
+        try:
+            yield
+        finally:
+            settings.cache_key_tag = tag
+            _forget_compiled(by_name)
 
 
 def _forget_compiled(by_name: bool) -> None:

@@ -15,8 +15,7 @@ from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-# Bytes. For a smaller tensor the message costs more than its contents, so several travel together.
-SMALL = 2**16
+SMALL = 2**16  # bytes; for a smaller tensor the message costs more than its contents, so several travel together
 
 
 class Collectives:
@@ -54,29 +53,24 @@ class Collectives:
             return [value]
 
         with self._waiting_in("gather_json"):
-            return self._gather_json(value)
+            # Lengths first: ranks do not know how much the others have to say.
+            data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+            lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
+            dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
 
-    def _gather_json(self, value: Any) -> list[Any]:
-        # Lengths first: ranks do not know how much the others have to say.
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
-
-        # all_gather needs equal sizes: pad to the longest. Reading the lengths waits for the device.
-        sizes = [int(length) for length in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        padded[: data.numel()] = data
-        parts = [torch.empty_like(padded) for _ in range(self.world.size)]
-        dist.all_gather(parts, padded, group=self.group)
-
-        return [json.loads(bytes(part[:size].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)]
+            # all_gather needs equal sizes: pad to the longest. Reading the lengths waits for the device.
+            sizes = [int(length) for length in lengths]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+            padded[: data.numel()] = data
+            texts = [torch.empty_like(padded) for _ in range(self.world.size)]
+            dist.all_gather(texts, padded, group=self.group)
+            return [json.loads(bytes(text[:size].cpu().tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Add `values` (any shape) over all ranks, in place and on their device: no host synchronisation."""
         if not self.world.alone:
             with self._waiting_in("sum"):
                 dist.all_reduce(values, group=self.group)
-
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -87,7 +81,6 @@ class Collectives:
         gathered = values.new_empty(self.world.size, *values.shape)
         with self._waiting_in("gather"):
             dist.all_gather(list(gathered.unbind()), values, group=self.group)
-
         return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
@@ -98,14 +91,14 @@ class Collectives:
         with self._waiting_in("broadcast"):
             for batch in _batches(tensors):
                 # As bytes: gloo does not support every dtype.
-                parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
-                sent = torch.cat(parts) if len(parts) > 1 else parts[0]
-                dist.broadcast(sent, group=self.group, group_src=source)
+                contents = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
+                message = torch.cat(contents) if len(contents) > 1 else contents[0]
+                dist.broadcast(message, group=self.group, group_src=source)
 
                 # A single contiguous tensor was received in place; the others are copied out of the message.
-                for tensor, part in zip(batch, sent.split([len(part) for part in parts]), strict=True):
-                    if part.data_ptr() != tensor.data_ptr():
-                        tensor.detach().copy_(part.view(tensor.dtype).view_as(tensor))
+                for tensor, content in zip(batch, message.split([len(content) for content in contents]), strict=True):
+                    if content.data_ptr() != tensor.data_ptr():
+                        tensor.detach().copy_(content.view(tensor.dtype).view_as(tensor))
 
     def run_on_rank0(self, act: Callable[[], Any]) -> Any:
         """Run `act` on rank 0, and return its result, plain JSON, on every rank. A UserError is raised everywhere."""
@@ -114,12 +107,13 @@ class Collectives:
         if self.world.rank == 0:
             try:
                 result = act()
-            except UserError as problem:
-                error = problem
+            except UserError as caught:
+                error = caught
 
-        result, problem = self.gather_json([result, list(error.args) if error else None])[0]
-        if problem:
-            raise error or UserError(*problem)
+        # All ranks take part, so that an error on rank 0 reaches the others instead of leaving them waiting.
+        result, words = self.gather_json([result, list(error.args) if error else None])[0]
+        if words:
+            raise error or UserError(*words)
         return result
 
     def any(self, flag: bool) -> bool:
@@ -142,6 +136,7 @@ class Collectives:
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors into messages: all small ones together, and each large one by itself, which saves a copy of it."""
+    # A tensor without elements needs no message.
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
     if not small:

@@ -25,11 +25,8 @@ from lockstep.runtime.world import World
 
 START_TIMEOUT = timedelta(minutes=5)
 
-# The least timeout of a collective. NCCL's default is less than compiling may take.
-LEAST_TIMEOUT = timedelta(minutes=30)
-
-# How often the ranks have compared their devices, for a fresh name in the store each time.
-_DEVICE_CHECKS = count()
+LEAST_TIMEOUT = timedelta(minutes=30)  # of a collective; compiling may take longer than NCCL's default
+_DEVICE_CHECKS = count()  # how often the ranks have compared their devices, for a fresh name in the store each time
 
 
 @dataclass(frozen=True)
@@ -38,15 +35,11 @@ class Runtime:
 
     world: World
     device: torch.device
-
-    # "none" in a world of one.
-    backend: str
+    backend: str  # "none" in a world of one
     collectives: Collectives
     threads: int
     heartbeat: Heartbeat
-
-    # Whether a signal asked this rank to save and stop.
-    notice: PreemptionNotice
+    notice: PreemptionNotice  # whether a signal asked this rank to save and stop
 
     @property
     def is_main(self) -> bool:
@@ -63,13 +56,12 @@ class Runtime:
 
         # Each rank counts its own visits: the n-th visit of one meets the n-th visit of all others.
         store = dist.distributed_c10d._get_default_store()
-        time = store.add(f"{name}/times/{self.world.rank}", 1)
-        store.set(f"{name}/{time}/{self.world.rank}", "here")
+        visit = store.add(f"{name}/times/{self.world.rank}", 1)
+        store.set(f"{name}/{visit}/{self.world.rank}", "here")
         try:
-            store.wait([f"{name}/{time}/{rank}" for rank in range(self.world.size)], timeout)
+            store.wait([f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
         except dist.DistStoreError:
             return False
-
         return True
 
 
@@ -77,21 +69,17 @@ class Runtime:
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
     """Choose the device, join the process group, and leave it at the end. `store` replaces the usual rendezvous."""
     device = choose_device(config.device, world)
-    kind = DeviceHeartbeat if device.type == "cuda" else Heartbeat
-    heartbeat = kind.from_env(world.rank)
+    heartbeat = (DeviceHeartbeat if device.type == "cuda" else Heartbeat).from_env(world.rank)
     faults.install(heartbeat)
 
     # Before anything touches CUDA, or every rank opens a context on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
     _set_numerics(config, device)
-
     # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
     heartbeat.beat("join")
-
     # A script may have made the process group itself. It will also destroy it.
     joined = dist.is_initialized()
     if joined:
@@ -103,26 +91,31 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         backend = join(world, device, store, timeout=timeout)
 
     try:
-        with ExitStack() as contexts:
+        with ExitStack() as stack:
             # Left in the opposite order: signals are handled until everything else is restored.
-            notice = contexts.enter_context(handle_signals())
+            notice = stack.enter_context(handle_signals())
             if device.type == "cuda":
-                contexts.enter_context(_own_stream(device))
+                stack.enter_context(_own_stream(device))
+            stack.enter_context(attention(config, device))
+            if config.gpu_memory is not None:
+                _limit_memory(config.gpu_memory, device, stack)
 
-            contexts.enter_context(attention(config, device))
-            contexts.enter_context(_limited_memory(config.gpu_memory, device))
-            contexts.enter_context(_attention_fastpath(enabled=not config.exact))
+            # In evaluations torch's attention layers take a fast path, with other kernels, unless their weights are
+            # sharded: `exact` must avoid it everywhere.
+            fastpath = torch.backends.mha.get_fastpath_enabled()
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+            torch.backends.mha.set_fastpath_enabled(fastpath and not config.exact)
+
             yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
     finally:
         # The process may train again, with other settings.
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)
-
         if backend != "none" and not joined:
             dist.destroy_process_group()
 
 
-# The process group
+# ---- the process group ----
 
 
 def join(
@@ -139,40 +132,38 @@ def join(
     if store is None:
         assert world.master_addr is not None
         assert world.master_port is not None
+        # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
+        agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(
             world.master_addr,
             world.master_port,
             world.size,
-            is_master=world.rank == 0 and not _agent_hosts_store(),
+            is_master=world.rank == 0 and not agent_hosts_store,
             timeout=timeout or START_TIMEOUT,
             master_listen_fd=world.listen_fd,
         )
-
         # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     backend = asked if asked != "auto" else _backend_for(world, device, store)
-
-    # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
-    device_id = device if backend == "nccl" else None
     dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id, timeout=timeout
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
+        device_id=device if backend == "nccl" else None,
+        timeout=timeout,
     )
-
     return backend
 
 
-def _agent_hosts_store() -> bool:
-    """Whether torchrun's agent already listens on MASTER_PORT and serves the store itself."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
-    """NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory."""
     if device.type != "cuda":
         return "gloo"
 
-    # More ranks than GPUs that this one sees: they share some, or each was given one of its own to see.
+    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory. With more ranks than GPUs that
+    # this one sees, they share some, or each was given one of its own to see.
     doubtful = world.local_size > torch.cuda.device_count()
     return "gloo" if doubtful and share_devices(world, device_name(device), store) else "nccl"
 
@@ -181,20 +172,17 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
     """Return whether two ranks share a device. Collective: every rank must call it."""
     store = dist.PrefixStore(f"devices/{next(_DEVICE_CHECKS)}", store)
 
-    # The second rank on a device reports it; the last rank to come lets all of them read the result.
+    # The second rank on a device reports it; the last rank to arrive lets all of them read the result.
     if store.add(name, 1) > 1:
         store.add("shared", 1)
-
     if store.add("ranks", 1) == world.size:
         store.set("complete", "")
-
     store.wait(["complete"])
-
     return store.add("shared", 0) > 0
 
 
 def _check_joined(world: World) -> None:
-    """Check that a process group made by the script agrees, or ranks would train alone or wait forever."""
+    # If the group and the environment disagreed, ranks would train alone or wait forever.
     rank = dist.get_rank()
     size = dist.get_world_size()
     if (rank, size) != (world.rank, world.size):
@@ -205,7 +193,7 @@ def _check_joined(world: World) -> None:
         )
 
 
-# The device
+# ---- the device ----
 
 
 def choose_device(asked: str, world: World) -> torch.device:
@@ -227,7 +215,7 @@ def device_name(device: torch.device) -> str:
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Run everything on one stream of its own.
+    """Run everything on a stream of our own.
 
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
     than the work.
@@ -238,17 +226,11 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     own.wait_stream(before)
     with torch.cuda.stream(own):
         yield
-
     before.wait_stream(own)
 
 
-@contextmanager
-def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[None]:
-    """Limit this process to this many GiB of GPU memory (`gpu_memory`)."""
-    if gibibytes is None:
-        yield
-        return
-
+def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> None:
+    """Limit this process to this many GiB of GPU memory (`gpu_memory`), until `stack` ends."""
     if device.type != "cuda":
         raise UserError(f"gpu_memory={gibibytes:g} needs a GPU", f"a run on {device.type}", "leave gpu_memory out")
 
@@ -261,14 +243,11 @@ def _limited_memory(gibibytes: float | None, device: torch.device) -> Iterator[N
         )
 
     before = torch.cuda.get_per_process_memory_fraction(device)
+    stack.callback(torch.cuda.set_per_process_memory_fraction, before, device)
     torch.cuda.set_per_process_memory_fraction(gibibytes / total, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-# Numerics
+# ---- numerics ----
 
 
 def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
@@ -281,29 +260,12 @@ def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
     return torch.get_num_threads()
 
 
-@contextmanager
-def _attention_fastpath(enabled: bool) -> Iterator[None]:
-    """Keep or disable the fast path of torch's attention layers in evaluations.
-
-    It uses other kernels, and layers whose weights are sharded do not take it: `exact` must avoid it everywhere.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(before and enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _set_numerics(config: RunConfig, device: torch.device) -> None:
-    """Set torch's global switches for determinism."""
     same_bits = config.deterministic or config.exact
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not same_bits
-
     if same_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
         # It costs time and changes no result: only for `deterministic`, which asks for it by name.
         torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

@@ -72,13 +72,13 @@ class ControlWordCodec:
             packed[LOSS] = word.loss * times
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
-            high = exact - exact.remainder(LOW)
-            low = exact.floor().remainder(LOW)
-            packed[WEIGHT] = torch.stack([high, low, exact.frac()]) * times
+            terms = [exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]
+            packed[WEIGHT] = torch.stack(terms) * times
         return packed
 
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
+        # Rounding removes what a multiplication by 1/N has left.
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         word = ControlWord(weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 

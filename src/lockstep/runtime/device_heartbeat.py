@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
+from torch.cuda import Event
 
 from lockstep.runtime.heartbeat import Heartbeat
 
@@ -19,30 +18,17 @@ from lockstep.runtime.heartbeat import Heartbeat
 # a host which runs ahead waits for does not count.
 TIMED = frozenset({"data", "compute", "exchange", "update", "agree", "yours"})
 
-# How many phases may wait to be read: a device that is further behind hangs.
-MOST = 512
-
-
-class Event(Protocol):
-    """The part of torch.cuda.Event that is used here."""
-
-    def record(self) -> object: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, end_event: Any, /) -> float: ...
+MOST = 512  # how many phases may wait to be read: a device that is further behind hangs
 
 
 class DeviceHeartbeat(Heartbeat):
     """Counts `spent` of the phases in TIMED in device seconds; `longest` and `age` stay with the host's clock."""
 
-    def __init__(self, path: Path | None = None, event: Callable[[], Event] | None = None):
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+    def __init__(self, path: Path | None = None, event: Callable[[], Event] = lambda: Event(enable_timing=True)):
+        self._event = event
         self._free: list[Event] = []  # to be used again
-
-        # When the device began the present phase; None: it is not timed.
-        self._entered: Event | None = None
-
-        # Phases that the device has not finished yet: name, begin, end.
-        self._unread: deque[tuple[str, Event, Event]] = deque()
+        self._entered: Event | None = None  # when the device began the present phase; None: it is not timed
+        self._unread: deque[tuple[str, Event, Event]] = deque()  # phases it has not finished yet: name, begin, end
         super().__init__(path)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -50,12 +36,11 @@ class DeviceHeartbeat(Heartbeat):
         begin = self._entered
         self._entered = None
         if (begin or phase in TIMED) and len(self._unread) < MOST:
-            # One event is the end of a phase and the begin of the next.
+            # One event is the end of a phase and the beginning of the next.
             now = self._free.pop() if self._free else self._event()
             now.record()
             if begin:
                 self._unread.append((self.phase, begin, now))
-
             if phase in TIMED:
                 self._entered = now
 
@@ -71,6 +56,7 @@ class DeviceHeartbeat(Heartbeat):
 
     def _read(self) -> None:
         """Add up what the device has finished, and free those events."""
+        # In the order of the stream: what comes after an event that has not happened has not happened either.
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000

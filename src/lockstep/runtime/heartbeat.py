@@ -50,13 +50,9 @@ class View:
     """What a launcher reads of one rank."""
 
     beats: int
-
-    # Seconds since the last beat.
-    age: float
+    age: float  # seconds since the last beat
     step: int
-
-    # Steps that this process has ended: 0 while the first one compiles.
-    steps: int
+    steps: int  # that this process has ended: 0 while the first one compiles
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)
@@ -66,10 +62,8 @@ class Heartbeat:
     """The rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
 
     def __init__(self, path: Path | None = None):
-        self._memory: mmap.mmap | bytearray
-        if path is None:
-            self._memory = bytearray(SIZE)
-        else:
+        self._memory: mmap.mmap | bytearray = bytearray(SIZE)
+        if path is not None:
             # A mapped file outlives the process: the launcher can read it after a crash.
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, SIZE)
@@ -80,17 +74,12 @@ class Heartbeat:
         self.phase = "start"
         self.beats = 0
         self.spent = dict.fromkeys(PHASES, 0.0)
+        self.hook: Callable[[int, str], None] | None = None  # called with step and phase at every beat: fault injection
 
-        # Called with the step and the phase at every beat: fault injection.
-        self.hook: Callable[[int, str], None] | None = None
-
-        # The longest stay in each phase, and how often it was entered.
-        self._longest = dict.fromkeys(PHASES, 0.0)
-        self._visits = dict.fromkeys(PHASES, 0)
-
-        # Steps ended by this process, and since when it is in the present phase.
-        self._steps = 0
-        self._since = time.monotonic()
+        self._longest = dict.fromkeys(PHASES, 0.0)  # the longest stay in each phase
+        self._visits = dict.fromkeys(PHASES, 0)  # how often each was entered
+        self._steps = 0  # ended by this process
+        self._since = time.monotonic()  # when the present phase began
         self._write(self._since)
 
     @classmethod
@@ -100,7 +89,7 @@ class Heartbeat:
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Enter `phase`, and a new step if `step` is another one than before."""
+        """Enter `phase`, and a new step if `step` has changed."""
         now = time.monotonic()
         self._leave_phase(now)
         self.phase = phase
@@ -109,7 +98,6 @@ class Heartbeat:
             self._steps += 1
 
         self._write(now)
-
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
@@ -145,14 +133,11 @@ def read(path: Path) -> View | None:
     # The file exists a moment before it has its size.
     if len(data) < SIZE:
         return None
-
     beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None
 
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
-    longest = _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size)
-
     return View(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),
@@ -160,5 +145,5 @@ def read(path: Path) -> View | None:
         steps=steps,
         phase=PHASES[phase],
         detail=detail.rstrip(b"\0").decode(errors="replace"),
-        longest=dict(zip(PHASES, longest, strict=True)),
+        longest=dict(zip(PHASES, _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size), strict=True)),
     )

@@ -47,8 +47,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11), so it goes through the host.
     shard = tensor.to_local().detach().cpu()
-    for split in reversed(_splits(tensor)):
-        shard = _gather(shard, split, tensor.device_mesh.get_group(split.axis))
+    for axis, dim, size in reversed(_splits(tensor)):
+        shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
     return shard.to(tensor.device)
 
 
@@ -58,54 +58,41 @@ def block_of(tensor: DTensor) -> Block:
     coordinate = _coordinate(tensor)
     shape = list(tensor.shape)
     offset = [0] * tensor.dim()
-    for split in _splits(tensor):
-        offset[split.dim] += split.start(coordinate[split.axis])
-        shape[split.dim] = split.length(coordinate[split.axis])
+    for axis, dim, size in _splits(tensor):
+        start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), coordinate[axis])
+        offset[dim] += start
     assert list(shard.shape) == shape, "a shard of another size than its layout says"
 
     # Along replicated axes, inside its mesh or outside, only coordinate 0 counts as the first copy.
-    copies = [where for where, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()]
-    first = not any(copies) and not any(_coordinates_outside(tensor))
-    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy=first)
+    axes = zip(coordinate, tensor.placements, strict=True)
+    copies = [position for position, placement in axes if placement == Replicate()] + _coordinates_outside(tensor)
+    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
 
 
-@dataclass(frozen=True)
-class _Split:
-    """One mesh axis splits one dimension as torch.chunk does: the last shards may be short, or empty."""
-
-    axis: int
-    dim: int
-    size: int  # of the dimension, before this split
-    shards: int
-
-    @property
-    def step(self) -> int:
-        return -(-self.size // self.shards)
-
-    def start(self, coordinate: int) -> int:
-        return min(coordinate * self.step, self.size)
-
-    def length(self, coordinate: int) -> int:
-        return min(self.step, self.size - self.start(coordinate))
+def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:
+    """Return where shard `index` starts, and its length. As with torch.chunk, the last ones may be short, or empty."""
+    step = -(-size // shards)
+    start = min(index * step, size)
+    return start, min(step, size - start)
 
 
-def _splits(tensor: DTensor) -> list[_Split]:
-    """Return the splits in the order in which this rank's shard came about."""
+def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Return the splits in the order in which this rank's shard came about.
+
+    Each is a mesh axis, the dimension that it splits, and the size of that dimension before.
+    """
+    # The sharded axes, left to right; but FSDP shards what tp has sharded, and stands to the left of it.
+    sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
+    sharded.sort(key=lambda pair: isinstance(pair[1], _StridedShard))
+
     shape = list(tensor.shape)
     coordinate = _coordinate(tensor)
-    found = []
-    for axis in _split_order(tensor.placements):
-        dim = tensor.placements[axis].dim  # pyrefly: ignore[missing-attribute]
-        split = _Split(axis, dim, shape[dim], tensor.device_mesh.size(axis))
-        found.append(split)
-        shape[dim] = split.length(coordinate[axis])
-    return found
-
-
-def _split_order(placements: Sequence[Placement]) -> list[int]:
-    """Return the sharded axes, left to right; but FSDP shards what tp has sharded, and stands to the left of it."""
-    sharded = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
-    return sorted(sharded, key=lambda axis: isinstance(placements[axis], _StridedShard))
+    splits = []
+    for axis, placement in sharded:
+        dim = placement.dim  # pyrefly: ignore[missing-attribute]
+        splits.append((axis, dim, shape[dim]))
+        _, shape[dim] = _chunk(shape[dim], tensor.device_mesh.size(axis), coordinate[axis])
+    return splits
 
 
 def _coordinate(tensor: DTensor) -> list[int]:
@@ -114,22 +101,20 @@ def _coordinate(tensor: DTensor) -> list[int]:
     return list(coordinate)
 
 
-def _gather(shard: Tensor, split: _Split, group: dist.ProcessGroup) -> Tensor:
-    """Undo one split. Shards travel padded to one length, as bytes, since gloo does not know every dtype."""
+def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Undo the split of dimension `dim`, which had `size` elements.
+
+    Shards travel padded to one length, as bytes, since gloo does not know every dtype.
+    """
+    lengths = [_chunk(size, group.size(), index)[1] for index in range(group.size())]
     shape = list(shard.shape)
-    shape[split.dim] = split.step
+    shape[dim] = lengths[0]
     padded = shard.new_zeros(shape)
-    padded.narrow(split.dim, 0, shard.shape[split.dim]).copy_(shard)
+    padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
 
-    received = [torch.empty_like(padded) for _ in range(split.shards)]
-    dist.all_gather([_as_bytes(one) for one in received], _as_bytes(padded), group=group)
-
-    lengths = [split.length(coordinate) for coordinate in range(split.shards)]
-    return torch.cat([one.narrow(split.dim, 0, n) for one, n in zip(received, lengths, strict=True)], split.dim)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    shards = padded.new_empty(len(lengths), *shape)
+    dist.all_gather(list(shards.flatten(1).view(torch.uint8)), padded.flatten().view(torch.uint8), group=group)
+    return torch.cat([s.narrow(dim, 0, length) for s, length in zip(shards, lengths, strict=True)], dim)
 
 
 def _coordinates_outside(tensor: DTensor) -> list[int]:
@@ -137,30 +122,33 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
 
     The tensor is replicated along those; but not along pp, whose stages hold different tensors.
     """
-    inner = tensor.device_mesh.mesh_dim_names or ()
+    inner = (*(tensor.device_mesh.mesh_dim_names or ()), "pp")
     root = tensor.device_mesh._get_root_mesh()
-    coordinate = root.get_coordinate() or []
-    named = zip(root.mesh_dim_names or (), coordinate, strict=True)
-    return [where for name, where in named if name not in (*inner, "pp")]
+    named = zip(root.mesh_dim_names or (), root.get_coordinate() or [], strict=True)
+    return [position for name, position in named if name not in inner]
 
 
 def like(shard: Tensor, model: DTensor) -> DTensor:
     """Return a DTensor with this shard, laid out like `model`."""
-    return _dtensor(shard, model, model.placements, model.shape, model.stride())
+    return _dtensor(shard, model, model.placements, model)
 
 
 def laid_out(shard: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
     """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank."""
     placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
-    full = torch.empty(tuple(shape), device="meta")
-    return _dtensor(shard, model, placements, full.shape, full.stride())
+    # The meta tensor gives shape and stride, and takes no memory.
+    return _dtensor(shard, model, placements, torch.empty(tuple(shape), device="meta"))
 
 
-def _dtensor(
-    shard: Tensor, model: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
-) -> DTensor:
-    here = shard.to(model.device)
-    return DTensor.from_local(here, model.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+def _dtensor(shard: Tensor, model: DTensor, placements: Sequence[Placement], full: Tensor) -> DTensor:
+    return DTensor.from_local(
+        shard.to(model.device),
+        model.device_mesh,
+        placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
 
 
 def only_rows(tensor: DTensor) -> bool:
@@ -177,13 +165,14 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-    here = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
-    copies = torch.tensor([ranks / _shards(tensor) for tensor in tensors], dtype=torch.float64)
-    return here / copies.to(here.device)
+    terms = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
+    # Each of several ranks that hold the same elements adds its fraction of their sum.
+    copies = torch.tensor([ranks / _count_shards(tensor) for tensor in tensors], dtype=torch.float64)
+    return terms / copies.to(terms.device)
 
 
-def _shards(tensor: Tensor) -> int:
+def _count_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement != Replicate())
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if placement != Replicate())

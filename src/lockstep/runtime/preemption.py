@@ -24,11 +24,9 @@ class PreemptionNotice:
         self._process = os.getpid()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal."""
         # A loader process forked from this one ignores it: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
-
         # A second Ctrl-C does not wait.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,12 +43,10 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     launcher's, which then sends SIGTERM to the ranks.
     """
     notice = PreemptionNotice()
+    handled = SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
-        yield notice
-        return
-
-    ours = SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)
-    before = {number: signal.signal(number, notice.receive) for number in ours}
+        handled = ()
+    before = {number: signal.signal(number, notice.receive) for number in handled}
     try:
         yield notice
     finally:

@@ -35,6 +35,4 @@ def seed_everything(value: int) -> None:
 def seed_host(value: int) -> None:
     """Seed the generators of `random` and numpy."""
     random.seed(value)
-
-    # numpy takes 32 bits.
-    np.random.seed(value & 0xFFFFFFFF)
+    np.random.seed(value & 0xFFFFFFFF)  # numpy takes 32 bits

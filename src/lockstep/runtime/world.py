@@ -18,9 +18,7 @@ class World:
     master_addr: str | None = None
     master_port: int | None = None
     listen_fd: int | None = None
-
-    # Which reader of `runtime.environments` made it. Not part of a comparison: a rank is the same rank, whatever
-    # started it.
+    # Which reader of `runtime.environments` made it. Not compared: a rank is the same rank, whatever started it.
     environment: str = field(default="none", compare=False)
 
     @property
@@ -29,7 +27,7 @@ class World:
 
     @staticmethod
     def launched(env: Mapping[str, str] = os.environ) -> bool:
-        """Whether a launcher (ours, torchrun, a hand-written one) has made this process a rank by RANK and WORLD_SIZE.
+        """Return whether a launcher (ours, torchrun, a hand-written one) has set RANK and WORLD_SIZE.
 
         Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher
         in each task, and only a plain script is itself a rank.
@@ -39,8 +37,7 @@ class World:
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> World:
         """Return the world that the environment describes, or that of a single process."""
-
-        # Its readers make worlds, and so import this module.
+        # Imported late: the readers make worlds, and so import this module.
         from lockstep.runtime import environments
 
         return environments.detect(env) or World()

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -30,9 +29,10 @@ from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
 from lockstep.precision import BF16_STORED, store
 from lockstep.runtime.context import Runtime, device_name
-from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
+
+TOO_LARGE = "every forward gathers the model again: twice its parameters do not fit"
 
 
 class FSDPDriver(ShardedDriver):
@@ -44,7 +44,7 @@ class FSDPDriver(ShardedDriver):
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
         blocks = find_blocks(model, config.blocks)
-        alone = without_shared(blocks, model)  # those that share no parameter with the rest
+        alone = without_shared(blocks, model)
         shard = self._sharder(config, axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
@@ -74,41 +74,38 @@ class FSDPDriver(ShardedDriver):
     def many_forwards(self) -> Iterator[str | None]:
         # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        stays = self._keeps_gathered or _has_room(self.model, self.runtime)
-        if stays:
-            for module in modules:
-                module.set_reshard_after_forward(False, recurse=False)
+        stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
+        for module in modules:
+            module.set_reshard_after_forward(not stays_gathered, recurse=False)
+
         try:
             with super().many_forwards():
-                yield None if stays else "every forward gathers the model again: twice its parameters do not fit"
+                yield None if stays_gathered else TOO_LARGE
         finally:
+            # As configured again, and nothing stays gathered.
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
 
     def _sharder(self, config: RunConfig, mesh: DeviceMesh) -> Callable[[nn.Module], None]:
-        """Return the function that shards one module."""
-        shard = partial(
-            fully_shard,
-            mesh=mesh,
-            reshard_after_forward=not self._keeps_gathered,
-            offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
-        )
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
-        if config.precision in BF16_STORED:
-            shard = partial(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        reduce_dtype = torch.float32 if config.precision in BF16_STORED else None
 
-        def shard_module(module: nn.Module) -> None:
+        def shard(module: nn.Module) -> None:
             store(module, config.precision)
-            shard(module, ignored_params=set(scalars(module)))
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=not self._keeps_gathered,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+                offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
+                ignored_params=set(scalars(module)),
+            )
 
-        return shard_module
-
-    def _reduce(self, word: ControlWord) -> None:
-        self._uniform_use.compare(END)
-        super()._reduce(word)
+        return shard
 
     def _reduce_gradients(self) -> None:
+        self._uniform_use.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
             agree_on_plain(self.parameters, self._tp)
@@ -117,15 +114,17 @@ class FSDPDriver(ShardedDriver):
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
     """Return whether every rank has room for all parameters, and as much again. Collective."""
     needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    every = runtime.collectives.gather_json(_free_memory(runtime.device))
-    sharing = Counter(where for where, _ in every)  # ranks may share a device
-    return all(needed * sharing[where] <= free for where, free in every)
+    memories = runtime.collectives.gather_json(_free_memory(runtime.device))
+    sharing = Counter(name for name, _ in memories)  # ranks may share a device
+    return all(needed * sharing[name] <= free for name, free in memories)
 
 
 def _free_memory(device: torch.device) -> tuple[str, float]:
-    """Return which memory it is, and how many bytes of it this process could still take if it were alone there."""
+    """Return a name for the memory, and how many bytes of it this process could still take if it were alone there."""
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
+
+    # What torch has reserved and does not use counts as free; `gpu_memory` may allow less.
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
@@ -151,12 +150,12 @@ def _keep_in_place() -> None:
     """
 
 
-def describe_blocks(found: int, alone: int) -> dict[str, str]:
-    """Return a banner line if not all of the blocks `found` are gathered `alone`."""
-    if alone == found:
+def describe_blocks(count: int, alone: int) -> dict[str, str]:
+    """Return a banner line unless all `count` blocks are gathered `alone`."""
+    if alone == count:
         return {}
-    shared = f"{found - alone} of {found} blocks share a parameter with others"
-    return {"fsdp": f"{shared}: they are gathered together with the rest"}
+    how = "share a parameter with others: they are gathered together with the rest"
+    return {"fsdp": f"{count - alone} of {count} blocks {how}"}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -166,18 +165,16 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:
     """Refuse zero-dimensional parameters where their gradients cannot be reduced together with the sharded ones."""
-    if config.exact:
-        other = "exact=true"
-    elif config.fsdp.offload:
-        other = "fsdp.offload=true"
-    elif (config.mesh.pp or 1) > 1:
-        other = "mesh.pp"
-    else:
-        return
-    name = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
-    if name is not None:
+    obstacles = {
+        "exact=true": config.exact,
+        "fsdp.offload=true": config.fsdp.offload,
+        "mesh.pp": (config.mesh.pp or 1) > 1,
+    }
+    obstacle = next((setting for setting, is_set in obstacles.items() if is_set), None)
+    scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
+    if obstacle and scalar:
         raise UserError(
-            f"strategy={config.strategy} with {other} cannot shard the parameter {name!r}: it has no dimension",
+            f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
             "",
             "make it a vector of one number, torch.zeros(1) for instance; or type strategy=ddp",
         )
@@ -185,15 +182,13 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
     """Refuse fsdp.offload where it would do nothing."""
-    if not config.offload:
-        return
-    if runtime.device.type == "cpu":
+    if config.offload and runtime.device.type == "cpu":
         raise UserError(
             "fsdp.offload=true has no effect on a CPU: everything lies in host memory already",
             "",
             "leave fsdp.offload out",
         )
-    if runtime.world.alone:
+    if config.offload and runtime.world.alone:
         raise UserError(
             "fsdp.offload=true has no effect on one rank: nothing is sharded", "", "start two ranks: --nproc 2"
         )
@@ -201,6 +196,7 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
 
 def count_replicas(config: FSDPConfig, world: World) -> int:
     """Return how many groups of ranks hold a full replica each, under hsdp."""
+    # By default one per machine, so that parameters are gathered inside a machine only.
     return config.replicas or max(2, world.size // world.local_size)
 
 
@@ -211,6 +207,7 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:
+        # Propose the fewest replicas that fit, if the number of ranks has a divisor at all.
         divisors = [n for n in range(2, size + 1) if size % n == 0]
         raise UserError(
             f"strategy=hsdp cannot divide {size} ranks into {replicas} replicas",

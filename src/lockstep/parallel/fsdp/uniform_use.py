@@ -11,7 +11,7 @@ A part that no rank uses in a step is fine: it is not gathered, and gets no grad
 replicas of one stage.
 
 There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
-gradient before they are reduced: we wrap the private `FSDPParamGroup.post_backward`. tests/ranks/test_uniform_use.py
+gradient before they are reduced, so we wrap the private `FSDPParamGroup.post_backward`. tests/ranks/test_uniform_use.py
 shows what torch does without this module, and fails when torch no longer needs it.
 """
 
@@ -30,7 +30,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
-FIRST_STEPS = 3  # that are compared over nccl
+FIRST_STEPS = 3  # the steps that are compared over nccl
 END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
 
 
@@ -59,21 +59,17 @@ class UniformUse:
 
         names = {id(p): name for name, p in model.named_parameters()}
         # A ModuleList walks through modules that several stages share only once.
-        for module in nn.ModuleList(stages or [model]).modules():
-            if not isinstance(module, FSDPModule):
-                continue
-
+        modules = nn.ModuleList(stages or [model]).modules()
+        for module in [module for module in modules if isinstance(module, FSDPModule)]:
             group = module._get_fsdp_state()._fsdp_param_group
             # A module that holds no parameters of its own has no group.
-            if group is None:
-                continue
-
-            # Modules are visited in the same order on all ranks, so a number means the same group everywhere.
-            number = len(self.groups)
-            module.set_custom_all_gather(_ComparedGather(self, number))
-            self._compare_before_reducing(group, number)
-            self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
-            self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
+            if group is not None:
+                # Modules are visited in the same order on all ranks, so a number means the same group everywhere.
+                number = len(self.groups)
+                module.set_custom_all_gather(_ComparedGather(self, number))
+                self._compare_before_reducing(group, number)
+                self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
+                self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
 
     @property
     def compares(self) -> bool:
@@ -89,12 +85,11 @@ class UniformUse:
 
         # The names are gathered only if something differs: three integers cost less than a list of strings.
         pattern = hash(has_gradient) % 2**31  # a tuple of bools has the same hash in all processes
-        mine = torch.tensor([action, number, pattern], dtype=torch.int64, device=self.runtime.device)
-        every = mine.new_empty(self.among.world.size, len(mine))
-        dist.all_gather(list(every.unbind()), mine, group=self.among.group)
+        intent = torch.tensor([action, number, pattern], dtype=torch.int64, device=self.runtime.device)
+        intents = intent.new_empty(self.among.world.size, len(intent))
+        dist.all_gather(list(intents.unbind()), intent, group=self.among.group)
 
-        if not torch.equal(every, mine.expand_as(every)):  # on a GPU the host waits here
-            # Slow and readable, since it happens once.
+        if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
             verb, names = self._describe(action, number, has_gradient)
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, verb, names]), self._in_mesh)
 
@@ -115,10 +110,10 @@ class UniformUse:
         """Return a verb, and the parameters that this rank does it with."""
         if action == END:
             return "is done", []
-        names = self.groups[number]
         if action == GATHER:
-            return "is about to use", names
-        return "has a gradient for", [name for name, has in zip(names, has_gradient, strict=True) if has]
+            return "is about to use", self.groups[number]
+        names = zip(self.groups[number], has_gradient, strict=True)
+        return "has a gradient for", [name for name, has in names if has]
 
 
 class _ComparedGather(DefaultAllGather):
@@ -145,26 +140,26 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     """`actions` holds every rank, what it is about to do, and with which parameters."""
     # Two ranks that differ are enough to name the parameter.
     first = actions[0]
-    other = next(action for action in actions if action[1:] != first[1:])
+    second = next(action for action in actions if action[1:] != first[1:])
 
-    found = []
+    named = []
     silent = []
-    for (rank, verb, names), peer in ((first, other), (other, first)):
-        only = [name for name in names if name not in peer[2]]
+    for (rank, verb, names), (_, _, peer_names) in ((first, second), (second, first)):
+        only = [name for name in names if name not in peer_names]
         if only:
-            found.append(f"rank {rank} {verb} {some_names(only, 4)}")
+            named.append(f"rank {rank} {verb} {some_names(only, 4)}")
         else:
             silent.append(f"rank {rank} does not")
 
     # If one side has nothing of its own to name, say so: "rank 1 does not".
-    if len(found) == 1:
-        found += silent
+    if len(named) == 1:
+        named += silent
 
-    # zero1 is a layout of its own, which a mesh does not have.
+    # A mesh cannot have strategy=zero1.
     alternative = "" if in_mesh else ", or strategy=zero1 with it"
     return UserError(
         "the ranks use different parameters in the same micro-batch, and fsdp gathers them on all ranks together",
-        "; ".join(found),
+        "; ".join(named),
         f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
         "rank, and multiply by 0 what should not count",
     )

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
+from lockstep.data.loader import SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, SequentialStage, Stage, list_layers, split_layers
-
-Data = Callable[[], Any]
+from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.pipeline.pipeline import model_input
+from lockstep.parallel.pipeline.stages import (
+    WHAT_TO_WRITE,
+    ModelInput,
+    SequentialStage,
+    Stage,
+    list_layers,
+    split_layers,
+)
+from lockstep.precision import choose
 
 
 def make_stages(
-    model: nn.Module, task: Any, config: RunConfig, data: Data | None, count: int, device: torch.device
+    model: nn.Module,
+    task: Any,
+    config: RunConfig,
+    data: Callable[[], Any] | None,
+    count: int,
+    device: torch.device,
 ) -> tuple[Sequence[Stage], list[list[Tensor]]]:
     """Return `count` stages, and the tensors that each uses.
 
@@ -28,20 +44,44 @@ def make_stages(
     # What the user has said counts, then the structure of the model, then what its forward does.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
     if layers is not None:
-        stages = [SequentialStage(some) for some in split_layers(layers, count)]
+        stages = [SequentialStage(group) for group in split_layers(layers, count)]
         return stages, [[*stage.parameters(), *stage.buffers()] for stage in stages]
 
     blocks = find_blocks(model, config.blocks)
-    # In a loop of the user's own there is no data to look at.
-    if not blocks or data is None:
-        why = "only its forward knows what runs after what"
-        fix = WHAT_TO_WRITE
-        if not blocks:
-            why += ", and it has no list of modules of one class to split between"
-            fix = WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)")
+    if not blocks:
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages",
+            "only its forward knows what runs after what, and it has no list of modules of one class to split between",
+            WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
+        )
+    # A user's own loop has no data to look at.
+    if data is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages",
+            "only its forward knows what runs after what",
+            WHAT_TO_WRITE,
+        )
 
-        raise UserError(f"{type(model).__name__} cannot be split into stages", why, fix)
+    from lockstep.parallel.pipeline.auto_split.trace import split_forward  # only where nothing else says how
 
-    from lockstep.parallel.pipeline.auto_split.split import split_between_blocks  # only where nothing else is given
+    samples = data()
+    # The loss may call parts of the model, or draw random numbers, before it calls the model.
+    with StateSnapshot(model):
+        arguments = _example_input(model, task, config, samples)
+    # The trace runs on the CPU, in the precision of the run.
+    precision = replace(choose(config, device), device_type="cpu")
+    return split_forward(model, blocks, arguments, count, precision.autocast)
 
-    return split_between_blocks(model, blocks, task, config, data(), count, device)
+
+def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:
+    """Return what the task passes to the model for two of its samples."""
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages between its blocks without two samples to look at",
+            f"the data is a {type(data).__name__}, and reading samples from it would use them up",
+            WHAT_TO_WRITE,
+        )
+
+    # Read as a run reads them, with the same transforms; the first two of epoch 0.
+    read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
+    return model_input(task.loss, model, read((0, range(min(2, len(data))))))

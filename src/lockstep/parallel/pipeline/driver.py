@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
-from lockstep.parallel.fsdp.driver import describe_blocks
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.pipeline.stage_shards import shard_stage
-from lockstep.parallel.pipeline.stages import Stage, keep_only, stages_by_tensor
+from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.tensor.driver import (
     agree_on_plain,
     apply_plan,
     explain_mixtures,
-    settle_gradient,
+    redistribute_gradient,
     sum_gradients,
 )
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
@@ -39,7 +37,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, StepBatches
+from lockstep.task import Loss, StepBatches
 
 
 class PipelineDriver(ShardedDriver):
@@ -55,57 +53,67 @@ class PipelineDriver(ShardedDriver):
         compiled: bool,
         data: Callable[[], Any] | None,
     ):
-        """`model` is still full and on the CPU. `data` gives samples, two of which may be read to find the stages."""
+        """Split `model`, which is still full and on the CPU.
+
+        `data` returns the samples, two of which may be read to find the stages.
+        """
         self.mesh = axes.mesh
-        ranks, here = self.mesh.sizes["pp"], self.mesh.coordinate("pp")
+        ranks = self.mesh.sizes["pp"]
+        position = self.mesh.coordinate("pp")
         self._sharded = config.sharing.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
-        self._pp, self._replicas, self._tp = (axes.along(axis) for axis in ("pp", "dp", "tp"))
+        self._replicas = axes.along("dp")
+        self._tp = axes.along("tp")
 
         # Decided while the model is full: how its layers are sharded, and which stages use which tensor.
         ways = self.mesh.sizes["tp"]
         plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
-        per_rank = config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1]
-        stages, used = make_stages(model, task, config, data, ranks * per_rank, runtime.device)
+        count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
+        stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
         _broadcast_one_by_one(model, runtime)
 
         # This rank keeps the tensors of its own stages, and buffers that they change.
-        mine = stages[here::ranks]
-        held = {name for name, places in pp_ranks.items() if not places or here in places}
-        mutable = {id(buffer) for stage in mine for buffer in stage.mutable_buffers()}
-        real = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
-        keep_only(model, held | real, runtime.device)
+        local_stages = stages[position::ranks]
+        held = {name for name, users in pp_ranks.items() if not users or position in users}
+        mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
+        real = held | {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
+        keep_only(model, real, runtime.device)
 
         # In the fixed order: tensor parallelism, compile, FSDP.
         if plan:
-            self._shard_layers(model, plan, held, mine, axes, runtime)
+            _shard_layers(model, plan, held, local_stages, axes, runtime)
         if compiled:
-            for stage in mine:
+            for stage in local_stages:
                 stage.compile()
-        facts = self._shard_stages(model, config, held, mine, axes) if self._sharded else {}
-        self._uniform_use = UniformUse(model, runtime, mine, self._replicas) if self._sharded else None
+        facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
+        self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
         super().__init__(model, runtime)
         self._held = [name in held for name in self.names]
         self._users = [len(pp_ranks[name]) or ranks for name in self.names]
-        self._tied = self._groups_of_tied(pp_ranks)
-        holders = {name: self._ranks_at(places) for name, places in pp_ranks.items() if 0 < len(places) < ranks}
+        self._tied = self._groups_of_tied([sorted(pp_ranks[name]) for name in self.names])
+        holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.placement = replace(
             self.placement,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
-            duplicates=frozenset(name for name, places in pp_ranks.items() if places and here > min(places)),
+            duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
             facts=facts,
         )
 
-        partly = {name: by_tensor[name] for name in holders}
-        self._foreign = ForeignTensors(model, partly, lambda name: name in held | real)
-        autocast = choose(config, runtime.device).autocast
-        shard_group = self._replicas if self._sharded else None
-        self._flow = Pipeline(model, stages, config.pp.schedule, self._pp, autocast, self._foreign, shard_group)
+        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, real)
+        self._flow = Pipeline(
+            model,
+            stages,
+            config.pp.schedule,
+            axes.along("pp"),
+            choose(config, runtime.device).autocast,
+            self._foreign,
+            shard_group=self._replicas if self._sharded else None,
+        )
 
     def begin(self) -> None:
         super().begin()
@@ -114,20 +122,15 @@ class PipelineDriver(ShardedDriver):
             self._uniform_use.steps += 1
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
-        """Run the micro-batches in the order of the schedule, then reduce."""
         self.begin()
         micros = list(batches)
-
-        def finish(micro: MicroBatch, loss: Loss) -> Tensor:
-            start = control.record(loss)  # may put another total in its place: a fault on purpose
-            return loss.total * start
 
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
             control.micro = micros[0]
             loss = self._flow.forward(loss_fn, micros[0].data)
             control.find_reference_weight(0.0 if loss is None else loss.weight)
-        self._flow.run(micros, loss_fn, control.before_forward, finish)
+        self._flow.run(micros, loss_fn, control)
         control.backwards_done = batches.count
         self._reduce(control.word())
         return self.reduced()
@@ -141,77 +144,51 @@ class PipelineDriver(ShardedDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
-        squared = self._squared_here(tensors)
-        return list(self._tp.sum_(self._replicas.sum_(squared)).sqrt().unbind())
+        squared = self._tp.sum_(self._replicas.sum_(self._squared_terms(tensors)))
+        return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         holders = self.placement.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
+        # The ranks of other stages have a placeholder only, and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).contiguous()
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self.runtime.collectives.broadcast_([full], source=holders[0])
         return full
 
     def sync_buffers(self) -> None:
-        rank, holders = self.runtime.world.rank, self.placement.holders
+        rank = self.runtime.world.rank
+        holders = self.placement.holders
+        # Placeholders of other stages have no memory to receive into.
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
-        for group in (self._replicas, self._tp):
-            group.broadcast_(buffers)
+        self._replicas.broadcast_(buffers)
+        self._tp.broadcast_(buffers)
 
     # ---- set-up ----
 
-    def _shard_layers(
-        self,
-        model: nn.Module,
-        plan: Mapping[str, LayerStyle],
-        held: Collection[str],
-        mine: Sequence[Stage],
-        axes: Axes,
-        runtime: Runtime,
-    ) -> None:
-        """Apply the part of the tensor plan whose layers are on this rank."""
+    def _groups_of_tied(self, positions: Sequence[list[int]]) -> list[tuple[list[int], Collectives]]:
+        """Return which parameters, by index, this rank shares with other stages, and the ranks that share them.
 
-        def is_here(layer: str) -> bool:
-            return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
+        `positions` holds the coordinates along pp of each parameter. Collective: every rank makes all groups.
+        """
+        tied: list[tuple[list[int], Collectives]] = []
+        for shared in dict.fromkeys(tuple(where) for where in positions if len(where) > 1):
+            indices = [index for index, where in enumerate(positions) if tuple(where) == shared]
+            # Replicas and tp shards of a stage share with their counterparts in the other stages.
+            counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
+            if isinstance(group, dist.ProcessGroup):
+                world = World(group.rank(), group.size())
+                tied.append((indices, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
+        return tied
 
-        apply_plan(model, {layer: style for layer, style in plan.items() if is_here(layer)}, axes, runtime)
-        for stage in mine:
-            explain_mixtures(stage)
-
-    def _shard_stages(
-        self, model: nn.Module, config: RunConfig, held: Collection[str], mine: Sequence[Stage], axes: Axes
-    ) -> dict[str, str]:
-        """Shard each stage over its replicas. Returns a banner line about the blocks of all stages."""
-        keep = config.sharing.keeps_gathered
-        owned = [p for name, p in model.named_parameters() if name in held]
-        found, alone = 0, 0
-        for stage in mine:
-            blocks = stage.own_blocks(model, config.blocks)
-            found += len(blocks)
-            alone += shard_stage(stage, model, blocks, owned, axes.devices["dp"], keep)
-        counts = self._pp.gather_json([found, alone])
-        return describe_blocks(sum(found for found, _ in counts), sum(alone for _, alone in counts))
-
-    def _groups_of_tied(self, pp_ranks: Mapping[str, set[int]]) -> list[tuple[list[str], Collectives]]:
-        """Return the parameters that this rank shares with other stages, with whom. Collective: all make all groups."""
-        found = []
-        sets = dict.fromkeys(tuple(sorted(pp_ranks[name])) for name in self.names if len(pp_ranks[name]) > 1)
-        for places in sets:
-            names = [name for name in self.names if tuple(sorted(pp_ranks[name])) == places]
-            for ranks in zip(*(self._ranks_at({place}) for place in places), strict=True):
-                group = dist.new_group(list(ranks))
-                if isinstance(group, dist.ProcessGroup) and self.runtime.world.rank in ranks:
-                    world = World(ranks.index(self.runtime.world.rank), len(ranks))
-                    found.append((names, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
-        return found
-
-    def _ranks_at(self, places: set[int]) -> tuple[int, ...]:
+    def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
         """Return the ranks at these coordinates of the pp axis."""
         inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
-        return tuple(place * inside + offset for place in sorted(places) for offset in range(inside))
+        return tuple(position * inside + offset for position in sorted(positions) for offset in range(inside))
 
     # ---- after the last backward ----
 
@@ -223,19 +200,18 @@ class PipelineDriver(ShardedDriver):
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
         packed = self.codec.pack(word, times=1.0)
         marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        both = torch.cat([packed, marks.to(packed.device)])
-        self.runtime.collectives.sum_(both)
-        self._word = both[:LENGTH]
-        anywhere = [count > 0 for count in both[LENGTH:].tolist()]
-        self._foreign.check(anywhere[len(used) :])
+        summed = self.runtime.collectives.sum_(torch.cat([packed, marks.to(packed.device)]))
+        self._word = summed[:LENGTH]
+        used_anywhere = [count > 0 for count in summed[LENGTH:].tolist()]
+        self._foreign.check(used_anywhere[len(used) :])
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
-        self._sum_gradients(anywhere[: len(used)])
+        self._sum_gradients(used_anywhere[: len(used)])
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
             users = torch.tensor([self._users[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_here([*trained.values()]) / users
+            squared[[*trained]] = self._squared_terms([*trained.values()]) / users
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _sum_gradients(self, used: list[bool]) -> None:
@@ -243,23 +219,39 @@ class PipelineDriver(ShardedDriver):
 
         A parameter that no rank has used keeps no gradient.
         """
-        mine = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
-        for p in mine:
-            settle_gradient(p)
+        trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
+        for p in trained:
+            redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not self._sharded:
-            sum_gradients(mine, self._replicas)
+            sum_gradients(trained, self._replicas)
 
-        used_names = {name for name, live in zip(self.names, used, strict=True) if live}
-        parameters = dict(zip(self.names, self.parameters, strict=True))
-        for names, group in self._tied:
-            sum_gradients([parameters[name] for name in names if name in used_names], group)
+        for indices, group in self._tied:
+            sum_gradients([self.parameters[index] for index in indices if used[index]], group)
         if not self._tp.world.alone:
-            agree_on_plain(mine, self._tp)
+            agree_on_plain(trained, self._tp)
 
-    def _squared_here(self, grads: list[Tensor]) -> Tensor:
+    def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return terms of squared norms, to be summed over the replicas and tp shards of this stage."""
-        return squared_norms(grads, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+        return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+
+
+def _shard_layers(
+    model: nn.Module,
+    plan: Mapping[str, LayerStyle],
+    held: Collection[str],
+    stages: Sequence[Stage],
+    axes: Axes,
+    runtime: Runtime,
+) -> None:
+    """Apply the part of the tensor plan whose layers are on this rank."""
+
+    def is_held(layer: str) -> bool:
+        return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
+
+    apply_plan(model, {layer: style for layer, style in plan.items() if is_held(layer)}, axes, runtime)
+    for stage in stages:
+        explain_mixtures(stage)
 
 
 def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:

@@ -8,7 +8,7 @@ the ranks compare after the last micro-batch, before anything is applied, and al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
+from lockstep.parallel.pipeline.stages import named_tensors
 from lockstep.task import Loss
 
 FIRST_STEPS = 3  # on a GPU the host must wait to see a NaN, so only these steps are checked
@@ -25,21 +26,20 @@ FIRST_STEPS = 3  # on a GPU the host must wait to see a NaN, so only these steps
 class ForeignTensors:
     """The tensors of other stages."""
 
-    def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], here: Callable[[str], bool]):
+    def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], held: Collection[str]):
         """Find the tensors that this rank has placeholders for.
 
         stages: by name, the stages that use each tensor that not all use; the same on all ranks
-        here: here(name) tells whether this rank holds the tensor
+        held: names of the tensors that this rank holds
         """
         self.stages = stages
         self.steps = 0
         # Under all names, since the error names what the user wrote.
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self._tensors = {name: tensor for name, tensor in named if name in stages and not here(name)}
+        self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
         self._read: set[str] = set()
 
     def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
-        """Whether the loss has read any, in this micro-batch or in an earlier one.
+        """Return whether the loss has read any of them, in this micro-batch or in an earlier one.
 
         `again` computes the loss once more, from a copy of the model's `output`.
         """
@@ -54,16 +54,15 @@ class ForeignTensors:
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
                 again(copy)
-
-            self._read = recorder.found
+            self._read = recorder.read
 
         return bool(self._read)
 
     def used(self) -> list[bool]:
         """Return for each tensor in `stages` whether it was used here though only other stages hold it."""
         # A placeholder that took part in a backward has a gradient.
-        trained = {name for name, tensor in self._tensors.items() if tensor.grad is not None}
-        return [name in trained or name in self._read for name in self.stages]
+        used = {name for name, tensor in self._tensors.items() if tensor.grad is not None} | self._read
+        return [name in used for name in self.stages]
 
     def check(self, anywhere: Sequence[bool]) -> None:
         """Raise an error if `used`, combined over all ranks, names any tensor."""
@@ -90,19 +89,19 @@ class _ReadRecorder(TorchDispatchMode):
         super().__init__()
         addresses = {name: _address(tensor) for name, tensor in tensors.items()}
         self._names = {address: name for name, address in addresses.items() if address}
-        self.found: set[str] = set()
+        self.read: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # An expanded or transposed placeholder shares its memory; what is computed from it does not.
         is_view = isinstance(result, Tensor) and _address(result) in self._names
         if not is_view:
-            read = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            self.found |= {name for address, name in self._names.items() if address in read}
+            addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.read |= {name for address, name in self._names.items() if address in addresses}
         return result
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the tensor lies in memory, 0 for kinds of tensors that no placeholder is of."""
+    """Return where the tensor lies in memory, or 0 for a kind of tensor that no placeholder has."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else 0

@@ -1,12 +1,14 @@
-"""Send tensors from one rank to another that does not know their shapes: a header of fixed size comes first."""
+"""Pass tensors from stage to stage, to a rank that does not know their shapes: a header of fixed size comes first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
@@ -18,13 +20,35 @@ _ENTRY = 2 + MAX_DIMS
 _HEADER = 1 + MAX_TENSORS * _ENTRY
 
 
+def sendable(output: Any, number: int) -> list[Tensor]:
+    """Return the output of stage `number` as contiguous tensors, or refuse it."""
+    values = output if isinstance(output, tuple) else (output,)
+    # First, since a DTensor is also a tensor of floating-point numbers.
+    if any(isinstance(value, DTensor) for value in values):
+        raise UserError(
+            f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",
+            "",
+            'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a stage',
+        )
+
+    wrong = [v for v in values if not isinstance(v, Tensor) or not v.is_floating_point()]
+    if wrong:
+        kind = f"a tensor of {wrong[0].dtype}" if isinstance(wrong[0], Tensor) else f"a {type(wrong[0]).__name__}"
+        raise UserError(
+            f"stage {number} returns {kind}, which cannot be passed to the next stage",
+            "a stage must return a floating-point tensor, or a tuple of them",
+            "let stages(model) split where only activations pass, and compute masks and positions in each stage",
+        )
+
+    return [value.contiguous() for value in values]
+
+
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
     """Send `tensors`; `to` is a rank of the group."""
     if len(tensors) > MAX_TENSORS or any(t.dim() > MAX_DIMS or t.dtype not in DTYPES for t in tensors):
-        shapes = [f"{t.dtype} {tuple(t.shape)}" for t in tensors[:MAX_TENSORS]]
         raise UserError(
             f"a stage passes {len(tensors)} tensors to the next stage that cannot be sent",
-            ", ".join(shapes),
+            ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors[:MAX_TENSORS]),
             f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
         )
 

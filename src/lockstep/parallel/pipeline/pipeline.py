@@ -8,9 +8,7 @@ those of sums and never divided, so micro-batches may have any weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -25,20 +23,20 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import LossFn
+from lockstep.parallel.driver import Autocast, Control, LossFn
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
-from lockstep.parallel.pipeline.p2p import receive, send
+from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
-MAX_PREPARED = 8  # schedules that are kept: one for each number and shape of micro-batches
+MAX_PREPARED = 8  # how many schedules are kept: one for each number and shape of micro-batches
 
-SCHEDULES: dict[str, tuple[Any, int]] = {  # torch's class, and the number of stages per rank by default
+# torch's class, and the default number of stages per rank.
+SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (ScheduleGPipe, 1),
     "1f1b": (Schedule1F1B, 1),
     "interleaved": (ScheduleInterleaved1F1B, 2),
@@ -50,15 +48,14 @@ SCHEDULES: dict[str, tuple[Any, int]] = {  # torch's class, and the number of st
 
 
 class _ModelCalled(BaseException):
-    """The task has called the model. Not an Exception, so that no `except` in the task catches it."""
+    """The task has called the model with (args, kwargs).
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.model_args = args
-        self.model_kwargs = kwargs
+    It is not an Exception, so that no `except` in the task catches it.
+    """
 
 
 class StandIn:
-    """What a task's loss gets in place of the model. Apart from calls it looks like the user's model."""
+    """What a task's loss gets in place of the model. It looks like the user's model, except when it is called."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Any]):
         self._model = model
@@ -85,26 +82,13 @@ def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
         # Everything before the call of the model (masks, shifted targets) runs; the rest of the loss does not.
         loss_fn(StandIn(model, record), data)
     except _ModelCalled as call:
-        return call.model_args, call.model_kwargs
+        args, kwargs = call.args
+        return args, kwargs
 
     raise _not_one_call("not at all")
 
 
 # ---- the pipeline ----
-
-
-@dataclass
-class _Work:
-    """The input of one pass through the schedule, and the functions to call around each forward.
-
-    `begin(micro, stage)` comes before a forward; `finish(micro, loss)` returns what to backpropagate.
-    """
-
-    micros: list[MicroBatch]
-    inputs: list[ModelInput]
-    loss_fn: LossFn
-    begin: Callable[[MicroBatch, int], None]
-    finish: Callable[[MicroBatch, Loss], Tensor]
 
 
 class Pipeline:
@@ -116,14 +100,17 @@ class Pipeline:
         stages: Sequence[Stage],
         schedule: str,
         along: Collectives,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        autocast: Autocast,
         foreign: ForeignTensors,
         shard_group: Collectives | None = None,
     ):
-        """`stages` are those of all ranks, `along` the ranks of the pipeline, `foreign` what only other stages hold.
+        """Set up this rank's end of the pipeline.
 
-        `shard_group` are the ranks that hold the other shards of the same stages, and whose forwards and backwards wait
-        for each other; None: the stages are not sharded.
+        stages: those of all ranks
+        along: the ranks of the pipeline
+        foreign: the tensors that only other stages hold
+        shard_group: the ranks that hold the other shards of the same stages, whose forwards and backwards wait for each
+            other; None: the stages are not sharded
         """
         assert along.group is not None
         self.model = model
@@ -136,44 +123,34 @@ class Pipeline:
         self.device = along.device
         self.count = len(stages)
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
-        self.mine = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
+        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
 
         self._prepared: dict[Any, _PreparedSchedule] = {}
-        # By shape of the model's input: what comes into each stage, as meta tensors.
-        self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}
-        # Modules that stages(model) has made around parts of the model; model.train() does not reach them.
+        self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
+        # Modules that stages(model) has wrapped around parts of the model; model.train() does not reach them.
         inside = {id(module) for module in model.modules()}
-        self._wrappers = [m for stage in self.mine.values() for m in stage.modules() if id(m) not in inside]
+        self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
-    def run(
-        self,
-        micros: Sequence[MicroBatch],
-        loss_fn: LossFn,
-        begin: Callable[[MicroBatch, int], None],
-        finish: Callable[[MicroBatch, Loss], Tensor],
-    ) -> None:
+    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
         """Run forward and backward of all micro-batches.
 
-        `begin(micro, stage)` is called before every forward, `finish(micro, loss)` returns what to backpropagate.
         Micro-batches of another shape (the short one at the end of an epoch) are a pass of their own.
         """
         self._set_mode()
         # Every rank finds the arguments itself, since every rank has the samples.
         inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
-        shapes = [_shape_of(given) for given in inputs]
+        shapes = [_shape_of(arguments) for arguments in inputs]
 
         for group, is_new in self._passes(shapes):
             shape = shapes[group[0]]
             if is_new:
-                self._stage_inputs[shape] = self._infer_shapes(inputs[group[0]])
-
-            work = _Work([micros[n] for n in group], [inputs[n] for n in group], loss_fn, begin, finish)
-            self._prepare(shape, len(group)).run(work)
+                _, self._stage_inputs[shape] = self._walk(inputs[group[0]])
+            self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, control)
 
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
         """Return which micro-batches go through the schedule together, and whether shapes must be inferred first.
 
-        Ranks that wait for each other do the same, whatever their micro-batches look like.
+        Ranks that wait for each other get the same answer, whatever their micro-batches look like.
         """
         indices = range(len(shapes))
         # Neighbours of one shape go together; the order of micro-batches stays.
@@ -182,12 +159,11 @@ class Pipeline:
 
         # FSDP inside the stages makes every forward and backward collective within the group.
         if self.shard_group is not None:
-            of_all = self.shard_group.gather_json([groups, new])
+            answers = self.shard_group.gather_json([groups, new])
             # Ranks whose micro-batches have other shapes group them differently: then each goes alone.
-            if any(theirs != groups for theirs, _ in of_all):
+            if any(peer_groups != groups for peer_groups, _ in answers):
                 groups = [[index] for index in indices]
-
-            new = [any(flags) for flags in zip(*(theirs for _, theirs in of_all), strict=True)]
+            new = [any(flags) for flags in zip(*(peer_new for _, peer_new in answers), strict=True)]
 
         return [(group, any(new[index] for index in group)) for group in groups]
 
@@ -197,53 +173,49 @@ class Pipeline:
         Returns the loss on the rank of the last stage, None on the others.
         """
         self._set_mode()
-        output = self._walk(model_input(loss_fn, self.model, data), lambda number, values: None)
-        if self.count - 1 not in self.mine:
+        output, _ = self._walk(model_input(loss_fn, self.model, data))
+        if self.count - 1 not in self.local_stages:
             return None
 
-        # The loss runs on the last stage only, where the output is.
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad():
+            return self.loss(loss_fn, data, output)
+
+    def loss(self, loss_fn: LossFn, data: Any, output: Any) -> Loss:
+        """Return the task's loss, given what the model has returned. Only the rank of the last stage knows that."""
+        with self.autocast():
             return loss_fn(StandIn(self.model, lambda *a, **k: output), data)
 
-    def _walk(self, given: ModelInput, note: Callable[[int, list[Tensor]], None]) -> Any:
-        """Run one batch through all stages, one after another, and return what the last one returns, on its rank.
+    def _walk(self, arguments: ModelInput) -> tuple[Any, dict[int, list[Tensor]]]:
+        """Run one batch through all stages, one after another.
 
-        `note(number, values)` is called with what comes into each stage. Running statistics are put back: the forward
-        that counts is still to come.
+        Returns the model's output, on the rank of the last stage, and what comes into this rank's stages and the ones
+        after them, as meta tensors: torch's schedules must know shapes beforehand. Running statistics are put back: the
+        forward that counts is still to come.
         """
         output = None
+        stage_inputs: dict[int, list[Tensor]] = {}
         # In evaluation mode no buffer changes.
-        buffers: list[Tensor] = []
-        if self.model.training:
-            buffers = [buffer for stage in self.mine.values() for buffer in stage.mutable_buffers()]
+        changing = self.local_stages.values() if self.model.training else ()
+        buffers = [(buffer, buffer.clone()) for stage in changing for buffer in stage.mutable_buffers()]
 
-        before = [buffer.clone() for buffer in buffers]
-
-        for number, stage in self.mine.items():
-            values = None
+        for number, stage in self.local_stages.items():
+            received = None
             # A pipeline has at least two ranks, so the stage before is always on another one.
             if number > 0:
-                values = receive((number - 1) % self.ranks, self.group, self.device)
-                note(number, values)
+                received = receive((number - 1) % self.ranks, self.group, self.device)
+                stage_inputs[number] = [_meta(tensor) for tensor in received]
 
             with torch.no_grad(), self.autocast():
-                output = stage(given, values)
+                output = stage(arguments, received)
 
             if number < self.count - 1:
-                leaving = sendable(output, number)
-                note(number + 1, leaving)
-                send(leaving, (number + 1) % self.ranks, self.group)
+                passed = sendable(output, number)
+                stage_inputs[number + 1] = [_meta(tensor) for tensor in passed]
+                send(passed, (number + 1) % self.ranks, self.group)
 
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
-
-        return output
-
-    def _infer_shapes(self, given: ModelInput) -> dict[int, list[Tensor]]:
-        """Return what comes into each stage, as meta tensors: torch's schedules must know shapes beforehand."""
-        found: dict[int, list[Tensor]] = {}
-        self._walk(given, lambda number, values: found.update({number: [_meta(v) for v in values]}))
-        return found
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return output, stage_inputs
 
     def _prepare(self, shape: Any, count: int) -> _PreparedSchedule:
         key = (shape, count)
@@ -255,57 +227,53 @@ class Pipeline:
         return self._prepared[key]
 
     def _set_mode(self) -> None:
-        """Set training or evaluation mode on modules that the task has put around parts of the model."""
         for module in self._wrappers:
             module.training = self.model.training
 
 
 # ---- what torch's schedules call ----
 
+_Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass, with what the model is called with
+
 
 class _ScheduledStage(nn.Module):
-    """What torch's schedule calls, micro-batch after micro-batch."""
+    """The module that torch's schedule calls, micro-batch after micro-batch."""
 
     def __init__(self, number: int, stage: Stage, pipeline: Pipeline):
         super().__init__()
         self.number = number
         self._behind = (pipeline, stage)  # in a tuple: not submodules of this one
-        # When a schedule is new, torch takes away the gradients of its modules' parameters. For a sharded stage that
-        # would take away what FSDP has accumulated, so torch does not see it.
+        # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
+        # FSDP has accumulated, so torch does not see it.
         if pipeline.shard_group is None:
             self.stage = stage
 
-    def start(self, work: _Work) -> None:
-        self._work = work
-        self._turns: Iterator[int] = iter(range(len(work.micros)))  # every schedule goes forward in this order
+    def start(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
+        self._work = iter(work)  # every schedule runs the forwards in this order
+        self._loss_fn = loss_fn
+        self._control = control
 
     def forward(self, *received: Tensor) -> Any:
         pipeline, stage = self._behind
-        work = self._work
-        turn = next(self._turns)
-        micro = work.micros[turn]
-        work.begin(micro, self.number)
+        micro, arguments = next(self._work)
+        self._control.before_forward(micro, self.number)
 
         with pipeline.autocast():
-            output = stage(work.inputs[turn], received if self.number else None)
+            output = stage(arguments, received if self.number else None)
 
         if self.number < pipeline.count - 1:
             return tuple(sendable(output, self.number))
 
-        # Only the last stage knows the loss.
-        loss = self._loss(micro, output)
-        total = work.finish(micro, loss)
-        if pipeline.foreign.are_read(loss, output, again=partial(self._loss, micro)):
+        loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
+        loss = loss_of(output)
+        start = self._control.record(loss)  # may replace the total: an injected fault
+        total = loss.total * start
+        if pipeline.foreign.are_read(loss, output, again=loss_of):
             # An error will be raised at the end of the step; until then only the backward must still work.
             total = _finite_total(output)
 
-        # torch got one dtype beforehand; the gradient that starts here is 1 in any.
+        # torch was told one dtype beforehand; the gradient that starts here is 1 in any dtype.
         return total.float()
-
-    def _loss(self, micro: MicroBatch, output: Any) -> Loss:
-        pipeline, _ = self._behind
-        with pipeline.autocast():
-            return self._work.loss_fn(StandIn(pipeline.model, lambda *a, **k: output), micro.data)
 
 
 def _finite_total(output: Any) -> Tensor:
@@ -315,13 +283,12 @@ def _finite_total(output: Any) -> Tensor:
 
 
 class _PreparedSchedule:
-    """A schedule for some number of micro-batches of one shape, with the buffers they are received in."""
+    """A schedule for a fixed number of micro-batches of one shape, with the buffers they are received in."""
 
     def __init__(self, pipeline: Pipeline, stage_inputs: dict[int, list[Tensor]], count: int):
         # The last stage returns the loss, a single number.
         loss = torch.empty((), device="meta", requires_grad=True)
-        self.count = count
-        self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.mine.items()]
+        self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.local_stages.items()]
         self.stages = [
             PipelineStage(
                 module,
@@ -336,20 +303,19 @@ class _PreparedSchedule:
         ]
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
-    def run(self, work: _Work) -> None:
+    def run(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
-            module.start(work)
+            module.start(work, loss_fn, control)
             # torch sets these for its own step(), which splits a batch; our micro-batches come split.
             stage.has_backward = True
             stage.clear_runtime_states()
 
         try:
-            self.schedule._step_microbatches(target_mbs=[None] * self.count, return_outputs=False)
+            self.schedule._step_microbatches(target_mbs=[None] * len(work), return_outputs=False)
         except RuntimeError as error:
             # torch wraps what was raised in a stage into an error of its own.
             if error.__cause__ is None:
                 raise
-
             raise error.__cause__ from None
 
 
@@ -369,7 +335,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
 
 
 def fits(name: str, ranks: int, count: int) -> bool:
-    """Whether the schedule can run `count` micro-batches: torch's own conditions."""
+    """Return whether the schedule can run `count` micro-batches: these are torch's own conditions."""
     if name == "gpipe":
         return True
     if name == "1f1b":
@@ -377,39 +343,14 @@ def fits(name: str, ranks: int, count: int) -> bool:
     return count >= ranks and count % (count // ranks) == 0
 
 
-# ---- between stages ----
-
-
-def sendable(output: Any, number: int) -> list[Tensor]:
-    """Return the output of stage `number` as contiguous tensors, or refuse it."""
-    values = output if isinstance(output, tuple) else (output,)
-    if any(isinstance(value, DTensor) for value in values):
-        raise UserError(
-            f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",
-            "",
-            'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a stage',
-        )
-
-    wrong = [v for v in values if not isinstance(v, Tensor) or not v.is_floating_point()]
-    if wrong:
-        kind = f"a tensor of {wrong[0].dtype}" if isinstance(wrong[0], Tensor) else f"a {type(wrong[0]).__name__}"
-        raise UserError(
-            f"stage {number} returns {kind}, which cannot be passed to the next stage",
-            "a stage must return a floating-point tensor, or a tuple of them",
-            "let stages(model) split where only activations pass, and compute masks and positions in each stage",
-        )
-
-    return [value.contiguous() for value in values]
-
-
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
-def _shape_of(given: Any) -> tuple[Any, ...]:
+def _shape_of(arguments: ModelInput) -> tuple[Any, ...]:
     """Return a key for the shapes and dtypes of all tensors, and the values of everything else."""
-    leaves = tree_leaves(given)
-    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else repr(v) for v in leaves)
+    leaves = tree_leaves(arguments)
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def _not_one_call(how_often: str) -> UserError:

@@ -1,15 +1,24 @@
-"""Split a model into stages: which layers run one after another, where they are split, and who holds which tensor."""
+"""Split a model into stages: which layers run one after another, where they are split, and who holds which tensor.
+
+The parameters of a stage may be sharded over its replicas: torch's FSDP2 inside a pipeline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.fsdp.driver import describe_blocks, prepare
+from lockstep.parallel.mesh import Axes
 
 WHAT_TO_WRITE = (
     "give the task `def stages(self, model): return [Front(model), *model.blocks, Back(model)]`: modules that are "
@@ -19,67 +28,55 @@ ModelInput = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs) that the t
 
 
 class Stage(nn.Module):
-    """What one stage of a pipeline computes.
+    """Computes one stage of a pipeline.
 
-    Either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
-    (`auto_split.forward_stage.ForwardStage`).
+    A stage is either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
+    (`auto_split.forward_stage.ForwardStage`). `stage(arguments, received)` returns what the model returns, or what the
+    next stage receives. `arguments` are the model's own; `received` comes from the stage before, and is None in the
+    first stage.
     """
-
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        """Return what the model returns, or what the next stage receives.
-
-        `received` is what the stage before has passed on; None: this stage begins the model.
-        """
-        raise NotImplementedError
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return the buffers that a forward may write into."""
-        raise NotImplementedError
+        return list(self.buffers())
 
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
         """Return the blocks that run in this stage."""
-        raise NotImplementedError
+        inside = {id(module) for module in self.modules()}
+        return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 class SequentialStage(Stage):
-    """Consecutive layers of a list."""
+    """Runs consecutive layers of a list."""
 
     def __init__(self, layers: Sequence[nn.Module]):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        # The first stage gets the model's own arguments; a tuple between layers becomes several arguments.
-        args, kwargs = given if received is None else (received, {})
+    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
+        args, kwargs = arguments if received is None else (received, {})
         value: Any = None
         for layer in self.layers:
             value = layer(*args, **kwargs)
-            args = value if isinstance(value, tuple) else (value,)
+            args = value if isinstance(value, tuple) else (value,)  # a tuple becomes several arguments
             kwargs = {}
         return value
-
-    def mutable_buffers(self) -> list[Tensor]:
-        return list(self.buffers())
-
-    def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
-        inside = {id(module) for module in self.modules()}
-        return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 # ---- lists of layers ----
 
 
-def list_layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.Module] | None:
+def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn.Module] | None:
     """Return the modules between which the model may be split.
 
-    These are what the task says (`given`), or else the parts of an nn.Sequential. None: the model is neither, and only
+    These are what the task has `listed`, or else the layers of an nn.Sequential. None: the model is neither, and only
     its forward knows what runs after what.
     """
-    layers = list(given) if given is not None else _flatten_sequential(model)
+    layers = list(listed) if listed is not None else _flatten_sequential(model)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
     if wrong:
         raise UserError(f"stages(model) must return a list of modules; it has a {wrong[0]} in it", "", WHAT_TO_WRITE)
-    if given is None and layers == [model]:
+    if listed is None and layers == [model]:
         return None
 
     _check_complete(model, layers)
@@ -117,13 +114,12 @@ def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 def split_layers(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     """Return `count` runs of consecutive layers; the largest is as small as possible, by number of parameters."""
     if len(layers) < count:
-        raise too_few_parts(count, len(layers))
+        raise too_few_splits(count, len(layers))
     ends = balance([sum(p.numel() for p in layer.parameters()) for layer in layers], count)
-    starts = [0, *ends[:-1]]
-    return [list(layers[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [list(layers[start:end]) for start, end in pairwise([0, *ends])]
 
 
-def too_few_parts(count: int, possible: int, why: str = "") -> UserError:
+def too_few_splits(count: int, possible: int, why: str = "") -> UserError:
     return UserError(
         f"the model cannot be split into {count} stages",
         f"it can be split into {possible}{why}",
@@ -133,32 +129,26 @@ def too_few_parts(count: int, possible: int, why: str = "") -> UserError:
 
 def balance(sizes: Sequence[int], count: int) -> list[int]:
     """Return where each of `count` runs of `sizes` ends, so that the largest run is as small as possible."""
-    # cumulative[n]: the first n sizes together. 1 is added to each: a part without parameters takes time, too.
-    cumulative = [0]
-    for size in sizes:
-        cumulative.append(cumulative[-1] + size + 1)
+    # cumulative[n]: the first n sizes together. 1 is added to each, since a layer without parameters also takes time.
+    cumulative = [0, *accumulate(size + 1 for size in sizes)]
 
-    # best[n]: the largest run when the first n parts are split as well as possible, and where the runs end. With one
-    # run more in each round.
-    best: list[tuple[int, list[int]] | None] = [None] * (len(sizes) + 1)
-    best[0] = (0, [])
+    # best[n]: the largest run when the first n sizes are split as well as possible, and where the runs end. Each round
+    # adds one run.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(count):
-        longer: list[tuple[int, list[int]] | None] = [None] * (len(sizes) + 1)
+        longer = {}
         for end in range(1, len(sizes) + 1):
-            candidates = []
-            for start in range(end):
-                before = best[start]
-                if before is not None:
-                    largest = max(before[0], cumulative[end] - cumulative[start])
-                    candidates.append((largest, [*before[1], end]))
-
-            longer[end] = min(candidates, default=None)
-
+            candidates = [
+                (max(largest, cumulative[end] - cumulative[start]), [*ends, end])
+                for start, (largest, ends) in best.items()
+                if start < end
+            ]
+            if candidates:
+                longer[end] = min(candidates)
         best = longer
 
-    chosen = best[len(sizes)]
-    assert chosen is not None
-    return chosen[1]
+    _, ends = best[len(sizes)]
+    return ends
 
 
 # ---- tensors of stages ----
@@ -166,33 +156,33 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
 
 def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, ...]]:
     """Return the stages that use each parameter and buffer, by all its names. `used` holds the tensors per stage."""
-    # Once per stage, also if the stage uses a tensor under several names.
-    users: dict[int, list[int]] = {}
-    for number, tensors in enumerate(used):
-        for tensor_id in dict.fromkeys(id(tensor) for tensor in tensors):
-            users.setdefault(tensor_id, []).append(number)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tuple(users.get(id(tensor), ())) for name, tensor in named}
+    ids = [{id(tensor) for tensor in tensors} for tensors in used]
+    by_name = {}
+    for name, tensor in named_tensors(model):
+        by_name[name] = tuple(number for number, stage_ids in enumerate(ids) if id(tensor) in stage_ids)
+    return by_name
 
 
-def keep_only(model: nn.Module, mine: Collection[str], device: torch.device) -> None:
-    """Move the tensors `mine`, by name, to the device, and free the memory of all others.
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers, under all their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> None:
+    """Move the tensors that are `held`, by name, to the device, and free the memory of all others.
 
     Those keep their names, shapes and dtypes, so that every rank still sees the same model; their value is one NaN, so
     that using them does not go unnoticed.
     """
     # A tied parameter has several names, and is moved once.
-    done: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in done:
-            parameter.data = parameter.data.to(device) if name in mine else placeholder(parameter, device)
-            done.add(id(parameter))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
 
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(device) if name in mine else placeholder(buffer, device)
+                module._buffers[key] = buffer.to(device) if name in held else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,3 +190,51 @@ def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
     # Integers have no NaN: their use goes unnoticed.
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+# ---- FSDP inside stages ----
+
+
+def shard_stages(
+    stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
+) -> dict[str, str]:
+    """Shard this rank's `stages` block by block, then the rest of the tensors that are `held` here, by name.
+
+    The gradients of every micro-batch are reduced and scattered at once, and added to this rank's shard. Collective.
+    Returns a banner line about the blocks of all ranks.
+    """
+    owned = {p for name, p in model.named_parameters() if name in held}
+    shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
+    counts = [0, 0]  # blocks, and those that are gathered alone
+
+    for stage in stages:
+        # By all names, to find the parameters again that sharding replaces.
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        blocks = stage.own_blocks(model, config.blocks)
+        alone = without_shared(blocks, stage)
+        counts[0] += len(blocks)
+        counts[1] += len(alone)
+
+        for block in alone:
+            shard(block)
+        # Placeholders of other stages have no memory to shard.
+        shard(stage, ignored_params=set(stage.parameters()) - owned)
+        prepare(stage)
+        _tie_again(model, originals)
+
+    of_ranks = axes.along("pp").gather_json(counts)
+    return describe_blocks(sum(count for count, _ in of_ranks), sum(alone for _, alone in of_ranks))
+
+
+def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
+    """Give a sharded parameter also to the modules of other stages that use it.
+
+    Sharding replaces a parameter in the modules that it walks through, and in no others. `originals` holds the
+    parameters before sharding.
+    """
+    current = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {id(p): current[name] for name, p in originals.items() if current[name] is not p}
+    for name, original in originals.items():
+        if current[name] is original and id(original) in replaced:
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, replaced[id(original)])

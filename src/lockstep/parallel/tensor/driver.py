@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
+from lockstep.parallel.tensor.plans import STYLES, LayerStyle, choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -37,8 +37,9 @@ class TensorDriver(ShardedDriver):
         self._tp = axes.along("tp")
 
     def _reduce_gradients(self) -> None:
+        # First within a tp group: only gradients that are laid out alike can be summed over replicas.
         for p in self.parameters:
-            settle_gradient(p)
+            redistribute_gradient(p)
         reduce_replicas(self.parameters, self._replicas)
         agree_on_plain(self.parameters, self._tp)
 
@@ -46,6 +47,7 @@ class TensorDriver(ShardedDriver):
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
     """Replace the weights that the plan names by this rank's shards; all others stay as they are."""
     ways = axes.mesh.sizes["tp"]
+    # A bad plan is refused before any rank waits for another.
     plan = choose_plan(model, task, ways, runtime.world.size // ways)
     broadcast_model(model, runtime.collectives)
     apply_plan(model, plan, axes, runtime)
@@ -54,33 +56,22 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
 
 def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
-    styles = {name: _style(style) for name, style in plan.items()}
+    styles = {name: STYLES[style] if isinstance(style, str) else style for name, style in plan.items()}
+    # src_data_rank=None: nothing is sent, each rank takes its shard from its own full copy.
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
-        _teach_cpu_attention()
+        _register_cpu_attention()
 
 
-def _style(style: LayerStyle) -> ParallelStyle:
-    if isinstance(style, ParallelStyle):
-        return style
-    if style == "rowwise":
-        return RowwiseParallel(input_layouts=Replicate())  # a plain input is full, a sharded one stays where it is
-    if style == "colwise":
-        return ColwiseParallel(use_local_output=False)
-    return ColwiseParallel(output_layouts=Replicate())  # "gathered"
-
-
-def _teach_cpu_attention() -> None:
+def _register_cpu_attention() -> None:
     """Register how attention is sharded by heads on a CPU. torch knows it for its GPU kernels only."""
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    backward_kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
     placements: list[Placement] = [Shard(1), Replicate()]  # along heads, or not at all
 
-    @register_sharding(kernel.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
     def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 2, [place] * 3 + [None] * len(rest)) for place in placements]
 
-    @register_sharding(backward_kernel.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in placements]
 
@@ -93,6 +84,7 @@ def explain_mixtures(model: nn.Module) -> None:
         try:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            # torch has no error class of its own for these; any other error is the user's.
             if not any(word in str(error) for word in ("DTensor", "sharding strategy", "unevenly sharded")):
                 raise
             raise UserError(
@@ -111,10 +103,11 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     users = replicas.sum_(used.to(replicas.device)).tolist()
-    live = [p for p, count in zip(parameters, users, strict=True) if count]
-    for p in live:
+    trained = [p for p, count in zip(parameters, users, strict=True) if count]
+    # Zeros where this rank has not used a parameter that another one has.
+    for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    sum_gradients(live, replicas)
+    sum_gradients(trained, replicas)
 
 
 def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None:
@@ -124,12 +117,11 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
-        flat = replicas.sum_(torch.cat([grad.flatten() for grad in grads]))
-        parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+        sums = replicas.sum_(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
 
 
-def settle_gradient(parameter: nn.Parameter) -> None:
+def redistribute_gradient(parameter: nn.Parameter) -> None:
     """Lay a gradient out like its parameter. Autograd may leave it as terms of a sum over the group."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -139,8 +131,8 @@ def settle_gradient(parameter: nn.Parameter) -> None:
 def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
     """Give all ranks of a tp group the first rank's gradients of the parameters that are not sharded.
 
-    Each computes them by itself. On a GPU some kernels add in any order, and replicas that differ in a last bit would
-    drift apart.
+    Each rank computes them by itself. On a GPU some kernels add in any order, and replicas that differ in a last bit
+    would drift apart.
     """
     if tp.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])

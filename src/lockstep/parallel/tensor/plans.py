@@ -13,12 +13,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lockstep.errors import UserError
 
 LayerStyle = str | ParallelStyle  # how one layer is sharded
-STYLES = ("colwise", "rowwise", "gathered")
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(use_local_output=False),
+    "rowwise": RowwiseParallel(input_layouts=Replicate()),  # a plain input is full, a sharded one stays where it is
+    "gathered": ColwiseParallel(output_layouts=Replicate()),
+}
 EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
 
 # (colwise layers, rowwise layer) of one module: all of a row must be there.
@@ -51,29 +56,20 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
-    """Return every sharded layer by its full name; what would fail in the first forward is refused.
+    """Return every sharded layer by its full name, and refuse what would fail in the first forward.
 
     task: may have a `tensor_plan(model)`
     ways: the size of a tp group
     others: how many such groups there are
     """
-    asked = _task_plan(model, task)
-    plan = _recognised(model) if asked is None else _expand(asked, model)
-    _check_layers(plan, model, ways)
-    _check_divisible(plan, model, ways, others, has_plan=asked is not None)
-    return plan
-
-
-def _task_plan(model: nn.Module, task: Any) -> Mapping[str, LayerStyle] | None:
-    """Return the task's plan, or else the model's: in a loop of the user's own there is no task."""
+    # In a user's own loop there is no task: then the model may have a plan.
     if hasattr(task, "tensor_plan"):
-        return task.tensor_plan(model)
-    return model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
+        asked = task.tensor_plan(model)
+    else:
+        asked = model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
 
-
-def _recognised(model: nn.Module) -> dict[str, LayerStyle]:
-    found = recognise(model)
-    if not found:
+    plan = recognise(model) if asked is None else _expand(asked, model)
+    if not plan:
         raise UserError(
             f"mesh.tp finds no layers to shard in {type(model).__name__}",
             "the task has no tensor_plan(model), and the model has no layer names that we know",
@@ -81,7 +77,9 @@ def _recognised(model: nn.Module) -> dict[str, LayerStyle]:
             "without the argument), or type strategy=fsdp without mesh.tp",
         )
 
-    return found
+    _check_layers(plan, model, ways)
+    _check_divisible(plan, model, ways, others, has_plan=asked is not None)
+    return plan
 
 
 def recognise(model: nn.Module) -> dict[str, LayerStyle]:
@@ -89,15 +87,14 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
 
     Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits.
     """
-    found: dict[str, LayerStyle] = {}
+    plan: dict[str, LayerStyle] = {}
     # Names count within one module: `up` and `down` of different modules are no pair.
     for name, module in model.named_modules():
         children = {child for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
         for child, style in _recognised_children(children):
             # The first row that matches a layer decides.
-            found.setdefault(f"{name}.{child}" if name else child, style)
-
-    return found
+            plan.setdefault(f"{name}.{child}" if name else child, style)
+    return plan
 
 
 def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]:
@@ -105,7 +102,6 @@ def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]
         if closing in children and children.issuperset(opening):
             for child in opening:
                 yield child, "colwise"
-
             yield closing, "rowwise"
 
     for fused, closings in FUSED:
@@ -127,7 +123,8 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
 
     plan: dict[str, LayerStyle] = {}
     for pattern, style in asked.items():
-        if not isinstance(style, ParallelStyle) and style not in STYLES:
+        # In a list, not in the dict: what the user wrote may not be hashable.
+        if not isinstance(style, ParallelStyle) and style not in list(STYLES):
             raise UserError(
                 f"tensor_plan has no style {style!r} (for {pattern!r})",
                 "",
@@ -158,18 +155,17 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
 
 def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -> None:
     """Check that each layer can be sharded by itself."""
-    tied = _tied(model)
+    named = list(model.named_parameters(remove_duplicate=False))
     for name, style in plan.items():
         layer = model.get_submodule(name)
-        parameters = [f"{name}.{own}" for own, _ in layer.named_parameters()]
-        shared = [parameter for parameter in parameters if parameter in tied]
-
-        if shared:
-            raise UserError(
-                f"{name!r} in tensor_plan cannot be sharded over {ways} ranks: it is tied to another layer",
-                f"{shared[0]!r} is tied to {tied[shared[0]]!r}; sharding would untie them",
-                f"leave {name!r} out of the plan, or untie the two",
-            )
+        for own, parameter in layer.named_parameters(prefix=name):
+            tied = [other for other, p in named if p is parameter and other != own]
+            if tied:
+                raise UserError(
+                    f"{name!r} in tensor_plan cannot be sharded over {ways} ranks: it is tied to another layer",
+                    f"{own!r} is tied to {tied[0]!r}; sharding would untie them",
+                    f"leave {name!r} out of the plan, or untie the two",
+                )
 
         # A ParallelStyle of torch's is the user's own responsibility.
         if isinstance(style, str) and not isinstance(layer, nn.Linear):
@@ -181,7 +177,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
 
 
 def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
-    # What is divided: colwise shards the output features, rowwise the input features.
+    # colwise shards the output features, rowwise the input features.
     sizes: dict[str, int] = {}
     for name, style in plan.items():
         layer = model.get_submodule(name)
@@ -202,8 +198,8 @@ def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int
 def _other_ways(common: int, ways: int, others: int) -> list[str]:
     """Return what to type so that all layers divide.
 
-    `common` is the greatest common divisor of their features. As many ranks are proposed if possible, or else fewer, or
-    else a few more.
+    `common` is the greatest common divisor of their features. We propose the same number of ranks if possible, or else
+    fewer, or else a few more.
     """
     # At most twice as many ranks: more would be another job.
     fitting = [n for n in range(2, 2 * ways) if common % n == 0]
@@ -215,19 +211,3 @@ def _other_ways(common: int, ways: int, others: int) -> list[str]:
         return [f"type mesh.tp={nearest} --nproc {nearest * others}"]
 
     return []
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Return every parameter that has more than one name, with one of its other names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-
-    tied: dict[str, str] = {}
-    for group in names.values():
-        for name in group:
-            others = [other for other in group if other != name]
-            if others:
-                tied[name] = others[0]
-
-    return tied

@@ -1,8 +1,8 @@
 """How a process learns that it is a rank: one reader per kind of launcher, tried in the order of the table.
 
-A reader is a function from environment variables to a `World`, or to None if the variables of its launcher are not
-there. It raises a `UserError` for variables that are there and make no sense: a rank that took itself for a single
-process would train alone, and overwrite what the others write.
+A reader is a function from environment variables to a `World`, or to None if the variables of its launcher are missing.
+It raises a `UserError` for variables that make no sense: a rank that took itself for a single process would train
+alone, and overwrite what the others write.
 """
 
 from __future__ import annotations

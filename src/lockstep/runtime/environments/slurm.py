@@ -35,20 +35,18 @@ def read(env: Mapping[str, str]) -> World | None:
             "start the processes with srun, or with `lockstep train --nproc N`",
         )
 
-    port = whole_number(env, "MASTER_PORT", _port(env))
-
     return World(
         rank=rank,
         size=tasks,
         local_rank=whole_number(env, "SLURM_LOCALID"),
         local_size=_tasks_on_this_node(env, tasks),
         master_addr=env.get("MASTER_ADDR") or first_host(_node_list(env)),
-        master_port=port,
+        master_port=whole_number(env, "MASTER_PORT", _port(env)),
     )
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """Return a port that all tasks of the step compute alike, and other jobs on the node most likely do not."""
+    """Return a port that is the same for all tasks of the step, and most likely another one for other jobs."""
     job = whole_number(env, "SLURM_JOB_ID", 0)
     step = whole_number(env, "SLURM_STEP_ID", 0)
     return FIRST_PORT + (31 * job + step) % PORTS
@@ -70,7 +68,6 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
-
     return counts
 
 

@@ -26,7 +26,6 @@ def read(env: Mapping[str, str]) -> World | None:
         )
 
     listen_fd = env.get(LISTEN_FD)
-
     return World(
         rank=rank,
         size=size,

@@ -2,8 +2,6 @@
 
 Used only where the task has no `stages(model)` and the model is no nn.Sequential.
 
-split.py           the entry: an example input, then the split
-trace.py           which parameters each block needs, and where a split is possible
-forward_stage.py   a stage that runs its part of the model's forward
-intercept.py       decides for each block whether it runs
+trace.py           the entry: which parameters each block needs, and where a split is possible
+forward_stage.py   a stage that runs its part of the model's forward, and the interception of its blocks
 """

@@ -2,16 +2,15 @@
 
 Every rank of a pipeline has the same samples, so each can call the forward with them. The calls of blocks are
 intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others NaN. After the
-last block of a stage the forward is left. What lies between blocks (masks, positions, a condition) every stage computes
-for itself, up to where it leaves. Where it lacks the weights, the result is NaN; trace.py has made sure that nothing
+last block of a stage the forward is left. Every stage computes for itself what lies between blocks (masks, positions, a
+condition), up to where it leaves. Where it lacks the weights, the result is NaN; trace.py has made sure that nothing
 depends on that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,114 +19,141 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.pipeline.auto_split.intercept import BlockInterceptor
+from lockstep.parallel.call_chain import Call, CallChain
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
+
+Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
+TracedOutput = tuple[list[Tensor], Any]  # what a block returned: its tensors, on the meta device, and the rest
 
 
 class _LeaveForward(BaseException):
-    """Raised at the end of a stage. Not an Exception, so that no `except` in the model catches it."""
-
-    def __init__(self, passed: tuple[Tensor, ...]):
-        self.passed = passed
+    """Ends a stage, with what it passes on. Not an Exception, so that no `except` in the model catches it."""
 
 
-@dataclass(frozen=True)
-class OutputSpec:
-    """What a block returns: tensors of known shapes and dtypes, and the rest."""
+def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_received: Sequence[Tensor]) -> Any:
+    """Return an output like the traced one, full of NaN.
 
-    like: tuple[Tensor, ...]  # on the meta device
-    rest: Any
+    The micro-batch may have other sizes than the traced one. `received` shows which, compared with what was received
+    in the trace: a dimension that was equal to one of its dimensions then is equal to it now.
+    """
+    tensors = []
+    for number, tensor in enumerate(output[0]):
+        # The output at the same position is the likeliest to have the same sizes.
+        twin = number if number < len(received) else 0
+        sizes = list(tensor.shape)
+        for dim, (size, traced) in enumerate(zip(sizes, traced_received[twin].shape, strict=False)):
+            if size == traced:
+                sizes[dim] = received[twin].shape[dim]
 
-    @staticmethod
-    def of(output: Any) -> OutputSpec:
-        tensors, rest = flatten(output)
-        return OutputSpec(tuple(torch.empty_like(tensor, device="meta") for tensor in tensors), rest)
+        # NaN wherever possible: should it be used after all, that shows.
+        value = float("nan") if tensor.is_floating_point() else 0
+        tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return such an output made of `tensors`."""
-        return unflatten(list(tensors), self.rest)
+    return unflatten(tensors, output[1])
 
-    def build_nan(self, received: Sequence[Tensor], received_spec: OutputSpec) -> Any:
-        """Return such an output full of NaN.
 
-        The micro-batch may have other sizes than the traced one. `received`, whose traced output was `received_spec`,
-        shows which: a dimension that was equal to one of its dimensions then is equal to it now.
-        """
-        made = []
-        for number, tensor in enumerate(self.like):
-            twin = number if number < len(received) else 0
-            # The output at the same position is the likeliest to have the same sizes.
-            traced = received_spec.like[twin]
-            here = received[twin]
-            sizes = list(tensor.shape)
+class BlockInterceptor:
+    """Passes every call of a block to a handler, while there is one.
 
-            for dim in range(min(tensor.dim(), traced.dim())):
-                if sizes[dim] == traced.shape[dim]:
-                    sizes[dim] = here.shape[dim]
+    Whatever else wraps a block (recomputation, FSDP's gathers, compiled code) happens inside the intercepted call.
+    """
 
-            # NaN wherever possible: should it be used after all, that shows.
-            value = float("nan") if tensor.is_floating_point() else 0
-            made.append(torch.full(sizes, value, dtype=tensor.dtype, device=here.device))
+    def __init__(self, blocks: Sequence[nn.Module]):
+        self.blocks: list[nn.Module] = []
+        self.handler: Handler | None = None
+        self.install(blocks)
 
-        return self.build(made)
+    def install(self, blocks: Sequence[nn.Module]) -> None:
+        """Intercept these blocks, numbered in this order, and no others."""
+        # Numbers may change: after a trace they follow the order of calls.
+        for block in self.blocks:
+            CallChain.of(block).remove("intercept")
+        self.blocks = list(blocks)
+        for number, block in enumerate(self.blocks):
+            chain = CallChain.of(block)
+            chain.uncompile()  # a trace must see the block's autograd graph
+            chain.install("intercept", _InterceptedCall(self, number))
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        self.handler = handler
+        try:
+            yield
+        finally:
+            self.handler = None
+
+
+class _InterceptedCall:
+    """The link in the call chain of one block."""
+
+    inner: Call
+
+    def __init__(self, interceptor: BlockInterceptor, number: int):
+        self._interceptor = interceptor
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = self._interceptor.handler
+        # Without a handler (when a block is recomputed in the backward) the block just runs.
+        if handler is None:
+            return self.inner(*args, **kwargs)
+        return handler(self._number, partial(self.inner, *args, **kwargs))
 
 
 class ForwardStage(Stage):
-    """The stage that runs blocks `first` to `last` of a model, and what lies around them."""
+    """Runs blocks `first` to `last` of a model, and what lies around them."""
 
     def __init__(
         self,
         model: nn.Module,
         interceptor: BlockInterceptor,
-        outputs: Sequence[OutputSpec],
+        outputs: Sequence[TracedOutput],
         first: int,
         last: int,
         foreign_buffers: Sequence[str] = (),
     ):
-        """`outputs` has the spec of each block. `foreign_buffers` names buffers outside the blocks that the code of
-        another stage writes into. That code may run here too, and must not count twice.
+        """Set up the stage.
+
+        outputs: of each block
+        foreign_buffers: names of the buffers outside the blocks that the code of another stage writes into; that code
+            may also run here, and must not count twice
         """
         super().__init__()
         self.model = model
         self.first = first
         self.last = last
         self._interceptor = interceptor
+        self._blocks = interceptor.blocks[first : last + 1]
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
         self._ends_model = last == len(interceptor.blocks) - 1
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return self._interceptor.blocks[self.first : self.last + 1]
-
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
-        return self.blocks
+        return self._blocks
 
     def mutable_buffers(self) -> list[Tensor]:
         """Return all buffers but those of other stages' blocks: code outside the blocks may run in any stage."""
-        mine = {id(buffer) for block in self.blocks for buffer in block.buffers()}
+        own = {id(buffer) for block in self._blocks for buffer in block.buffers()}
         of_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
-        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - mine]
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - own]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile block by block: compiled code cannot leave a forward in its middle."""
-        for number in range(self.first, self.last + 1):
-            self._interceptor.compile(number)
+        for block in self._blocks:
+            CallChain.of(block).compile()  # inside the interception
 
-    def forward(self, given: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        """Return what the model returns, or a tuple for the next stage."""
+    def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
         self._received_used = received is None
-        args, kwargs = given
-        handler = partial(self._handle, received or ())
+        args, kwargs = arguments
+        left_early = False
 
         try:
-            with self._protected_buffers(), self._interceptor.handled_by(handler):
+            with ExitStack() as stack, self._interceptor.handled_by(partial(self._handle, received or ())):
+                self._protect_buffers(stack)
                 output = self.model(*args, **kwargs)
         except _LeaveForward as leave:
-            output = leave.passed
+            (output,) = leave.args
             left_early = True
-        else:
-            left_early = False
 
         # A forward that skips the block at the end of the stage, or the one whose output was received.
         if left_early == self._ends_model or not self._received_used:
@@ -141,23 +167,22 @@ class ForwardStage(Stage):
         return output
 
     def _handle(self, received: Sequence[Tensor], number: int, call: Callable[[], Any]) -> Any:
-        """Decide what block `number` returns."""
         # Blocks of this stage run, and those after it are never reached.
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends_model:
-                # Nothing after this block belongs to the stage.
                 raise _LeaveForward(self._to_next_stage(output))
             return output
 
         # Blocks of earlier stages do not run, and what they return is not used.
         if number < self.first - 1:
-            return self._outputs[number].build_nan(received, self._outputs[self.first - 1])
+            traced_received, _ = self._outputs[self.first - 1]
+            return _nan_output(self._outputs[number], received, traced_received)
 
         # The last block before this stage: its output has been received.
         self._received_used = True
         # Cloned, since the model may write into it.
-        return self._outputs[number].build([tensor.clone() for tensor in received])
+        return unflatten([tensor.clone() for tensor in received], self._outputs[number][1])
 
     def _to_next_stage(self, output: Any) -> tuple[Tensor, ...]:
         try:
@@ -170,22 +195,14 @@ class ForwardStage(Stage):
                 "or list the stages in stages(model)",
             ) from None
 
-    @contextmanager
-    def _protected_buffers(self) -> Iterator[None]:
-        """Let copies take the place of buffers that other stages change.
+    def _protect_buffers(self, stack: ExitStack) -> None:
+        """Replace the buffers that other stages change with copies, until `stack` ends.
 
-        Copies, not values put back: a backward may still need what was written.
+        Restoring the values instead would not do: a backward may still need what was written.
         """
-        places = [name.rpartition(".") for name in self._foreign_buffers]
-        slots = [(self.model.get_submodule(module)._buffers, own) for module, _, own in places]
-        originals = [buffers[own] for buffers, own in slots]
-
-        for (buffers, own), original in zip(slots, originals, strict=True):
-            assert original is not None
+        for name in self._foreign_buffers:
+            module, _, own = name.rpartition(".")
+            buffers = self.model.get_submodule(module)._buffers
+            original = self.model.get_buffer(name)
+            stack.callback(buffers.__setitem__, own, original)
             buffers[own] = original.clone()
-
-        try:
-            yield
-        finally:
-            for (buffers, own), original in zip(slots, originals, strict=True):
-                buffers[own] = original

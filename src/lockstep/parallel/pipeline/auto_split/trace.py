@@ -2,63 +2,62 @@
 
 The model runs once, on two samples, in host memory. What every block returns is detached from the autograd graph. So
 the graph of a block's output shows which parameters it needs, and whether it needs more of what came before than the
-output of the block before it: then there is no split in between. At last every stage runs with NaN in place of all
+output of the block before it: then there is no split in between. Finally every stage runs with NaN in place of all
 parameters that it will not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import OpaqueValue, flatten
+from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.call_state import StateSnapshot, leaves_reached
-from lockstep.parallel.pipeline.auto_split.forward_stage import ForwardStage, OutputSpec
-from lockstep.parallel.pipeline.auto_split.intercept import BlockInterceptor
-from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, balance, placeholder, too_few_parts
-
-Autocast = Callable[[], AbstractContextManager[Any]]
+from lockstep.parallel.driver import Autocast
+from lockstep.parallel.pipeline.auto_split.forward_stage import BlockInterceptor, ForwardStage, TracedOutput
+from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, balance, placeholder, too_few_splits
 
 
 def split_forward(
-    model: nn.Module, blocks: Sequence[nn.Module], given: ModelInput, count: int, autocast: Autocast
+    model: nn.Module, blocks: Sequence[nn.Module], arguments: ModelInput, count: int, autocast: Autocast
 ) -> tuple[list[ForwardStage], list[list[Tensor]]]:
     """Return `count` stages with about the same number of parameters, and the tensors that each of them uses.
 
-    given: (args, kwargs) of the model for two samples
+    arguments: (args, kwargs) of the model for two samples
     autocast: the precision that the run will have
     """
     interceptor = BlockInterceptor(blocks)
     with StateSnapshot(model):
         trace = _Trace(model, interceptor)
-        trace.run(given, autocast)
+        trace.run(arguments, autocast)
         # From here on, blocks are numbered in the order of their calls.
         interceptor.install([blocks[number] for number in trace.order])
 
-        last = len(trace.order) - 1
-        ends = trace.choose_ends(count)
-        starts = [0, *(end + 1 for end in ends[:-1])]
-        used = [trace.tensors_used(start, end) for start, end in zip(starts, ends, strict=True)]
-
         stages = []
-        # A buffer outside the blocks that another stage changes: its code may run here, too, and must not count.
-        for start, end, mine in zip(starts, ends, used, strict=True):
-            foreign = set().union(*trace.changed) - {id(tensor) for tensor in mine}
+        used = []
+        start = 0
+        for end in trace.choose_ends(count):
+            tensors = trace.tensors_used(start, end)
+            # A buffer outside the blocks that another stage changes: its code may also run here, and must not count.
+            foreign = set().union(*trace.changed) - {id(tensor) for tensor in tensors}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
-            stages.append(ForwardStage(model, interceptor, trace.outputs, start, min(end, last), names))
+            last = min(end, len(trace.order) - 1)
+            stages.append(ForwardStage(model, interceptor, trace.outputs, start, last, names))
+            used.append(tensors)
+            start = end + 1
 
-        _dry_run(model, stages, used, given, autocast)
+        _dry_run(model, stages, used, arguments, autocast)
 
     return stages, used
 
 
 class _Trace:
-    """What one forward of the model shows.
+    """Records what one forward of the model shows.
 
     Segment n of the forward ends with the output of the n-th block called; the last segment is what comes after all.
     """
@@ -67,7 +66,7 @@ class _Trace:
         self.model = model
         self.interceptor = interceptor
         self.order: list[int] = []  # blocks, as they were called
-        self.outputs: list[OutputSpec] = []
+        self.outputs: list[TracedOutput] = []
         self.needs: list[set[int]] = []  # ids of the parameters of each segment
         self.changed: list[set[int]] = []  # ids of the buffers outside blocks that each segment writes into
         self.closed: set[int] = set()  # segments after which there is no split
@@ -75,22 +74,22 @@ class _Trace:
         self._segment_of: dict[int, int] = {}  # by id of a detached output, the segment that returned it
         self._kept_alive: list[Tensor] = []  # the detached outputs, so that no other tensor gets their ids
         inside = {id(buffer) for block in interceptor.blocks for buffer in block.buffers()}
-        outside = [buffer for buffer in model.buffers() if id(buffer) not in inside]
-        self._buffers = [(buffer, buffer.clone()) for buffer in outside]
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in inside]
 
-    def run(self, given: ModelInput, autocast: Autocast) -> None:
-        args, kwargs = given
-        with _all_trainable(self.model), torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
+    def run(self, arguments: ModelInput, autocast: Autocast) -> None:
+        args, kwargs = arguments
+        with ExitStack() as stack, torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
+            _unfreeze(self.model, stack)
             try:
                 output = self.model(*args, **kwargs)
-            # Raised by the handler: it has its own words.
-            except UserError:
+            except UserError:  # raised by the handler, with its own words
                 raise
             except Exception as error:
                 why = f"its forward, on the CPU: {type(error).__name__}: {str(error)[:300]}"
                 raise _cannot_split(self.model, why) from error
 
-            self._end_segment(_tensors(output, self.model, "it returns"), ())
+            tensors, _ = _flatten(output, self.model, "it returns")
+            self._end_segment(tensors, ())
 
     def _handle(self, number: int, call: Callable[[], Any]) -> Any:
         block = self.interceptor.blocks[number]
@@ -99,8 +98,7 @@ class _Trace:
 
         self.order.append(number)
         output = call()
-        tensors = _tensors(output, self.model, f"block {number} returns")
-        spec = OutputSpec.of(output)
+        tensors, rest = _flatten(output, self.model, f"block {number} returns")
 
         segment = len(self.outputs)
         self._end_segment(tensors, block.parameters())
@@ -112,8 +110,8 @@ class _Trace:
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         self._segment_of.update({id(tensor): segment for tensor in detached})
         self._kept_alive.extend(detached)
-        self.outputs.append(spec)
-        return spec.build([tensor.clone() for tensor in detached])
+        self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], rest))
+        return unflatten([tensor.clone() for tensor in detached], rest)
 
     def _end_segment(self, tensors: Sequence[Tensor], own: Iterable[nn.Parameter]) -> None:
         """Note what the segment that ends with `tensors` depends on; `own` are the parameters of its block."""
@@ -138,36 +136,30 @@ class _Trace:
         splits = [n for n in range(len(self.order) - 1) if n not in self.closed]
         if len(splits) + 1 < count:
             why = f": {len(self.order)} blocks in {type(self.model).__name__}"
-            raise too_few_parts(count, len(splits) + 1, why)
+            raise too_few_splits(count, len(splits) + 1, why)
 
         # The parameters between two possible splits; a shared one counts where it is needed first.
         ends = [*splits, len(self.order)]
-        sizes = {id(p): p.numel() for p in self.model.parameters()}
-        counted: set[int] = set()
-        parts = []
+        uncounted = {id(p): p.numel() for p in self.model.parameters()}
+        sizes = []
         start = 0
-
         for end in ends:
-            new = set().union(*self.needs[start : end + 1]) - counted
-            counted |= new
-            parts.append(sum(sizes.get(tensor, 0) for tensor in new))
+            needed = set().union(*self.needs[start : end + 1])
+            sizes.append(sum(uncounted.pop(parameter, 0) for parameter in needed))
             start = end + 1
 
-        return [ends[number - 1] for number in balance(parts, count)]
+        return [ends[number - 1] for number in balance(sizes, count)]
 
     def tensors_used(self, first: int, last: int) -> list[Tensor]:
         """Return what segments `first` to `last` use.
 
         A tensor that no segment has used belongs to all: the next batch may use it.
         """
-        mine = self._used_by(first, last + 1)
-        used_anywhere = self._used_by(0, len(self.needs))
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return [t for t in tensors if id(t) in mine or id(t) not in used_anywhere]
+        used_elsewhere = self._used_by(0, len(self.needs)) - self._used_by(first, last + 1)
+        return [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in used_elsewhere]
 
     def _used_by(self, start: int, stop: int) -> set[int]:
-        blocks = self.interceptor.blocks[start:stop]
-        buffers = {id(buffer) for block in blocks for buffer in block.buffers()}
+        buffers = {id(buffer) for block in self.interceptor.blocks[start:stop] for buffer in block.buffers()}
         return buffers.union(*self.needs[start:stop], *self.changed[start:stop])
 
 
@@ -175,68 +167,55 @@ def _dry_run(
     model: nn.Module,
     stages: Sequence[ForwardStage],
     used: Sequence[Sequence[Tensor]],
-    given: ModelInput,
+    arguments: ModelInput,
     autocast: Autocast,
 ) -> None:
     """Run every stage with NaN for all parameters that it will not have: none may show in what it passes on."""
     passed: Any = None
-    for number, (stage, mine) in enumerate(zip(stages, used, strict=True)):
-        here = {id(tensor) for tensor in mine}
+    for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
-            with torch.no_grad(), autocast(), _others_nan(model, here):
-                passed = stage(given, None if number == 0 else passed)
+            with torch.no_grad(), autocast(), ExitStack() as stack:
+                _hide_others(model, {id(tensor) for tensor in tensors}, stack)
+                passed = stage(arguments, passed)
         except Exception as error:
             why = f"stage {number}, without what the others have: {type(error).__name__}: {str(error)[:300]}"
             raise _cannot_split(model, why) from error
 
-        # NaN in the output: something of another stage has come in on a way that the graph did not show.
+        # NaN in the output: something of another stage has come in through a path that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
             why = f"what comes after {block} depends on more than what that block returns; or on NaN"
             raise _cannot_split(model, why)
 
 
-def _tensors(output: Any, model: nn.Module, whose: str) -> list[Tensor]:
+def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], Any]:
     try:
-        return flatten(output)[0]
+        return flatten(output)
     except OpaqueValue as opaque:
         raise _cannot_split(model, f"{whose} {opaque}, which may hold tensors out of sight") from None
 
 
 def _leaves(tensors: Sequence[Tensor]) -> set[int]:
     """Return the ids of the leaf tensors that the autograd graph of `tensors` begins with."""
+    reached = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
     # An output that is itself a leaf (a parameter, say) has no graph.
-    below = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
-    themselves = [tensor for tensor in tensors if tensor.is_leaf]
-    return {id(tensor) for tensor in [*below, *themselves]}
+    return {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
 
 
-@contextmanager
-def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Frozen parameters appear in the autograd graph only if they are not frozen."""
-    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(True)
-
-    try:
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
+def _unfreeze(model: nn.Module, stack: ExitStack) -> None:
+    """Unfreeze all parameters until `stack` ends: the autograd graph shows only those that require a gradient."""
+    for p in model.parameters():
+        if p.is_floating_point() and not p.requires_grad:
+            stack.callback(p.requires_grad_, False)
+            p.requires_grad_(True)
 
 
-@contextmanager
-def _others_nan(model: nn.Module, mine: set[int]) -> Iterator[None]:
-    """Parameters whose ids are not in `mine` are NaN."""
-    others = [(p, p.data) for p in model.parameters() if id(p) not in mine]
-    for p, _ in others:
-        p.data = placeholder(p, p.device)
-
-    try:
-        yield
-    finally:
-        for p, data in others:
-            p.data = data
+def _hide_others(model: nn.Module, own: set[int], stack: ExitStack) -> None:
+    """Replace the parameters whose ids are not in `own` by NaN, until `stack` ends."""
+    for p in model.parameters():
+        if id(p) not in own:
+            stack.callback(setattr, p, "data", p.data)
+            p.data = placeholder(p, p.device)
 
 
 def _cannot_split(model: nn.Module, why: str) -> UserError:
