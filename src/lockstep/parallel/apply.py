@@ -46,6 +46,7 @@ def apply(
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
+    compiled = wants_compile(config, runtime)
 
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
@@ -70,14 +71,17 @@ def apply(
     if config.precision == "fp8":
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
-    if wants_compile(config, runtime) and not pipelined:
+    if compiled and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         warm_up_compile(model, config, runtime)
     capture_calls(model, config, runtime, log_event)
 
-    # The driver shards or replicates the whole.
+    # The driver shards or replicates the model.
+    driver: Driver
     if axes and pipelined:
-        driver = _pipeline(model, task, config, runtime, axes, data)
+        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
+
+        driver = PipelineDriver(model, task, config, axes, runtime, compiled, data)
     else:
         driver = _drive(model, config, runtime, axes)
     driver.placement = replace(
@@ -98,12 +102,6 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
     if config.ddp.find_unused_parameters:
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
     return DDPDriver(model, config.ddp, runtime, config.seed)
-
-
-def _pipeline(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
-    from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
-
-    return PipelineDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:

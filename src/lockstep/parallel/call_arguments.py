@@ -91,7 +91,7 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if what == "constant":
         return inside[0]
 
-    # Tensors were taken depth first, and are handed out in the same order.
+    # Tensors were flattened depth first, and are handed out in the same order.
     children = [_unflatten(child, tensors) for child in inside[-1]]
     if what == "mapping":
         return kind(zip(inside[0], children, strict=True))
@@ -103,8 +103,8 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
         return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
 
     # A dataclass, as it was and not as its __init__ would make it.
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, child in zip(inside[0], children, strict=True):
-        object.__setattr__(made, name, child)
+        object.__setattr__(instance, name, child)
 
-    return made
+    return instance

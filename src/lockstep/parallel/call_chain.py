@@ -11,7 +11,8 @@ out when it copies or pickles a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -80,13 +81,20 @@ class CallChain:
         self._compiled = None
         self._connect()
 
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Run calls of the module without its links and without compiled code, inside a `with` block."""
+        self._module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            self._connect()
+
     def _connect(self) -> None:
-        """Tell every link what it wraps, and write the module's attribute."""
-        # From the inside out, each link gets what it wraps.
+        """Tell every link what it wraps, from the inside out, and write the module's attribute."""
         self._outermost = self._compiled or self._module._call_impl
         for name in ORDER:
-            link = self._links.get(name)
-            if link is not None:
+            if link := self._links.get(name):
                 link.inner = self._outermost
                 self._outermost = link
 

@@ -65,14 +65,11 @@ def _check_strategy(config: RunConfig) -> None:
         return
 
     mesh = " and a mesh" if in_mesh else ""
-    fix = "leave the mesh out, or type init=host"
-    if not config.sharing.shards_parameters:
-        fix = "type strategy=fsdp, or init=host"
-
+    remedy = "leave the mesh out, or type" if config.sharing.shards_parameters else "type strategy=fsdp, or"
     raise UserError(
         f"init=meta with strategy={config.strategy}{mesh} is not possible",
         "the ranks hold full layers, or shard them in another way, and would need the weights first",
-        fix,
+        f"{remedy} init=host",
     )
 
 
@@ -127,8 +124,8 @@ class _Filling:
         """`blocks` holds ids of modules."""
         self.blocks = blocks
         self.shard = shard
-        self._made: dict[int, _Made] = {}  # by id of what it replaces: tied parameters stay tied
-        self._replaced: list[nn.Parameter] = []  # kept alive, so that no two of them ever have the same id
+        # By id of the parameter that it replaces, which it keeps alive: tied parameters stay tied.
+        self._made: dict[int, _Made] = {}
         self._done: set[int] = set()
         self._sharded: list[nn.Parameter] = []
 
@@ -153,17 +150,13 @@ class _Filling:
     def finish(self, module: nn.Module) -> None:
         """Check what was made inside `module`, and let go of it, so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
-        for key, made in list(self._made.items()):
-            if id(made.full) not in inside:
-                continue
-
+        for key in [key for key, made in self._made.items() if id(made.full) in inside]:
+            made = self._made.pop(key)
             # The constructor of a module made on meta still counts its changes.
             if made.full._version - made.version < made.empty._version:
                 name, owner, own_name = made.place
-                found = f"does not set {own_name} as a constructor does, which changes it once more"
-                raise _not_filled(name, owner, found, "do that in it, or in a reset_parameters() of its block")
-
-            del self._made[key]
+                problem = f"does not set {own_name} as a constructor does, which changes it once more"
+                raise _not_filled(name, owner, problem, "do that in it, or in a reset_parameters() of its block")
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
@@ -203,7 +196,6 @@ class _Filling:
                 # In host memory: the device need not hold even one full block.
                 new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
                 self._made[id(old)] = _Made((name, module, key), old, new, new._version)
-                self._replaced.append(old)
 
             setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
 
@@ -245,16 +237,15 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    tensor = tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def _not_filled(name: str, module: nn.Module, found: str, fix: str) -> UserError:
+def _not_filled(name: str, module: nn.Module, problem: str, fix: str) -> UserError:
     kind = f"{type(module).__name__} ({name})" if name else type(module).__name__
     return UserError(
         f"init=meta cannot initialise {kind}: its reset_parameters() must set all its weights",
-        f"{kind} {found}",
+        f"{kind} {problem}",
         f"{fix}; or type init=host",
     )

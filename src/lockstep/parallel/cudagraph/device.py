@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +35,6 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A GPU."""
-
     type = "cuda"
 
     def __init__(self, device: torch.device):
@@ -47,25 +45,22 @@ class CudaDevice:
 
         No other capture shares the pool, so captures may be replayed in any order.
         """
-        before = torch.cuda.current_stream(self.device)
-        # The default stream cannot be captured.
-        is_default = before == torch.cuda.default_stream(self.device)
-        stream = torch.cuda.Stream(self.device) if is_default else before
+        stream = before = torch.cuda.current_stream(self.device)
+        if before == torch.cuda.default_stream(self.device):
+            stream = torch.cuda.Stream(self.device)  # the default stream cannot be captured
         pool = torch.cuda.graph_pool_handle()
         graphs = []
 
-        # A tensor that is collected meanwhile may call CUDA in ways that invalidate the capture.
+        # A tensor that is collected during a capture may call CUDA in ways that invalidate it.
         was_collecting = gc.isenabled()
         gc.collect()
         gc.disable()
-
         try:
             for work in works:
-                # thread_local: other threads (prefetch, checkpoints) may use CUDA meanwhile.
                 graph = torch.cuda.CUDAGraph()
+                # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
-
                 graphs.append(graph)
         except BaseException:
             self._recover(pool, before, stream)
@@ -95,8 +90,7 @@ class CudaDevice:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # The host waits for the device: a few times in a run, when it is decided what to capture.
-        end.synchronize()
+        end.synchronize()  # the host waits a few times in a run, when it is decided what to capture
         return begin.elapsed_time(end) / 1000
 
     def _recover(self, pool: Any, before: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
@@ -106,11 +100,8 @@ class CudaDevice:
         the next capture that succeeds, so we make one.
         """
         torch.cuda.set_stream(before)
-        try:
+        with suppress(RuntimeError):  # if torch got this far by itself
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
-        except RuntimeError:
-            pass  # torch got as far as this by itself
-
         torch.cuda.synchronize(self.device)
 
         numbers = torch.zeros(1, device=self.device)

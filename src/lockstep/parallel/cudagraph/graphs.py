@@ -24,9 +24,9 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
 from lockstep.parallel.call_chain import Call, CallChain
-from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
-from lockstep.parallel.cudagraph.capture import Capture, Pattern
+from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice, Device
 from lockstep.runtime.context import Runtime
@@ -167,17 +167,14 @@ class GraphedCall:
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
-        if variant is None:
+        if variant is None or variant.refused is not None:
             return self.inner(*args, **kwargs)
 
-        if not variant.ready and variant.refused is None:
-            self._advance(variant, tensors, spec)
-
         # A capture may be ready and still not usable in this call.
-        if variant.ready and self._can_replay(variant):
-            assert variant.capture is not None
-            return variant.capture(tensors)
-
+        if not variant.ready:
+            self._advance(variant, tensors, spec)
+        if capture := self._usable_capture(variant):
+            return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
         return self.inner(*args, **kwargs)
@@ -212,7 +209,7 @@ class GraphedCall:
         return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
-        """Return a variant for a call with these input tensors; some are refused at once."""
+        """Return a variant for a call with these input tensors, which may be refused at once."""
         training = torch.is_grad_enabled()
         mode = "training" if training else "without gradients"
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
@@ -229,10 +226,10 @@ class GraphedCall:
     def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Count a call; capture after the warm-up, and compare in the call after that."""
         variant.calls += 1
-        if variant.calls == WARMUP_CALLS + 1:
+        if variant.capture is not None:
+            self._compare(variant, variant.capture, tensors, spec)
+        elif variant.calls > WARMUP_CALLS:
             self._capture(variant, tensors, spec)
-        elif variant.calls > WARMUP_CALLS + 1:
-            self._compare(variant, tensors, spec)
 
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Capture the call, or refuse the variant. The call itself still runs plainly after this."""
@@ -242,8 +239,11 @@ class GraphedCall:
         # The cheap reasons first: a dry run costs two forwards and backwards.
         if variant.training and not variant.patterns:
             return self._refuse(variant, "no gradient came back to its results")
-        if not self.required and (why := self._not_launch_bound(variant)):
-            return self._refuse(variant, why)
+        if not self.required:
+            host_s, device_s = self._seconds(variant)
+            if host_s < LAUNCH_BOUND * device_s:
+                times = f"the host launches in {host_s * 1e3:.2f} ms what takes the device {device_s * 1e3:.2f} ms"
+                return self._refuse(variant, f"not launch-bound: {times}")
         # Each capture holds activations and gradients of its own.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
@@ -260,25 +260,22 @@ class GraphedCall:
             except Exception as error:
                 return self._refuse(variant, first_line(error))
 
-        # What the capture reads in place; _can_replay compares with it.
+        # What the capture reads in place; _usable_capture compares with it.
         variant.addresses = self._addresses()
         variant.callables = self._attributes.callables()
 
-    def _compare(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+    def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
         """Compare a replay with a plain call, on other arguments than those of the capture.
 
         With the same arguments, values that were computed on the host and baked into the capture would agree.
         """
-        assert variant.capture is not None
-        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
-
         # Every captured backward is compared, each with a forward of its own.
-        for pattern in variant.capture.patterns:
+        for pattern in capture.patterns:
             try:
-                why = compare(variant.capture, make_trial(), pattern, self.model, self.device)
+                trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
+                why = compare(capture, trial, pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
-
             if why:
                 return self._refuse(variant, why)
 
@@ -292,15 +289,16 @@ class GraphedCall:
 
     # ---- is a capture still valid? ----
 
-    def _can_replay(self, variant: Variant) -> bool:
-        """Whether this call may be a replay. A capture that no longer fits is dropped."""
+    def _usable_capture(self, variant: Variant) -> Capture | None:
+        """Return the capture if this call may replay it. A capture that no longer fits is dropped."""
         capture = variant.capture
-        assert capture is not None
+        if capture is None or not variant.ready:
+            return None
 
         # A second forward would overwrite the activations that the pending backward needs.
         if capture.awaits_backward:
             self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
-            return False
+            return None
 
         if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
             # Beyond the limit, the backward of all outputs serves further patterns.
@@ -311,18 +309,18 @@ class GraphedCall:
         elif not same_objects(variant.callables, self._attributes.callables()):
             self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
 
-        return variant.ready
+        return variant.capture
 
     def _addresses(self) -> list[int]:
         """Return where all tensors of the model lie in memory."""
-        # In every replay, so in one comprehension each.
+        # This runs in every replay, so in one comprehension each.
         named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
-        self._inspect_model()  # which also lets go of what was replaced
+        self._inspect_model()  # which also lets go of the parts that were replaced
         if variant.moves > MAX_MOVES:
             self._refuse(variant, f"{what}, again and again")
         else:
@@ -335,13 +333,11 @@ class GraphedCall:
         self._log_once(variant.name, f"captured again: {why}")
 
     def _refuse(self, variant: Variant, why: str) -> None:
-        """Never capture this variant."""
         self._drop(variant)
         variant.refused = why
         self._log_refusal(variant.name, why, variant.training)
 
     def _drop(self, variant: Variant) -> None:
-        """Free the capture."""
         variant.ready = False
         variant.capture = None
         variant.callables = []
@@ -397,14 +393,6 @@ class GraphedCall:
 
         return result
 
-    def _not_launch_bound(self, variant: Variant) -> str | None:
-        """Return why a capture would gain nothing."""
-        host_s, device_s = self._seconds(variant)
-        if host_s >= LAUNCH_BOUND * device_s:
-            return None
-        times = f"the host launches in {host_s * 1e3:.2f} ms what takes the device {device_s * 1e3:.2f} ms"
-        return f"not launch-bound: {times}"
-
     def _seconds(self, variant: Variant) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
         # Evaluations have no backward.
@@ -421,7 +409,6 @@ class _BackwardWatch:
         self._device = device
         self._variant = variant
         self._timed = variant.calls > 1
-        self._running = False
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
@@ -429,10 +416,9 @@ class _BackwardWatch:
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
-
+        is_first = not any(self._arrived)
         self._arrived[index] = True
-        if not self._running:
-            self._running = True
+        if is_first:
             self._begin_s = time.perf_counter()
             self._begin = self._device.record_event()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)

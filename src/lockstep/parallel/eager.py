@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from lockstep.parallel.call_chain import CallChain
+
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
@@ -17,17 +19,14 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
     each takes far longer than the call itself. Hooks still run, so sharded parameters are gathered as usual.
     """
     kernels = torch.backends.cuda
-    compiled_call = model._compiled_call_impl
     cudnn_was_on = kernels.cudnn_sdp_enabled()
     # The other attention kernels need no plan. If none of them is enabled, cuDNN has to stay on.
     has_alternative = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
 
     kernels.enable_cudnn_sdp(cudnn_was_on and not has_alternative)
-    model._compiled_call_impl = None
     try:
         # The stance reaches submodules that are compiled by themselves.
-        with torch.compiler.set_stance("force_eager"):
+        with CallChain.of(model).bypassed(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         kernels.enable_cudnn_sdp(cudnn_was_on)
-        model._compiled_call_impl = compiled_call
