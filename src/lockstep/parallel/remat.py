@@ -81,7 +81,9 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: b
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
+    )
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
     # their devices among the positional arguments only, so all arguments are passed as such.
     call = partial(_call, run, len(args), tuple(kwargs))

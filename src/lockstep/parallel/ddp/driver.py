@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,7 +109,6 @@ class DDPDriver(BaseDriver):
         self.runtime = runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
-        self._stored_in_bf16 = self.parameters[-1].dtype == torch.bfloat16
         dtype = self._word_dtype()
         self.codec = ControlWordCodec(runtime.device, dtype)
 
@@ -116,8 +116,9 @@ class DDPDriver(BaseDriver):
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._word_parameter = carrier.last[0]
         self._frozen = _frozen_names(model)
-        ignored = [f"model.{name}" for name in self._frozen]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(carrier, ignored)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            carrier, [f"model.{name}" for name in self._frozen]
+        )
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
@@ -128,7 +129,9 @@ class DDPDriver(BaseDriver):
         )
         self.module: nn.Module = self._replica
 
-        self.hook = self._make_hook(config, seed)
+        group = self._replica.process_group
+        assert group is not None
+        self.hook = self._make_hook(group, config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
@@ -151,8 +154,8 @@ class DDPDriver(BaseDriver):
             self._reached.clear()
 
     def sync_buffers(self) -> None:
-        live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
-        self.runtime.collectives.broadcast_(live)
+        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
+        self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
@@ -171,18 +174,20 @@ class DDPDriver(BaseDriver):
         self._word = self._word_parameter.grad
 
     def _word_dtype(self) -> torch.dtype:
-        return torch.float32 if self._stored_in_bf16 else self.parameters[-1].dtype
+        dtype = self.parameters[-1].dtype
+        return torch.float32 if dtype == torch.bfloat16 else dtype
 
-    def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
-        word, group = self._word_parameter, self._replica.process_group
-        assert group is not None
-        if config.hook == "powersgd":
-            named = dict(zip(self.names, self.parameters, strict=True))
-            return PowerSGDHook(word, group, named, config, seed)
-        if config.hook == "none" and self._stored_in_bf16:
-            return WideHook(word, group)
-        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        return HalfHook(word, group, dtypes[config.hook]) if config.hook in dtypes else None
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
+        word = self._word_parameter
+        match config.hook:
+            case "powersgd":
+                named = dict(zip(self.names, self.parameters, strict=True))
+                return PowerSGDHook(word, group, named, config, seed)
+            case "fp16":
+                return HalfHook(word, group, torch.float16)
+            case "bf16":
+                return HalfHook(word, group, torch.bfloat16)
+        return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _watch_gradients(self) -> set[int]:
         """Collect the parameters that backward has reached, where the gradients themselves do not show it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.parallel.driver import SingleDriver
+from lockstep.parallel.driver import SingleDriver, broadcast_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 
@@ -21,8 +21,7 @@ class UnusedParametersDriver(SingleDriver):
         super().__init__(model, runtime.device)
         self.runtime = runtime
         self._broadcasts_buffers = broadcast_buffers
-        runtime.collectives.broadcast_([p.detach() for p in self.parameters])
-        self.sync_buffers()
+        broadcast_model(model, runtime.collectives)
 
     def begin(self) -> None:
         super().begin()
@@ -38,10 +37,9 @@ class UnusedParametersDriver(SingleDriver):
         packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
         self.runtime.collectives.sum_(packed)
         self._word = packed[:LENGTH]
-        users = packed[LENGTH:].tolist()
 
         # Unused on all ranks: no gradient at all, so that the optimizer leaves it alone, as in a single process.
-        live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
+        live = [p for p, users in zip(self.parameters, packed[LENGTH:].tolist(), strict=True) if users > 0]
 
         # One sum for each dtype, in the same order on all ranks (a set would not keep it).
         for dtype in dict.fromkeys(p.dtype for p in live):
@@ -52,7 +50,6 @@ class UnusedParametersDriver(SingleDriver):
         flat = torch.cat([grad.flatten() for grad in grads])
 
         # Half-precision gradients are added in float32 and rounded once.
-        wide = torch.promote_types(dtype, torch.float32)
-        flat = self.runtime.collectives.sum_(flat.to(wide)).to(dtype)
+        flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)

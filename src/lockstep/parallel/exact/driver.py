@@ -81,11 +81,6 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
         self._subtree = None if micro.padding else Subtree(micro.index, 0)
         self._total = _total(control)
 
-    @property
-    def _ordered(self) -> OrderedHook:
-        assert isinstance(self.hook, OrderedHook)
-        return self.hook
-
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
@@ -98,10 +93,9 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
     def _word_dtype(self) -> torch.dtype:
         return torch.float64
 
-    def _make_hook(self, config: DDPConfig, seed: int) -> OrderedHook:
-        group = self._replica.process_group
-        assert group is not None
-        return OrderedHook(self._word_parameter, group)
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
+        self._ordered = OrderedHook(self._word_parameter, group)
+        return self._ordered
 
 
 class OrderedFSDPDriver(FSDPDriver):
@@ -131,7 +125,7 @@ class OrderedFSDPDriver(FSDPDriver):
         super().before_forward(micro, control)
         self._round += 1
         for reduction in self._reductions:
-            reduction.expect(self._round, _total(control), control.last)
+            reduction.expected = self._round, _total(control), control.last
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to what has no meaning before the last round
 
@@ -150,27 +144,26 @@ class OrderedFSDPDriver(FSDPDriver):
         grads = [p.grad for p in self.parameters if p.grad is not None]
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # of numbers whose sum is exact in any order
-        self._norms = [norm_of_rows(each) for each in rows]
+        self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self._norms)
+        return self._norms
 
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
 
         One collective does both. The first ranks hold the same number of rows, those after them fewer, or none.
         """
-        ranks, device = self.runtime.world.size, self.runtime.device
-        most = [-(-len(tensor) // ranks) for tensor in tensors]
-        mine = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=device)
-        mine[:LENGTH] = packed
-        for slot, tensor in zip(mine[LENGTH:].split(most), tensors, strict=True):
+        most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
+        message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
+        message[:LENGTH] = packed
+        for slot, tensor in zip(message[LENGTH:].split(most), tensors, strict=True):
             rows = row_norms(local(tensor))
             slot[: len(rows)] = rows
 
-        every = self.runtime.collectives.gather(mine)
-        parts = every[:, LENGTH:].split(most, dim=1)
-        return every[:, :LENGTH], [part.flatten()[: len(t)] for part, t in zip(parts, tensors, strict=True)]
+        gathered = self.runtime.collectives.gather(message)
+        shards = gathered[:, LENGTH:].split(most, dim=1)
+        return gathered[:, :LENGTH], [rows.flatten()[: len(t)] for rows, t in zip(shards, tensors, strict=True)]
 
 
 class _OrderedReduceScatter(ReduceScatter):
@@ -178,11 +171,8 @@ class _OrderedReduceScatter(ReduceScatter):
 
     def __init__(self) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        self._expected: tuple[int, int, bool] | None = None
-
-    def expect(self, number: int, total: int, last: bool) -> None:
-        """Announce a backward: round `number` of a step of `total` micro-batches."""
-        self._expected = number, total, last
+        # The backward that comes next: the number of its round, micro-batches of the step, whether it is the last.
+        self.expected: tuple[int, int, bool] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -190,13 +180,14 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        if self._expected is None:
+        if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
                 "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
-        (number, total, last), self._expected = self._expected, None
+        number, total, last = self.expected
+        self.expected = None
 
         # Every rank gets all terms of its own shard, and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
@@ -209,9 +200,9 @@ class _OrderedReduceScatter(ReduceScatter):
             return
 
         # A term must not keep everything alive that was received with it.
-        behind = received.untyped_storage().data_ptr()
+        storage = received.untyped_storage().data_ptr()
         self.tree.roots = [
-            (subtree, term.clone() if term.untyped_storage().data_ptr() == behind else term)
+            (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
             for subtree, term in self.tree.roots
         ]
 
