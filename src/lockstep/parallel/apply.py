@@ -16,12 +16,11 @@ from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver
-from lockstep.parallel.ddp.sync_batchnorm import synchronise_batchnorm
 from lockstep.parallel.ddp.unused import UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.driver import exact_driver
-from lockstep.parallel.float8 import compute_in_float8
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
+from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,13 +29,9 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
         return _outermost([module for module, names in classes.items() if names.intersection(named)])
 
     # A list of one module is no repetition, and one of several classes is a sequence of different steps.
-    members: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            if len(children) > 1 and len({_user_class(child) for child in children}) == 1:
-                members += children
-
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    repeated = [members for members in lists if len(members) > 1 and len(set(map(_user_class, members))) == 1]
+    members = chain.from_iterable(repeated)
     return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import unflatten
 from lockstep.parallel.call_state import Pattern, TrialCall
-from lockstep.parallel.cudagraph.device import Device, Work
+from lockstep.parallel.cudagraph.device import CudaDevice, Work
 
 
 class Capture:
@@ -29,7 +29,7 @@ class Capture:
     (which fills in zeros by itself), uses the backward of all outputs, with zeros.
     """
 
-    def __init__(self, trial: TrialCall, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: Device):
+    def __init__(self, trial: TrialCall, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: CudaDevice):
         """Capture the forward of `trial`, and a backward for each of `patterns`.
 
         `reached` holds for each differentiable output the indices of the sources that its gradient reaches. A source

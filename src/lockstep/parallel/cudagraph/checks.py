@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.parallel.call_arguments import OpaqueValue
 from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
-from lockstep.parallel.cudagraph.device import Device
+from lockstep.parallel.cudagraph.device import CudaDevice
 
 # Relative to the norm of the tensor. Kernels that add in no fixed order differ by rounding; a wrong replay by more.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -18,7 +18,7 @@ LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 
 
 def dry_run(
-    make_trial: Callable[[], TrialCall], patterns: Sequence[Pattern], model: nn.Module, device: Device
+    make_trial: Callable[[], TrialCall], patterns: Sequence[Pattern], model: nn.Module, device: CudaDevice
 ) -> tuple[list[set[int]], str | None]:
     """Run forward and backward for each of `patterns` twice, the second time with synchronisation forbidden.
 
@@ -74,7 +74,7 @@ def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
     return None
 
 
-def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: Device) -> str | None:
+def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: CudaDevice) -> str | None:
     """Return how a replay differs from a plain call in outputs, gradients or buffers. The host waits here."""
     inputs = [tensor.detach().clone() for tensor in trial.inputs]  # the trial may change its own
     with StateSnapshot(model, device.generator()) as before:

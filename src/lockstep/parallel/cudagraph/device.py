@@ -5,45 +5,27 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 Work = Callable[[], None]
 
 
-class Device(Protocol):
-    """The tests have another one for CPUs, which replays by running the work again."""
-
-    type: str
-
-    def capture(self, works: Iterable[Work]) -> list[Work]:
-        """Run each of `works` once, in order, and return functions that replay them in the same memory."""
-
-    def forbid_sync(self) -> AbstractContextManager[Any]:
-        """Inside, an operation that makes the host wait for the device raises an error."""
-
-    def generator(self) -> torch.Generator:
-        """Return the generator that work on this device draws from."""
-
-    def record_event(self) -> Any:
-        """Mark the current point in the device's work."""
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two events. The host waits for the second one."""
-
-
 class CudaDevice:
+    """A GPU. The tests have another class for CPUs, which replays by running the work again."""
+
     type = "cuda"
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def capture(self, works: Iterable[Work]) -> list[Work]:
-        """Capture all works into one memory pool, since the later ones read what the earlier ones leave.
+        """Run each of `works` once, in order, and return functions that replay them in the same memory.
 
-        No other capture shares the pool, so captures may be replayed in any order.
+        They share one memory pool, since the later ones read what the earlier ones leave. No other capture shares the
+        pool, so captures may be replayed in any order.
         """
         stream = before = torch.cuda.current_stream(self.device)
         if before == torch.cuda.default_stream(self.device):
@@ -73,6 +55,7 @@ class CudaDevice:
 
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
+        """Make every operation fail that makes the host wait for the device."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # torch warns that it does not notice every synchronisation
             torch.cuda.set_sync_debug_mode("error")
@@ -90,7 +73,8 @@ class CudaDevice:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()  # the host waits a few times in a run, when it is decided what to capture
+        # The host waits a few times in a run, when it is decided what to capture.
+        end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def _recover(self, pool: Any, before: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:

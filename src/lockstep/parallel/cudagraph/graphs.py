@@ -28,7 +28,7 @@ from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
-from lockstep.parallel.cudagraph.device import CudaDevice, Device
+from lockstep.parallel.cudagraph.device import CudaDevice
 from lockstep.runtime.context import Runtime
 
 WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
@@ -66,8 +66,8 @@ def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: Lo
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
         # The chain puts it outside of torch.compile and of the warm-up, so that compiled kernels are captured.
-        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
-        CallChain.of(model).install("graph", link)
+        device = CudaDevice(runtime.device)
+        CallChain.of(model).install("graph", GraphedCall(model, device, config.graph is True, log))
 
 
 def has_captures(model: nn.Module) -> bool:
@@ -131,7 +131,7 @@ class GraphedCall:
 
     inner: Call
 
-    def __init__(self, model: nn.Module, device: Device, required: bool, log: LogEvent):
+    def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log: LogEvent):
         """Watch the calls of `model`.
 
         device: captures and times; the tests have one without a GPU
@@ -147,8 +147,8 @@ class GraphedCall:
         self._inspect_model()
 
     def _inspect_model(self) -> None:
-        """Find the model's parts as they are now: one may have been replaced since."""
-        # Looked up once: walking the module tree in every call would cost more than a replay saves.
+        # Looked up once: walking the module tree in every call would cost more than a replay saves. Again before a
+        # capture, since a part may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = AttributeWatch(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
@@ -162,8 +162,11 @@ class GraphedCall:
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue as error:
-            call = "calls with other arguments than tensors and plain values"
-            self._log_refusal(call, f"among them {error}", training=torch.is_grad_enabled())
+            self._log_refusal(
+                "calls with other arguments than tensors and plain values",
+                f"among them {error}",
+                training=torch.is_grad_enabled(),
+            )
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
@@ -186,8 +189,11 @@ class GraphedCall:
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
-            why = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
-            self._log_refusal("further calls", why, training=torch.is_grad_enabled())
+            self._log_refusal(
+                "further calls",
+                f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)",
+                training=torch.is_grad_enabled(),
+            )
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
 
@@ -197,30 +203,31 @@ class GraphedCall:
         """Return all that decides which kernels a call launches."""
         # Names of attributes may have come or gone since the last call.
         self._attributes.refresh()
-
         grad = torch.is_grad_enabled()
         kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        # Whether an input requires a gradient matters only if gradients are computed at all.
-        shapes = tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors)
-        # Of every module: a part may be in evaluation mode while the rest trains.
-        training = tuple(module.training for module in self._modules)
-
-        return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
+        return (
+            spec,
+            # Whether an input requires a gradient matters only if gradients are computed at all.
+            tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),
+            grad,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            any(self._hooks),
+            # Of every module: a part may be in evaluation mode while the rest trains.
+            tuple(module.training for module in self._modules),
+            self._attributes.settings(),
+        )
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
         """Return a variant for a call with these input tensors, which may be refused at once."""
-        training = torch.is_grad_enabled()
-        mode = "training" if training else "without gradients"
+        mode = "training" if torch.is_grad_enabled() else "without gradients"
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
-        variant = Variant(f"{mode}, {' '.join(shapes)}", training)
+        variant = Variant(f"{mode}, {' '.join(shapes)}", torch.is_grad_enabled())
 
         unfit = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
         if unfit:
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
         elif any(self._hooks):
             self._refuse(variant, "a module has hooks, which a replay would not call")
-
         return variant
 
     def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
@@ -242,8 +249,11 @@ class GraphedCall:
         if not self.required:
             host_s, device_s = self._seconds(variant)
             if host_s < LAUNCH_BOUND * device_s:
-                times = f"the host launches in {host_s * 1e3:.2f} ms what takes the device {device_s * 1e3:.2f} ms"
-                return self._refuse(variant, f"not launch-bound: {times}")
+                return self._refuse(
+                    variant,
+                    f"not launch-bound: the host launches in {host_s * 1e3:.2f} ms what takes the device "
+                    f"{device_s * 1e3:.2f} ms",
+                )
         # Each capture holds activations and gradients of its own.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
@@ -397,22 +407,22 @@ class GraphedCall:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
         # Evaluations have no backward.
         timings = [timing for timing in (variant.forward, variant.backward) if timing.events]
-        host_s = sum(timing.host_s for timing in timings)
-        device_s = sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings)
-        return host_s, device_s
+        return (
+            sum(timing.host_s for timing in timings),
+            sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings),
+        )
 
 
 class _BackwardWatch:
     """One backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
 
-    def __init__(self, device: Device, variant: Variant, outputs: int):
+    def __init__(self, device: CudaDevice, variant: Variant, outputs: int):
         self._device = device
         self._variant = variant
         self._timed = variant.calls > 1
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
-        """The hook of output `index`, called in the middle of a backward."""
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return

@@ -31,8 +31,7 @@ class Bucket(NamedTuple):
     """The gradients that DDP exchanges at once."""
 
     buffer: Tensor  # (elements,): all of it
-    parameters: list[Tensor]
-    gradients: list[Tensor]  # views of the buffer, one per parameter
+    gradients: list[tuple[Tensor, Tensor]]  # each parameter with its gradient, a view of the buffer
 
 
 class Hook:
@@ -62,7 +61,8 @@ class Hook:
         """Called when all buckets of a step have been exchanged."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
-        bucket = Bucket(ddp_bucket.buffer(), ddp_bucket.parameters(), ddp_bucket.gradients())
+        pairs = zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)
+        bucket = Bucket(ddp_bucket.buffer(), list(pairs))
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
@@ -89,8 +89,7 @@ class Hook:
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word, if it is in this bucket."""
         # Compared by identity: tensors compare by elements.
-        pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-        return [gradient for parameter, gradient in pairs if parameter is self.word]
+        return [gradient for parameter, gradient in bucket.gradients if parameter is self.word]
 
 
 class HalfHook(Hook):

@@ -108,7 +108,7 @@ class PowerSGDHook(Hook):
         compressed: list[tuple[Matrix, Tensor]] = []
         full: list[Tensor] = []
         # The control word has no matrix, and is in `full`.
-        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+        for parameter, gradient in bucket.gradients:
             matrix = self.matrices.get(self.names.get(id(parameter), ""))
             if matrix:
                 compressed.append((matrix, gradient))

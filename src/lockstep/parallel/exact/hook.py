@@ -99,7 +99,7 @@ class OrderedHook(Hook):
         ]
 
         # A bucket may hold nothing but the control word.
-        if len(words) < len(bucket.parameters):
+        if len(words) < len(bucket.gradients):
             yield from self._exchange_gradients(bucket)
         else:
             yield
@@ -232,6 +232,5 @@ class OrderedHook(Hook):
     def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views of the bucket, and the earlier sums that belong to them."""
         # The control word is not a gradient, and has no earlier sums.
-        pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-        matching = [(view, gradients[id(p)]) for p, view in pairs if p is not self.word]
+        matching = [(view, gradients[id(p)]) for p, view in bucket.gradients if p is not self.word]
         return [view for view, _ in matching], [gradient for _, gradient in matching]
