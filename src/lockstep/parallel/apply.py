@@ -18,7 +18,7 @@ from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver
 from lockstep.parallel.ddp.unused import UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
-from lockstep.parallel.exact.driver import exact_driver
+from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
@@ -90,17 +90,19 @@ def apply(
 
 
 def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
-    if config.exact:
-        return exact_driver(model, config, runtime)
+    # The configuration has refused what exact mode does not support: other meshes, and unused parameters.
     if runtime.world.alone:
-        return SingleDriver(model, runtime.device)
+        single = OrderedSingleDriver if config.exact else SingleDriver
+        return single(model, runtime.device)
     if config.sharing.shards_parameters:
-        return FSDPDriver(model, config, runtime, axes)
+        fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
+        return fsdp(model, config, runtime, axes)
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
-    return DDPDriver(model, config.ddp, runtime, config.seed)
+    ddp = OrderedDDPDriver if config.exact else DDPDriver
+    return ddp(model, config.ddp, runtime, config.seed)
 
 
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:

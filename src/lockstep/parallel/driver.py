@@ -129,6 +129,7 @@ class BaseDriver:
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
     gradient_factor = 1.0
+    broadcasts_buffers = False  # before every step
     model: nn.Module
     module: nn.Module
     names: list[str]  # of the trainable parameters, in the model's order
@@ -148,6 +149,8 @@ class BaseDriver:
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        if self.broadcasts_buffers:
+            self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         control.before_forward(micro)
@@ -179,6 +182,9 @@ class BaseDriver:
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
 
+    def sync_buffers(self) -> None:
+        pass
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
@@ -197,9 +203,6 @@ class SingleDriver(BaseDriver):
         self.module = model
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(device, torch.float64)
-
-    def sync_buffers(self) -> None:
-        pass
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
@@ -246,8 +249,8 @@ class ShardedDriver(SingleDriver):
             handle.remove()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = squared_norms(tensors).to(self.runtime.device)
-        return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
+        squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
+        return list(squared.sqrt().unbind())
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))

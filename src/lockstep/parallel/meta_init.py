@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -114,20 +115,19 @@ class _Made(NamedTuple):
     version: int  # of `full` when it was made: torch counts changes in place
 
 
+@dataclass
 class _Filling:
     """Walks through the modules, children before parents.
 
     At any time the full tensors of one block, and of what lies outside the blocks, are in host memory.
     """
 
-    def __init__(self, blocks: set[int], shard: Callable[[nn.Module], Any]):
-        """`blocks` holds ids of modules."""
-        self.blocks = blocks
-        self.shard = shard
-        # By id of the parameter that it replaces, which it keeps alive: tied parameters stay tied.
-        self._made: dict[int, _Made] = {}
-        self._done: set[int] = set()
-        self._sharded: list[nn.Parameter] = []
+    blocks: set[int]  # ids of modules
+    shard: Callable[[nn.Module], Any]
+    # By id of the parameter that it replaces, which it keeps alive: tied parameters stay tied.
+    _made: dict[int, _Made] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)  # ids of modules
+    _sharded: list[nn.Parameter] = field(default_factory=list)
 
     def fill(self, module: nn.Module, name: str) -> None:
         if id(module) in self._done:

@@ -57,9 +57,16 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 
     # auto: only where every rank runs the model by itself. A capture that contained a collective would have to be
     # replayed by all ranks in the same order, and recomputation changes what a forward launches.
-    replicated = config.sharing.local_forward and not config.uses_axis("tp") and not config.uses_axis("pp")
-    waits = config.ddp.sync_batchnorm or config.ddp.find_unused_parameters
-    return on_cuda and replicated and not waits and not config.exact and config.remat == "none"
+    return (
+        on_cuda
+        and config.sharing.local_forward
+        and not config.uses_axis("tp")
+        and not config.uses_axis("pp")
+        and not config.ddp.sync_batchnorm
+        and not config.ddp.find_unused_parameters
+        and not config.exact
+        and config.remat == "none"
+    )
 
 
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:

@@ -50,7 +50,11 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
-        self._fix_buckets()
+        # Assign parameters to buckets once, before the first step. torch does it again after the first step. From three
+        # ranks on, the position of a gradient in its bucket decides in which order the ranks are added, so a resumed
+        # run would differ in its last bits.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
         self.armed = False
         self._complete = True  # from here on, attributes that the user's model has are set there
 
@@ -58,15 +62,6 @@ class Replica(DistributedDataParallel):
         """Order the last parameter first: about the order in which gradients come, and that of the buckets."""
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
-
-    def _fix_buckets(self) -> None:
-        """Assign parameters to buckets once, before the first step.
-
-        torch does it again after the first step. From three ranks on, the position of a gradient in its bucket decides
-        in which order the ranks are added, so a resumed run would differ in its last bits.
-        """
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.armed = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
@@ -103,13 +98,15 @@ class DDPDriver(BaseDriver):
     """Replicas of the model, whose gradients torch's DDP reduces in buckets while backward runs."""
 
     leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
+    word_dtype: torch.dtype | None = None  # of the control word; None: that of the last parameter, at least float32
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         self.model = model
         self.runtime = runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
-        dtype = self._word_dtype()
+        last_dtype = self.parameters[-1].dtype
+        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
         self.codec = ControlWordCodec(runtime.device, dtype)
 
         # The control word is one more parameter; what is frozen is moved, but never reduced.
@@ -136,22 +133,25 @@ class DDPDriver(BaseDriver):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
-        self._broadcasts_buffers = config.broadcast_buffers
-        self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
+        self.broadcasts_buffers = config.broadcast_buffers
+        # The parameters that backward has reached, where the gradients themselves do not show it.
+        reached: set[int] = set()
+        self._reached = reached
+        self._gradients_are_views = config.gradient_as_bucket_view
+        if not self._gradients_are_views:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
         self.sync_buffers()
 
     def begin(self) -> None:
         super().begin()
         self._word_parameter.grad = None
-        if self._broadcasts_buffers:
-            self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._replica.require_backward_grad_sync = control.last
         self._replica.armed = False
-        if self._reached is not None:
-            self._reached.clear()
+        self._reached.clear()
 
     def sync_buffers(self) -> None:
         buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
@@ -173,10 +173,6 @@ class DDPDriver(BaseDriver):
         assert self._word_parameter.grad is not None
         self._word = self._word_parameter.grad
 
-    def _word_dtype(self) -> torch.dtype:
-        dtype = self.parameters[-1].dtype
-        return torch.float32 if dtype == torch.bfloat16 else dtype
-
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
         word = self._word_parameter
         match config.hook:
@@ -189,13 +185,6 @@ class DDPDriver(BaseDriver):
                 return HalfHook(word, group, torch.bfloat16)
         return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
-    def _watch_gradients(self) -> set[int]:
-        """Collect the parameters that backward has reached, where the gradients themselves do not show it."""
-        reached: set[int] = set()
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
-        return reached
-
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter: its bucket was not sent.
 
@@ -203,7 +192,7 @@ class DDPDriver(BaseDriver):
         reduced is a view into a bucket.
         """
         pairs = zip(self.names, self.parameters, strict=True)
-        if self._reached is None:
+        if self._gradients_are_views:
             unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
         else:
             unsent = [name for name, p in pairs if id(p) not in self._reached]

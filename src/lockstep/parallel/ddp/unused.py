@@ -20,13 +20,8 @@ class UnusedParametersDriver(SingleDriver):
     def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
         super().__init__(model, runtime.device)
         self.runtime = runtime
-        self._broadcasts_buffers = broadcast_buffers
+        self.broadcasts_buffers = broadcast_buffers
         broadcast_model(model, runtime.collectives)
-
-    def begin(self) -> None:
-        super().begin()
-        if self._broadcasts_buffers:
-            self.sync_buffers()
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))

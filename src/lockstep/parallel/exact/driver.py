@@ -15,25 +15,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
-from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import Control, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.driver import FSDPDriver
 from lockstep.parallel.fsdp.uniform_use import END
+from lockstep.parallel.mesh import Axes
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
-
-
-def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """Return the driver for exact mode. The configuration has refused the strategies that it does not support."""
-    if runtime.world.alone:
-        return OrderedSingleDriver(model, runtime.device)
-    if config.sharing.shards_parameters:
-        return OrderedFSDPDriver(model, config, runtime)
-    return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 
 class _NormsByRow:
@@ -71,6 +63,7 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
     """Replicas. This rank's own partial sums meet those of the others in the hook, with the last micro-batch."""
 
     leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
+    word_dtype = torch.float64
 
     def begin(self) -> None:
         super().begin()
@@ -90,9 +83,6 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
             assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
             self._ordered.tree.push(self._subtree, _take(self.parameters))
 
-    def _word_dtype(self) -> torch.dtype:
-        return torch.float64
-
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
         self._ordered = OrderedHook(self._word_parameter, group)
         return self._ordered
@@ -107,8 +97,8 @@ class OrderedFSDPDriver(FSDPDriver):
 
     placement = replace(ShardedDriver.placement, interleaved=True)
 
-    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime):
-        super().__init__(model, config, runtime)
+    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
+        super().__init__(model, config, runtime, axes)
         self._reductions: list[_OrderedReduceScatter] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
