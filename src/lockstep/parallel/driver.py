@@ -120,7 +120,7 @@ class Driver(Protocol):
         """
 
 
-class BaseDriver:
+class BaseDriver(Driver):
     """What the drivers share. A loop that the user writes calls `begin` to `reduced` itself, one micro-batch at a time.
 
     A subclass implements `_backward`, which backpropagates `total * start` and, given the control word, reduces.
@@ -130,8 +130,6 @@ class BaseDriver:
     extra_state: Mapping[str, Any] = {}
     gradient_factor = 1.0
     broadcasts_buffers = False  # before every step
-    model: nn.Module
-    module: nn.Module
     names: list[str]  # of the trainable parameters, in the model's order
     parameters: list[nn.Parameter]
     codec: ControlWordCodec
@@ -182,9 +180,6 @@ class BaseDriver:
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
 
-    def sync_buffers(self) -> None:
-        pass
-
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
@@ -203,6 +198,9 @@ class SingleDriver(BaseDriver):
         self.module = model
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(device, torch.float64)
+
+    def sync_buffers(self) -> None:
+        pass
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)

@@ -41,7 +41,7 @@ STATE_NAME = "ddp.hook"  # under which a checkpoint holds the state
 
 @dataclass
 class Matrix:
-    """What is kept for a parameter whose gradient is compressed.
+    """The state of a parameter whose gradient is compressed.
 
     The gradient is a matrix M (n, m) and r is `ddp.powersgd_rank`.
     """
@@ -180,7 +180,7 @@ class PowerSGDHook(Hook):
     # ---- checkpoint state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. The errors of all ranks are one tensor (ranks, n, m), of which each rank holds a row."""
+        """Return the state. The errors of all ranks form one tensor (ranks, n, m), and each rank holds its own row."""
         return {
             "steps": self.steps,
             "queries": {name: matrix.query for name, matrix in self.matrices.items()},
