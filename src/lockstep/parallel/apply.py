@@ -15,8 +15,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
-from lockstep.parallel.ddp.driver import DDPDriver
-from lockstep.parallel.ddp.unused import UnusedParametersDriver
+from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars

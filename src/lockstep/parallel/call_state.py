@@ -34,16 +34,10 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class StateSnapshot:
-    """Buffers, attributes and random number generators as they are now.
-
-    They are put back by `restore`, and at the end of a `with` block.
-    """
+    """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
-        """Take the snapshot.
-
-        `generator` is the one of the model's device; those of the host (torch, numpy, random) are always included.
-        """
+        """`generator` is that of the model's device; those of the host (torch, numpy, random) are always included."""
         self._generators = [torch.default_generator, generator]
         self._generator_states = [g.get_state() for g in self._generators]
         self._python_random = random.getstate()
@@ -62,7 +56,7 @@ class StateSnapshot:
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back, as often as needed."""
+        """Put everything back. May be called more than once."""
         for generator, state in zip(self._generators, self._generator_states, strict=True):
             generator.set_state(state)
 
@@ -121,13 +115,12 @@ class AttributeSnapshot:
         ]
 
     def restore(self) -> None:
-        """Put all attributes back."""
         for module, before in self._before:
-            # What the call has added goes.
+            # Remove what the call has added.
             for name in own_attributes(module).keys() - before.keys():
                 del vars(module)[name]
 
-            # What it has replaced or changed comes back, as the same object.
+            # Bring back what it has replaced or changed, as the same object.
             for name, (value, contents) in before.items():
                 vars(module)[name] = value
                 if type(value) is list:
@@ -238,8 +231,8 @@ class TrialCall:
     @property
     def has_compiled_backward(self) -> bool:
         """Whether a part of the backward is compiled; such a part runs once only. Valid before the backward."""
-        nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
-        return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
+        starts = [output.grad_fn for output in self.differentiable]
+        return any(type(node).__name__.startswith("CompiledFunction") for node in autograd_nodes(starts))
 
 
 # ---- the autograd graph ----

@@ -257,10 +257,9 @@ class ShardedDriver(SingleDriver):
         self._reduce_gradients()
 
         # The control word and the squared norms of the gradients travel in one sum.
-        grads = [p.grad for p in self.parameters if p.grad is not None]
         packed = self.codec.pack(word, times=1.0)
-        both = torch.cat([packed, squared_norms(grads).to(packed.device)])
-        self.runtime.collectives.sum_(both)
+        squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
+        both = self.runtime.collectives.sum_(torch.cat([packed, squared.to(packed.device)]))
         self._word = both[:LENGTH]
         self._squared_norms = both[LENGTH:]
 

@@ -72,8 +72,12 @@ class Axes:
 
     def along(self, axis: str) -> Collectives:
         """Return collectives between the ranks that differ along `axis` only."""
-        world = World(self.mesh.coordinate(axis), self.mesh.sizes[axis])
-        return Collectives(world, self._runtime.device, self._runtime.heartbeat, self.devices.get_group(axis))
+        return Collectives(
+            World(self.mesh.coordinate(axis), self.mesh.sizes[axis]),
+            self._runtime.device,
+            self._runtime.heartbeat,
+            self.devices.get_group(axis),
+        )
 
 
 def plan_mesh(config: RunConfig, world: World) -> Mesh:

@@ -52,7 +52,7 @@ class OrderedSingleDriver(_NormsByRow, SingleDriver):
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, start, word)
-        self._tree.push(self._subtree, _take(self.parameters))
+        self._tree.push(self._subtree, _take_gradients(self.parameters))
         if word is not None:
             summed = self._tree.finish()
             for parameter in self.parameters:
@@ -72,7 +72,7 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._subtree = None if micro.padding else Subtree(micro.index, 0)
-        self._total = _total(control)
+        self._total = _micro_batches(control)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
@@ -81,7 +81,7 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
-            self._ordered.tree.push(self._subtree, _take(self.parameters))
+            self._ordered.tree.push(self._subtree, _take_gradients(self.parameters))
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
         self._ordered = OrderedHook(self._word_parameter, group)
@@ -115,7 +115,7 @@ class OrderedFSDPDriver(FSDPDriver):
         super().before_forward(micro, control)
         self._round += 1
         for reduction in self._reductions:
-            reduction.expected = self._round, _total(control), control.last
+            reduction.expected = self._round, _micro_batches(control), control.last
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to what has no meaning before the last round
 
@@ -197,16 +197,14 @@ class _OrderedReduceScatter(ReduceScatter):
         ]
 
 
-def _total(control: Control) -> int:
-    """Return the number of micro-batches of the whole step."""
+def _micro_batches(control: Control) -> int:
     total = control.batches.total
     assert total is not None, "exact mode needs a source that knows its micro-batches"
     return total
 
 
-def _take(parameters: list[nn.Parameter]) -> Gradients:
-    """Take the gradients away from their parameters."""
-    taken = {id(p): p.grad for p in parameters if p.grad is not None}
+def _take_gradients(parameters: list[nn.Parameter]) -> Gradients:
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     for parameter in parameters:
         parameter.grad = None
-    return taken
+    return gradients

@@ -24,13 +24,11 @@ Gradients = dict[int, Tensor]  # sums over one or more micro-batches, by the id 
 
 
 def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` into `left`, in place. What only one of them has, the sum has as it is."""
+    """Add `right` into `left`, in place. Some parameters may have a gradient in one of them only."""
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
-    # Parameters that only some micro-batches use.
-    for key in right:
-        left.setdefault(key, right[key])
+    left.update({key: gradient for key, gradient in right.items() if key not in left})
     return left
 
 
@@ -62,7 +60,7 @@ def _add_up(chunk: _Chunk) -> None:
 
 
 class OrderedHook(Hook):
-    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean.
+    """Leaves the sum over all micro-batches of the step in every bucket, not a mean.
 
     Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
     """
@@ -153,7 +151,7 @@ class OrderedHook(Hook):
             slices = [slice(begin + elements.start, begin + elements.stop) for elements in ranges]
             own = buffer[slices[self.me]]
 
-            # All terms of the slice in the order of their micro-batches, from whichever rank they come.
+            # All terms of the slice, from all ranks, in the order of their micro-batches.
             terms: list[tuple[Subtree, Tensor]] = []
             transfers: list[tuple[Any, Tensor, int]] = []
             for rank, subtrees in enumerate(self._roots_by_rank):
@@ -232,5 +230,5 @@ class OrderedHook(Hook):
     def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views of the bucket, and the earlier sums that belong to them."""
         # The control word is not a gradient, and has no earlier sums.
-        matching = [(view, gradients[id(p)]) for p, view in bucket.gradients if p is not self.word]
-        return [view for view, _ in matching], [gradient for _, gradient in matching]
+        pairs = [(p, view) for p, view in bucket.gradients if p is not self.word]
+        return [view for _, view in pairs], [gradients[id(p)] for p, _ in pairs]
