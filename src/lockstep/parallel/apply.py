@@ -44,7 +44,9 @@ def apply(
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
-    compiled = wants_compile(config, runtime)
+    # By default on a GPU, but not in exact mode.
+    by_default = runtime.device.type == "cuda" and not config.exact
+    compiled = by_default if config.compile == "auto" else config.compile
 
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
@@ -102,10 +104,3 @@ def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | N
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
     ddp = OrderedDDPDriver if config.exact else DDPDriver
     return ddp(model, config.ddp, runtime, config.seed)
-
-
-def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
-    """Return whether the model is compiled: as asked, or by default on a GPU (but not in exact mode)."""
-    if config.compile == "auto":
-        return runtime.device.type == "cuda" and not config.exact
-    return config.compile

@@ -163,6 +163,7 @@ class BaseDriver(Driver):
     def reduced(self) -> Reduced:
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
+        # Nearly always every parameter has a gradient, and the list of all names will do.
         names = self.names
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]

@@ -41,6 +41,7 @@ class Mesh:
         return self.sizes["pp"] == self.sizes["tp"] == 1
 
     def coordinate(self, axis: str) -> int:
+        # Row-major: the axes to the right vary faster.
         stride = math.prod(self.shape[AXES.index(axis) + 1 :])
         return self.rank // stride % self.sizes[axis]
 

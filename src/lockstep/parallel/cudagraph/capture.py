@@ -41,7 +41,8 @@ class Capture:
         # The pattern of all outputs comes last; it is always captured.
         self.patterns = [*(pattern for pattern in patterns if pattern != self._all), self._all]
         self.unknown_pattern: Pattern | None = None  # one that arrived and has no backward of its own
-        self.open_ticket: Callable[[], object] = lambda: None  # the ticket of a forward whose backward may still come
+        # Returns the ticket of a forward whose backward may still come: another forward would overwrite what it needs.
+        self.pending_backward: Callable[[], object] = lambda: None
 
         self._grad_outputs: list[Tensor] = []  # fixed memory that the backwards read
         self._single_backward = False
@@ -65,11 +66,6 @@ class Capture:
             starts = [start if arrives else None for start, arrives in zip(self._grad_outputs, pattern, strict=True)]
             # The backward of all outputs is the last one, and may free the graph.
             yield partial(self.trial.backward, starts, retain_graph=pattern != self._all)
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether another forward would overwrite what a backward that may still come needs."""
-        return self.open_ticket() is not None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Replay the call on its flattened arguments, and return what the model would return."""
@@ -126,7 +122,7 @@ class _Replay(torch.autograd.Function):
         """`tensors` are the inputs, then the parameters (autograd must know them; the replay reads them in place)."""
         ctx.capture = capture
         ctx.ticket = _Ticket()
-        capture.open_ticket = weakref.ref(ctx.ticket)
+        capture.pending_backward = weakref.ref(ctx.ticket)
         # None stays None, instead of zeros: see Capture.
         ctx.set_materialize_grads(False)
         outputs = capture.forward(tensors[: len(capture.trial.inputs)])

@@ -313,7 +313,7 @@ class GraphedCall:
             return None
 
         # A second forward would overwrite the activations that the pending backward needs.
-        if capture.awaits_backward:
+        if capture.pending_backward() is not None:
             self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
             return None
 

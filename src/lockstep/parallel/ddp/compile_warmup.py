@@ -59,7 +59,12 @@ class CompileWarmup:
             heartbeat.set_detail("compiled")
             # Over the store, not with a collective, whose time limit is shorter.
             if not self.runtime.store_barrier("compiled", self.timeout):
-                raise _too_slow(self.timeout)
+                seconds = f"{self.timeout.total_seconds():.0f}"
+                raise UserError(
+                    f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                    "all ranks must have compiled it before their first gradient all-reduce",
+                    "type hang.first=3600, or compile=false",
+                )
             heartbeat.beat("compute")
 
         return self.inner(*args, **kwargs)
@@ -80,12 +85,3 @@ class CompileWarmup:
             trial.forward()
             # Any gradient will do: it is the code that counts.
             trial.backward([torch.ones_like(output) for output in trial.differentiable])
-
-
-def _too_slow(timeout: timedelta) -> UserError:
-    seconds = f"{timeout.total_seconds():.0f}"
-    return UserError(
-        f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
-        "all ranks must have compiled it before their first gradient all-reduce",
-        "type hang.first=3600, or compile=false",
-    )

@@ -74,6 +74,7 @@ class Replica(DistributedDataParallel):
             return getattr(self._users_model(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A task that sets an attribute of the model means its own model, not this wrapper.
         own = vars(self)
         if own.get("_complete") and name not in own and hasattr(self._users_model(), name):
             setattr(self._users_model(), name, value)
@@ -134,6 +135,7 @@ class DDPDriver(BaseDriver):
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
         self.broadcasts_buffers = config.broadcast_buffers
+
         # The parameters that backward has reached, where the gradients themselves do not show it.
         reached: set[int] = set()
         self._reached = reached
@@ -159,7 +161,13 @@ class DDPDriver(BaseDriver):
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
-            raise _bypassed(type(self.model).__name__)
+            raise UserError(
+                "the loss was computed without the model that Lockstep passed in",
+                f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
+                "reduced and the replicas would drift apart",
+                "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or "
+                "`model.encoder(...)`; give the model's forward an argument that selects what to compute",
+            )
         if self.hook:
             self.hook.prepare(start, word)
         if word is None:
@@ -247,16 +255,6 @@ def _frozen_names(model: nn.Module) -> list[str]:
         if parameters and not any(p.requires_grad for p in parameters):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
     return sorted(set(frozen))
-
-
-def _bypassed(model: str) -> UserError:
-    return UserError(
-        "the loss was computed without the model that Lockstep passed in",
-        f"{model} or a part of it was called directly, so its gradients would not be reduced and the replicas would "
-        "drift apart",
-        "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or `model.encoder(...)`; "
-        "give the model's forward an argument that selects what to compute",
-    )
 
 
 def check_reached(missed: list[str]) -> None:

@@ -78,6 +78,7 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
         super()._backward(total, start, word)
+        # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
@@ -144,6 +145,7 @@ class OrderedFSDPDriver(FSDPDriver):
 
         One collective does both. The first ranks hold the same number of rows, those after them fewer, or none.
         """
+        # Every rank sends the same number of elements, so that one gather does; zeros fill up.
         most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
         message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
         message[:LENGTH] = packed
