@@ -177,7 +177,7 @@ class TrialCall:
         self.outputs: list[Tensor] = []
         self.output_spec: Hashable = None
         self.keeps_arguments = True  # False: the call has put something else into its arguments
-        self.gradients: dict[Pattern, list[Tensor | None]] = {}  # one for each of `sources`
+        self.gradients: dict[Pattern, list[Tensor | None]] = {}  # for each of `sources`, by the outputs that got one
 
     def forward(self) -> None:
         """Run the call, and keep its flattened outputs."""
