@@ -1,4 +1,4 @@
-"""A device that records nothing (`cudagraph.device.Device`), and replays by doing the work again."""
+"""A device that records nothing (in place of `cudagraph.device.CudaDevice`), and replays by doing the work again."""
 
 from contextlib import contextmanager
 

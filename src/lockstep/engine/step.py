@@ -26,7 +26,7 @@ from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
-from lockstep.parallel.driver import Driver, MicroBatchDriver, Reduced
+from lockstep.parallel.driver import BaseDriver, Driver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -113,8 +113,8 @@ class Stepper:
         return self._apply(self.control, self._one_by_one.reduced())
 
     @property
-    def _one_by_one(self) -> MicroBatchDriver:
-        return cast(MicroBatchDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
+    def _one_by_one(self) -> BaseDriver:
+        return cast(BaseDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
 
     @property
     def control(self) -> StepControl:

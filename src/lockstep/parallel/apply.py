@@ -15,13 +15,11 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
-from lockstep.parallel.ddp.driver import DDPDriver
-from lockstep.parallel.ddp.sync_batchnorm import synchronise_batchnorm
-from lockstep.parallel.ddp.unused import UnusedParametersDriver
+from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
-from lockstep.parallel.exact.driver import exact_driver
-from lockstep.parallel.float8 import compute_in_float8
+from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
+from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
@@ -46,6 +44,9 @@ def apply(
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
+    # By default on a GPU, but not in exact mode.
+    by_default = runtime.device.type == "cuda" and not config.exact
+    compiled = by_default if config.compile == "auto" else config.compile
 
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
@@ -70,14 +71,17 @@ def apply(
     if config.precision == "fp8":
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
-    if wants_compile(config, runtime) and not pipelined:
+    if compiled and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         warm_up_compile(model, config, runtime)
     capture_calls(model, config, runtime, log_event)
 
-    # The driver shards or replicates the whole.
+    # The driver shards or replicates the model.
+    driver: Driver
     if axes and pipelined:
-        driver = _pipeline(model, task, config, runtime, axes, data)
+        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
+
+        driver = PipelineDriver(model, task, config, axes, runtime, compiled, data)
     else:
         driver = _drive(model, config, runtime, axes)
     driver.placement = replace(
@@ -87,27 +91,16 @@ def apply(
 
 
 def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
-    if config.exact:
-        return exact_driver(model, config, runtime)
+    # The configuration has refused what exact mode does not support: other meshes, and unused parameters.
     if runtime.world.alone:
-        return SingleDriver(model, runtime.device)
+        single = OrderedSingleDriver if config.exact else SingleDriver
+        return single(model, runtime.device)
     if config.sharing.shards_parameters:
-        return FSDPDriver(model, config, runtime, axes)
+        fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
+        return fsdp(model, config, runtime, axes)
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
-    return DDPDriver(model, config.ddp, runtime, config.seed)
-
-
-def _pipeline(model: nn.Module, task: Any, config: RunConfig, runtime: Runtime, axes: Axes, data: Any) -> Driver:
-    from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
-
-    return PipelineDriver(model, task, config, axes, runtime, wants_compile(config, runtime), data)
-
-
-def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
-    """Return whether the model is compiled: as asked, or by default on a GPU (but not in exact mode)."""
-    if config.compile == "auto":
-        return runtime.device.type == "cuda" and not config.exact
-    return config.compile
+    ddp = OrderedDDPDriver if config.exact else DDPDriver
+    return ddp(model, config.ddp, runtime, config.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,13 +29,9 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
         return _outermost([module for module, names in classes.items() if names.intersection(named)])
 
     # A list of one module is no repetition, and one of several classes is a sequence of different steps.
-    members: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            if len(children) > 1 and len({_user_class(child) for child in children}) == 1:
-                members += children
-
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    repeated = [members for members in lists if len(members) > 1 and len(set(map(_user_class, members))) == 1]
+    members = chain.from_iterable(repeated)
     return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
 
 
@@ -47,7 +44,7 @@ def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Mod
     named = list(model.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
     block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
-    # Whatever has a name outside all blocks, also a module that lies inside one under another name.
+    # Modules with a name outside all blocks, including those that also lie inside one under another name.
     outside = [module for name, module in named if not f"{name}.".startswith(block_prefixes)]
 
     # Count the holders of each parameter: blocks count once each, all the rest together once.
@@ -55,12 +52,8 @@ def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Mod
     holders = Counter(parameter for parameters in of_blocks for parameter in parameters)
     holders.update({id(p) for module in outside for p in module._parameters.values() if p is not None})
 
-    alone = []
-    for block, parameters in zip(blocks, of_blocks, strict=True):
-        if all(holders[parameter] == 1 for parameter in parameters):
-            alone.append(block)
-
-    return alone
+    shared = {parameter for parameter, count in holders.items() if count > 1}
+    return [block for block, parameters in zip(blocks, of_blocks, strict=True) if shared.isdisjoint(parameters)]
 
 
 def class_name(module: nn.Module) -> str:
@@ -77,15 +70,16 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     # Small layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
     parts = [module for module in _candidates(model) if _has_parameters(module)]
     containers = [module for module in parts if any(True for _ in module.children())]
-    found = find_blocks(model)
-    likely = [*containers, *found] or parts
+    blocks = find_blocks(model)
+    likely = [*containers, *blocks] or parts
 
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):
         return close[0]
 
+    if blocks:
+        return class_name(blocks[0])
     largest = max(parts, key=lambda module: sum(p.numel() for p in module.parameters()), default=None)
-    chosen = found[0] if found else largest
-    return class_name(chosen) if chosen is not None else None
+    return None if largest is None else class_name(largest)
 
 
 def _no_such_blocks(word: str, model: nn.Module) -> UserError:
@@ -103,7 +97,6 @@ def _no_such_blocks(word: str, model: nn.Module) -> UserError:
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
-    """Return all modules that may be blocks."""
     return [module for module in model.modules() if module is not model and _has_forward(module)]
 
 
@@ -126,8 +119,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules without those that lie inside another one."""
-    # A block inside a block would be gathered, or recomputed, twice.
+    """Drop modules that lie inside another one: a block inside a block would be gathered, or recomputed, twice."""
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     unique = {id(module): module for module in modules if id(module) not in inside}
     return list(unique.values())

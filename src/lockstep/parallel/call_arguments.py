@@ -68,8 +68,7 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     # A Hugging Face ModelOutput is both a dataclass and a mapping; torch knows it as a registered node.
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         names = tuple(field.name for field in dataclasses.fields(value))
-        fields = [getattr(value, name) for name in names]
-        return "dataclass", kind, names, _flatten_all(fields, tensors)
+        return "dataclass", kind, names, _flatten_all([getattr(value, name) for name in names], tensors)
 
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
@@ -91,20 +90,21 @@ def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if what == "constant":
         return inside[0]
 
-    # Tensors were taken depth first, and are handed out in the same order.
+    # Tensors were flattened depth first, and are handed out in the same order.
     children = [_unflatten(child, tensors) for child in inside[-1]]
-    if what == "mapping":
-        return kind(zip(inside[0], children, strict=True))
-    if what == "namedtuple":
-        return kind(*children)
-    if what == "sequence":
-        return kind(children)
-    if what == "node":
-        return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
+    match what:
+        case "mapping":
+            return kind(zip(inside[0], children, strict=True))
+        case "namedtuple":
+            return kind(*children)
+        case "sequence":
+            return kind(children)
+        case "node":
+            return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
 
     # A dataclass, as it was and not as its __init__ would make it.
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, child in zip(inside[0], children, strict=True):
-        object.__setattr__(made, name, child)
+        object.__setattr__(instance, name, child)
 
-    return made
+    return instance

@@ -11,9 +11,11 @@ out when it copies or pickles a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 Call = Callable[..., Any]
@@ -32,10 +34,7 @@ class Link(Protocol):
 
 
 class CallChain:
-    """The links around one module's call.
-
-    It is what the module's attribute holds, as long as it has links.
-    """
+    """The links around one module's call. The module's attribute holds the chain as long as it has links."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -66,7 +65,6 @@ class CallChain:
         self._connect()
 
     def find(self, name: str) -> Link | None:
-        """Return the link that is installed as `name`."""
         return self._links.get(name)
 
     def compile(self) -> None:
@@ -80,15 +78,43 @@ class CallChain:
         self._compiled = None
         self._connect()
 
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Run calls of the module without its links and without compiled code, inside a `with` block."""
+        self._module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            self._connect()
+
     def _connect(self) -> None:
-        """Tell every link what it wraps, and write the module's attribute."""
-        # From the inside out, each link gets what it wraps.
+        """Tell every link what it wraps, from the inside out, and write the module's attribute."""
         self._outermost = self._compiled or self._module._call_impl
         for name in ORDER:
-            link = self._links.get(name)
-            if link is not None:
+            if link := self._links.get(name):
                 link.inner = self._outermost
                 self._outermost = link
 
         # Without links the module is as torch left it, and nothing refers to the chain any more.
         self._module._compiled_call_impl = self if self._links else self._compiled
+
+
+@contextmanager
+def run_eagerly(model: nn.Module) -> Iterator[None]:
+    """Run calls of `model` without preparation for their shapes.
+
+    For a new shape torch.compile would compile, a CUDA graph would be captured and cuDNN would plan its attention;
+    each takes far longer than the call itself. Hooks still run, so sharded parameters are gathered as usual.
+    """
+    kernels = torch.backends.cuda
+    cudnn_was_on = kernels.cudnn_sdp_enabled()
+    # The other attention kernels need no plan. If none of them is enabled, cuDNN has to stay on.
+    has_alternative = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+
+    kernels.enable_cudnn_sdp(cudnn_was_on and not has_alternative)
+    try:
+        # The stance reaches submodules that are compiled by themselves.
+        with CallChain.of(model).bypassed(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        kernels.enable_cudnn_sdp(cudnn_was_on)

@@ -22,6 +22,8 @@ TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # Values of these types are compared by value, all others by identity.
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
+Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether a gradient arrives
+
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return what a module keeps besides parameters, buffers, submodules and hooks."""
@@ -32,18 +34,12 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class StateSnapshot:
-    """Buffers, attributes and random number generators as they are now.
-
-    They are put back by `restore`, and at the end of a `with` block.
-    """
+    """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
-        """Take the snapshot.
-
-        `generator` is the one of the model's device; those of the host (torch, numpy, random) are always included.
-        """
+        """`generator` is that of the model's device; those of the host (torch, numpy, random) are always included."""
         self._generators = [torch.default_generator, generator]
-        self._generator_states = [each.get_state() for each in self._generators]
+        self._generator_states = [g.get_state() for g in self._generators]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
 
@@ -51,7 +47,7 @@ class StateSnapshot:
         self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
         unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
-        self._attributes = AttributeSnapshot(model)
+        self.attributes = AttributeSnapshot(model)
 
     def __enter__(self) -> StateSnapshot:
         return self
@@ -60,7 +56,7 @@ class StateSnapshot:
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back, as often as needed."""
+        """Put everything back. May be called more than once."""
         for generator, state in zip(self._generators, self._generator_states, strict=True):
             generator.set_state(state)
 
@@ -78,7 +74,7 @@ class StateSnapshot:
             for buffer, value in self._values:
                 buffer.copy_(value)
 
-        self._attributes.restore()
+        self.attributes.restore()
 
     def buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
@@ -102,19 +98,12 @@ class StateSnapshot:
             if module._buffers.get(name) is not buffers.get(name)
         ]
 
-    def changed_attributes(self) -> list[str]:
-        """Return `Class.name` of each attribute that was set or changed."""
-        return self._attributes.changed()
-
 
 class AttributeSnapshot:
     """All attributes of a model's modules, with the contents of lists and dicts one level deep."""
 
     def __init__(self, model: nn.Module):
-        self._before: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
-        for module in model.modules():
-            kept = {name: (value, _copy_container(value)) for name, value in own_attributes(module).items()}
-            self._before.append((module, kept))
+        self._before = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
     def changed(self) -> list[str]:
         """Return `Class.name` of attributes that are new, are other objects, or hold other objects."""
@@ -126,29 +115,28 @@ class AttributeSnapshot:
         ]
 
     def restore(self) -> None:
-        """Put all attributes back."""
         for module, before in self._before:
-            # What the call has added goes.
+            # Remove what the call has added.
             for name in own_attributes(module).keys() - before.keys():
                 del vars(module)[name]
 
-            # What it has replaced or changed comes back, as the same object.
+            # Bring back what it has replaced or changed, as the same object.
             for name, (value, contents) in before.items():
                 vars(module)[name] = value
-                if isinstance(value, list):
+                if type(value) is list:
                     value[:] = contents
                 elif contents is not None:
                     value.clear()
                     value.update(contents)
 
 
-def _copy_container(value: Any) -> Any:
-    """Return a shallow copy of a list or dict, and None for anything else."""
-    return copy.copy(value) if type(value) in (list, dict) else None
+def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each value with a shallow copy of it if it is a list or dict, else with None."""
+    return {name: (v, copy.copy(v) if type(v) in (list, dict) else None) for name, v in attributes.items()}
 
 
 def _unchanged(now: Any, before: Any, contents: Any) -> bool:
-    # Another object is fine only if it is an equal plain value, such as a float computed again.
+    # Another object is fine only if it is an equal plain value, such as a recomputed float.
     if now is not before:
         return type(now) is type(before) and type(now) in PLAIN_TYPES and now == before
     return contents is None or _member_ids(now) == _member_ids(contents)
@@ -168,19 +156,12 @@ class TrialCall:
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        parameters: list[nn.Parameter],
-        tensors: Sequence[Tensor],
+        call: Callable[..., Any],  # usually the inner call of a link
+        parameters: list[nn.Parameter],  # the trainable ones of the model
+        tensors: Sequence[Tensor],  # with `spec`, the flattened (args, kwargs)
         spec: Hashable,
-        device_type: str,
+        device_type: str,  # of the model, for autocast
     ):
-        """Prepare a call.
-
-        call: what is called, usually the inner call of a link
-        parameters: the trainable ones of the model
-        tensors, spec: the flattened (args, kwargs)
-        device_type: of the model, for autocast
-        """
         self.call = call
         self.spec = spec
         self.device_type = device_type
@@ -196,7 +177,7 @@ class TrialCall:
         self.outputs: list[Tensor] = []
         self.output_spec: Hashable = None
         self.keeps_arguments = True  # False: the call has put something else into its arguments
-        self.gradients: list[Tensor | None] = []  # one for each of `sources`
+        self.gradients: dict[Pattern, list[Tensor | None]] = {}  # for each of `sources`, by the outputs that got one
 
     def forward(self) -> None:
         """Run the call, and keep its flattened outputs."""
@@ -223,38 +204,35 @@ class TrialCall:
 
     def backward(self, grad_outputs: Sequence[Tensor | None], retain_graph: bool = False) -> None:
         """Compute `gradients`. `grad_outputs` has one entry per differentiable output, None where no gradient comes."""
-        pairs = zip(self.differentiable, grad_outputs, strict=True)
-        given = [(output, gradient) for output, gradient in pairs if gradient is not None]
-        if not given:
-            self.gradients = [None] * len(self.sources)
+        pattern = tuple(gradient is not None for gradient in grad_outputs)
+        outputs = [output for output, arrives in zip(self.differentiable, pattern, strict=True) if arrives]
+        starts = [gradient for gradient in grad_outputs if gradient is not None]
+        if not starts:
+            self.gradients[pattern] = [None] * len(self.sources)
             return
 
-        outputs = [output for output, _ in given]
-        starts = [gradient for _, gradient in given]
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
             # Not backward(): nothing must be left on the parameters.
-            found = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
-
-        self.gradients = list(found)
+            gradients = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
+        self.gradients[pattern] = list(gradients)
 
     def sources_reached(self) -> list[set[int]]:
         """Return for each differentiable output the indices of the `sources` that its gradient reaches.
 
         Valid between forward and backward.
         """
-        index = {id(source): number for number, source in enumerate(self.sources)}
         reached = []
         for output in self.differentiable:
-            leaves = leaves_reached([output.grad_fn])
-            reached.append({index[id(leaf)] for leaf in leaves if id(leaf) in index})
+            leaves = {id(leaf) for leaf in leaves_reached([output.grad_fn])}
+            reached.append({number for number, source in enumerate(self.sources) if id(source) in leaves})
 
         return reached
 
     @property
     def has_compiled_backward(self) -> bool:
         """Whether a part of the backward is compiled; such a part runs once only. Valid before the backward."""
-        nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
-        return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
+        starts = [output.grad_fn for output in self.differentiable]
+        return any(type(node).__name__.startswith("CompiledFunction") for node in autograd_nodes(starts))
 
 
 # ---- the autograd graph ----

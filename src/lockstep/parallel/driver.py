@@ -1,7 +1,7 @@
 """The Driver: what the step needs from any way of executing a model. The step never asks which one it has.
 
-`Driver` is the protocol, `BaseDriver` what all drivers share that run one micro-batch after another, `SingleDriver` one
-process, and `ShardedDriver` the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
+`Driver` is the protocol. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
+`ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Placement:
     data_size: int = 1  # how many different data_ranks there are
     reports_loss: bool = True  # of the ranks with one data_rank, the one whose loss and weight count
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks that hold a tensor, where not all do
-    duplicates: frozenset[str] = frozenset()  # tensors of this rank that a lower rank holds too, sharded alike
+    duplicates: frozenset[str] = frozenset()  # tensors of this rank that a lower rank also holds, sharded alike
     facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
@@ -68,7 +68,6 @@ class Control(Protocol):
     @property
     def last(self) -> bool:
         """Whether the micro-batch being computed is this rank's last one of the step."""
-        ...
 
     def autocast(self) -> AbstractContextManager[Any]: ...
 
@@ -77,19 +76,16 @@ class Control(Protocol):
 
     def record(self, loss: Loss) -> float:
         """Add up what the micro-batch cost. Returns the factor that its gradient starts with."""
-        ...
 
     @property
     def needs_reference_weight(self) -> bool:
         """Whether `find_reference_weight` must be called before the first loss is scaled."""
-        ...
 
     def find_reference_weight(self, weight: Any) -> None:
         """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
 
     def word(self) -> ControlWord:
         """Return this rank's control word, after its last loss."""
-        ...
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
@@ -104,18 +100,15 @@ class Driver(Protocol):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
-        ...
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch without gradients; None on ranks that do not know it."""
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
-        ...
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """Return the model's full tensor of that name. Collective: every rank must call it."""
-        ...
 
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
@@ -125,28 +118,10 @@ class Driver(Protocol):
 
         Every rank that takes part in the forwards must enter it, and an error on one of them ends it on all.
         """
-        ...
 
 
-class MicroBatchDriver(Driver, Protocol):
-    """A driver that can also run one micro-batch at a time, for a loop that the user writes."""
-
-    def begin(self) -> None:
-        """Start a step: there are no gradients yet."""
-
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        """Prepare for the forward of `micro`; `control.last` says whether its backward reduces the gradients."""
-
-    def backward(self, loss: Loss, control: Control) -> None:
-        """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
-
-    def reduced(self) -> Reduced:
-        """Return the summed gradients, after the last backward."""
-        ...
-
-
-class BaseDriver:
-    """What all drivers share that run one micro-batch after another.
+class BaseDriver(Driver):
+    """What the drivers share. A loop that the user writes calls `begin` to `reduced` itself, one micro-batch at a time.
 
     A subclass implements `_backward`, which backpropagates `total * start` and, given the control word, reduces.
     """
@@ -154,8 +129,7 @@ class BaseDriver:
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
     gradient_factor = 1.0
-    model: nn.Module
-    module: nn.Module
+    broadcasts_buffers = False  # before every step
     names: list[str]  # of the trainable parameters, in the model's order
     parameters: list[nn.Parameter]
     codec: ControlWordCodec
@@ -173,24 +147,27 @@ class BaseDriver:
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        if self.broadcasts_buffers:
+            self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         control.before_forward(micro)
 
     def backward(self, loss: Loss, control: Control) -> None:
+        """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
         start = control.record(loss)
         word = control.word() if control.last else None
         self._backward(loss.total, control.constant(start, loss.total.dtype), word)
         control.backwards_done += 1
 
     def reduced(self) -> Reduced:
+        """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
+        # Nearly always every parameter has a gradient, and the list of all names will do.
         names = self.names
         if len(parameters) < len(names):
-            pairs = zip(self.names, self.parameters, strict=True)
-            names = [name for name, p in pairs if p.grad is not None]
-        grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-        norms = self._gradient_norms(grads)
+            names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+        norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
@@ -271,8 +248,8 @@ class ShardedDriver(SingleDriver):
             handle.remove()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = squared_norms(tensors).to(self.runtime.device)
-        return list(self.runtime.collectives.sum_(squared).sqrt().unbind())
+        squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
+        return list(squared.sqrt().unbind())
 
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
@@ -281,10 +258,9 @@ class ShardedDriver(SingleDriver):
         self._reduce_gradients()
 
         # The control word and the squared norms of the gradients travel in one sum.
-        grads = [p.grad for p in self.parameters if p.grad is not None]
         packed = self.codec.pack(word, times=1.0)
-        both = torch.cat([packed, squared_norms(grads).to(packed.device)])
-        self.runtime.collectives.sum_(both)
+        squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
+        both = self.runtime.collectives.sum_(torch.cat([packed, squared.to(packed.device)]))
         self._word = both[:LENGTH]
         self._squared_norms = both[LENGTH:]
 

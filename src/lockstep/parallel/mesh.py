@@ -41,12 +41,9 @@ class Mesh:
         return self.sizes["pp"] == self.sizes["tp"] == 1
 
     def coordinate(self, axis: str) -> int:
-        return self.rank // self._stride(axis) % self.sizes[axis]
-
-    def ranks(self, axis: str) -> list[int]:
-        """Return the ranks that differ from this one along `axis` only, this one included."""
-        first = self.rank - self.coordinate(axis) * self._stride(axis)
-        return [first + number * self._stride(axis) for number in range(self.sizes[axis])]
+        # Row-major: the axes to the right vary faster.
+        stride = math.prod(self.shape[AXES.index(axis) + 1 :])
+        return self.rank // stride % self.sizes[axis]
 
     @property
     def data_rank(self) -> int:
@@ -62,9 +59,6 @@ class Mesh:
         """Whether this rank's loss and weight count: of the ranks with the same samples, one in the last stage."""
         return self.coordinate("tp") == 0 and self.coordinate("pp") == self.sizes["pp"] - 1
 
-    def _stride(self, axis: str) -> int:
-        return math.prod(self.shape[AXES.index(axis) + 1 :])
-
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "dp 1"
 
@@ -79,8 +73,12 @@ class Axes:
 
     def along(self, axis: str) -> Collectives:
         """Return collectives between the ranks that differ along `axis` only."""
-        world = World(self.mesh.coordinate(axis), self.mesh.sizes[axis])
-        return Collectives(world, self._runtime.device, self._runtime.heartbeat, self.devices.get_group(axis))
+        return Collectives(
+            World(self.mesh.coordinate(axis), self.mesh.sizes[axis]),
+            self._runtime.device,
+            self._runtime.heartbeat,
+            self.devices.get_group(axis),
+        )
 
 
 def plan_mesh(config: RunConfig, world: World) -> Mesh:
@@ -89,34 +87,30 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
     _check_strategy(config, sizes)
 
     # One axis without a size takes what the others leave: the strategy's own, or dp.
-    own = config.sharing.axis
-    filled = "dp" if sizes["dp"] is None else None
-    if own is not None and sizes[own] is None:
-        filled = own
-
-    given = {axis: sizes[axis] or 1 for axis in AXES}
-    product = math.prod(given.values())
+    filled = next((axis for axis in (config.sharing.axis, "dp") if axis and sizes[axis] is None), None)
+    shape = {axis: sizes[axis] or 1 for axis in AXES}
+    product = math.prod(shape.values())
     if filled and world.size % product == 0:
-        given[filled] = world.size // product
+        shape[filled] = world.size // product
     elif product != world.size:
-        raise _misfit(sizes, given, filled, world.size)
-    return Mesh(given, world.rank)
+        raise _misfit({axis: size for axis, size in sizes.items() if size}, filled, world.size)
+    return Mesh(shape, world.rank)
 
 
-def _misfit(sizes: Mapping[str, int | None], given: Mapping[str, int], filled: str | None, size: int) -> UserError:
+def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> UserError:
     """Name the nearest mesh for this number of ranks, and the nearest number of ranks for this mesh."""
-    product = math.prod(given.values())
+    product = math.prod(asked_sizes.values())
     fixes = []
-    for axis in [name for name in ("dp", "tp", "pp") if sizes[name]]:
-        rest = product // given[axis]
+    for axis in [name for name in ("dp", "tp", "pp") if name in asked_sizes]:
+        rest = product // asked_sizes[axis]
         fitting = [n for n in range(1, size + 1) if (size % (n * rest) == 0 if filled else n * rest == size)]
         if fitting:
-            nearest = min(fitting, key=lambda n: abs(n - given[axis]))
+            nearest = min(fitting, key=lambda n: abs(n - asked_sizes[axis]))
             fixes.append(f"type mesh.{axis}={nearest}")
             break
     ranks = product * max(1, round(size / product)) if filled else product
 
-    asked = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis])
+    asked = ", ".join(f"mesh.{axis}={asked_sizes[axis]}" for axis in AXES if axis in asked_sizes)
     why = f"{size} is not a multiple of {product}" if filled else f"it has {product} places"
     return UserError(
         f"the mesh {asked} does not fit {size} rank{'s' * (size > 1)}: {why}",

@@ -5,21 +5,22 @@ constructors make them.
 
 Parameters are set by the `reset_parameters()` of their modules, as full tensors in host memory, children before
 parents: the order in which constructors draw their random numbers. So a model whose constructors only make modules
-starts with the same bits as without init=meta, on any number of ranks. What a constructor does to parameters besides
-that (`self.apply(init)`, say) would be lost: it is refused, unless a `reset_parameters()` does it too.
+starts with the same bits as without init=meta, on any number of ranks. Anything else that a constructor does to
+parameters (`self.apply(init)`, say) would be lost, and is refused unless a `reset_parameters()` also does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -39,18 +40,15 @@ def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, a parameter moves to the meta device as soon as a module registers it."""
-    # By id of the original: a parameter that two modules share stays one.
-    known: dict[int, tuple[ReferenceType[nn.Parameter], nn.Parameter]] = {}
+    # By the original, compared by identity: a parameter that two modules share stays one.
+    empty = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta or is_lazy(parameter):
             return None
-        original, empty = known.get(id(parameter), (None, None))
-        # An id may be reused: the original may be gone, and another parameter lie in its place.
-        if original is None or original() is not parameter:
-            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            known[id(parameter)] = ref(parameter), empty
-        return empty
+        if parameter not in empty:
+            empty[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return empty[parameter]
 
     handle = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
     try:
@@ -65,19 +63,16 @@ def _check_strategy(config: RunConfig) -> None:
         return
 
     mesh = " and a mesh" if in_mesh else ""
-    fix = "leave the mesh out, or type init=host"
-    if not config.sharing.shards_parameters:
-        fix = "type strategy=fsdp, or init=host"
-
+    remedy = "leave the mesh out, or type" if config.sharing.shards_parameters else "type strategy=fsdp, or"
     raise UserError(
         f"init=meta with strategy={config.strategy}{mesh} is not possible",
         "the ranks hold full layers, or shard them in another way, and would need the weights first",
-        fix,
+        f"{remedy} init=host",
     )
 
 
 def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
-    """Check that the model fits to `init`. In a loop of their own, users construct it themselves."""
+    """Check that the model matches `init`: in a loop of their own, users construct it themselves."""
     on_meta = [p.is_meta for p in model.parameters()]
     if config.init == "meta":
         _check_strategy(config)
@@ -99,7 +94,7 @@ def fill(
     model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], seed: int, runtime: Runtime
 ) -> None:
     """Give `model` its weights, the same on every rank, and `shard` each block as soon as it is initialised."""
-    # The generator is where it is when a constructor begins, so the same numbers are drawn.
+    # As before a constructor, so that the same numbers are drawn.
     seed_torch(derive(seed, "init"), runtime.device)
     # Before any memory is allocated: the model may be too large to fail late.
     _check_can_be_filled(model)
@@ -108,7 +103,7 @@ def fill(
     filling.finish(model)
 
 
-class _Made(NamedTuple):
+class _FilledParameter(NamedTuple):
     """A parameter with memory, and the empty one that it replaces."""
 
     place: tuple[str, nn.Module, str]  # name of the module, the module, name of the parameter in it
@@ -117,20 +112,19 @@ class _Made(NamedTuple):
     version: int  # of `full` when it was made: torch counts changes in place
 
 
+@dataclass
 class _Filling:
     """Walks through the modules, children before parents.
 
     At any time the full tensors of one block, and of what lies outside the blocks, are in host memory.
     """
 
-    def __init__(self, blocks: set[int], shard: Callable[[nn.Module], Any]):
-        """`blocks` holds ids of modules."""
-        self.blocks = blocks
-        self.shard = shard
-        self._made: dict[int, _Made] = {}  # by id of what it replaces: tied parameters stay tied
-        self._replaced: list[nn.Parameter] = []  # kept alive, so that no two of them ever have the same id
-        self._done: set[int] = set()
-        self._sharded: list[nn.Parameter] = []
+    blocks: set[int]  # ids of modules
+    shard: Callable[[nn.Module], Any]
+    # By id of the parameter that it replaces, which it keeps alive: tied parameters stay tied.
+    _filled: dict[int, _FilledParameter] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)  # ids of modules
+    _sharded: list[nn.Parameter] = field(default_factory=list)
 
     def fill(self, module: nn.Module, name: str) -> None:
         if id(module) in self._done:
@@ -151,19 +145,15 @@ class _Filling:
             self._sharded += module.parameters()
 
     def finish(self, module: nn.Module) -> None:
-        """Check what was made inside `module`, and let go of it, so that sharding frees the full tensors."""
+        """Check the parameters inside `module`, and drop their records, so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
-        for key, made in list(self._made.items()):
-            if id(made.full) not in inside:
-                continue
-
-            # The constructor of a module made on meta still counts its changes.
-            if made.full._version - made.version < made.empty._version:
-                name, owner, own_name = made.place
-                found = f"does not set {own_name} as a constructor does, which changes it once more"
-                raise _not_filled(name, owner, found, "do that in it, or in a reset_parameters() of its block")
-
-            del self._made[key]
+        for key in [key for key, record in self._filled.items() if id(record.full) in inside]:
+            record = self._filled.pop(key)
+            # torch counts in-place changes on meta as well: the constructor must not have made more of them.
+            if record.full._version - record.version < record.empty._version:
+                name, owner, own_name = record.place
+                problem = f"does not set {own_name} as a constructor does, which changes it once more"
+                raise _not_filled(name, owner, problem, "do that in it, or in a reset_parameters() of its block")
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
@@ -171,7 +161,7 @@ class _Filling:
             return
 
         tied, blank = self._allocate(module, name)
-        # Blocks that were sharded must not be set any more: their full tensors are gone.
+        # Sharded blocks must not be set any more: their full tensors are gone.
         versions = [p._version for p in self._sharded]
         reset()
 
@@ -196,14 +186,13 @@ class _Filling:
         blank = list(_own_empty(module))
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             # Two modules share the parameter, and the first has set it.
-            if made := self._made.get(id(old)):
-                new = made.full
+            if record := self._filled.get(id(old)):
+                new = record.full
                 tied.append((new, new.detach().clone()))
             else:
                 # In host memory: the device need not hold even one full block.
                 new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
-                self._made[id(old)] = _Made((name, module, key), old, new, new._version)
-                self._replaced.append(old)
+                self._filled[id(old)] = _FilledParameter((name, module, key), old, new, new._version)
 
             setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
 
@@ -245,16 +234,15 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    tensor = tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def _not_filled(name: str, module: nn.Module, found: str, fix: str) -> UserError:
+def _not_filled(name: str, module: nn.Module, problem: str, fix: str) -> UserError:
     kind = f"{type(module).__name__} ({name})" if name else type(module).__name__
     return UserError(
         f"init=meta cannot initialise {kind}: its reset_parameters() must set all its weights",
-        f"{kind} {found}",
+        f"{kind} {problem}",
         f"{fix}; or type init=host",
     )

@@ -20,7 +20,6 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import class_to_name, find_blocks
 
-_ATEN = torch.ops.aten
 _COSTLY_NAMES = (
     "mm",
     "addmm",
@@ -34,7 +33,7 @@ _COSTLY_NAMES = (
     "_scaled_dot_product_cudnn_attention",
 )
 # Not every build of torch has every kernel.
-_COSTLY = {getattr(_ATEN, name).default for name in _COSTLY_NAMES if hasattr(_ATEN, name)}
+_COSTLY = {getattr(torch.ops.aten, name).default for name in _COSTLY_NAMES if hasattr(torch.ops.aten, name)}
 
 
 def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
@@ -82,12 +81,11 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: b
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
-    options: dict[str, Any] = {}
-    if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-
-    # The generators are put back for the second time, so that dropout drops the same elements again. torch looks for
-    # the devices of these generators among the positional arguments only: so all arguments are passed as such.
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
+    )
+    # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
+    # their devices among the positional arguments only, so all arguments are passed as such.
     call = partial(_call, run, len(args), tuple(kwargs))
     return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
@@ -110,8 +108,8 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
 def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     # Operations get their arguments by position or by name.
     names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("dropout_p", 0.0)
+    named_args = dict(zip(names, args, strict=False)) | kwargs
+    return named_args.get("dropout_p", 0.0)
 
 
 def _check_no_running_statistics(block: nn.Module, remat: str) -> None:

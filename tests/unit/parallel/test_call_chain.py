@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.parallel.call_chain import ORDER, Call, CallChain
 
 
@@ -69,3 +70,18 @@ def test_hooks_run_and_copies_have_no_chain() -> None:
     model(torch.ones(1, 2))
     assert calls == ["warmup", "hook"]
     assert copy.deepcopy(model)._compiled_call_impl is None
+
+
+def test_eager_calls_skip_all_links_and_compiled_code_and_bring_them_back() -> None:
+    compiled: list[str] = []
+    model = nn.Linear(2, 2)
+    model._compiled_call_impl = lambda *args: compiled.append("compiled") or nn.Linear.forward(model, *args)
+    calls: list[str] = []
+    CallChain.of(model).install("graph", Noting("graph", calls))
+    with lockstep.run_eagerly(model):
+        with lockstep.run_eagerly(model):
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    assert (calls, compiled) == ([], [])
+    model(torch.ones(1, 2))
+    assert (calls, compiled) == (["graph"], ["compiled"])

@@ -28,7 +28,7 @@ class AttributeWatch:
         self._dicts = [held for m in self._modules for held in (vars(m), m._modules)]
         self._sizes: list[int] = []
 
-        # The last key and what it was made of.
+        # The last key, and the values that it was made of.
         self._last_values: list[Any] = []
         self._last_key: tuple[Hashable, ...] = ()
         self.refresh()
@@ -40,11 +40,9 @@ class AttributeWatch:
             return
 
         self._sizes = sizes
-
         self._plain: list[Slot] = []
         self._tensors: list[Slot] = []
         self._callables: list[Slot] = []
-
         for module in self._modules:
             for name, value in own_attributes(module).items():
                 slot = (vars(module), name)
@@ -55,7 +53,7 @@ class AttributeWatch:
                 elif callable(value):
                     self._callables.append(slot)
 
-            # Submodules are called, too.
+            # Submodules are also called.
             self._callables += [(module._modules, name) for name in module._modules]
 
     def settings(self) -> Hashable:

@@ -1,4 +1,4 @@
-"""Whether a call can be captured, tried before without side effects; and whether a replay is right, compared after."""
+"""Try whether a call can be captured, without side effects; and compare a replay with a plain call afterwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.call_arguments import OpaqueValue
-from lockstep.parallel.call_state import StateSnapshot, TrialCall
-from lockstep.parallel.cudagraph.capture import Capture, Pattern
-from lockstep.parallel.cudagraph.device import Device
+from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
+from lockstep.parallel.cudagraph.capture import Capture
+from lockstep.parallel.cudagraph.device import CudaDevice
 
 # Relative to the norm of the tensor. Kernels that add in no fixed order differ by rounding; a wrong replay by more.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -18,7 +18,7 @@ LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 
 
 def dry_run(
-    make_trial: Callable[[], TrialCall], patterns: Sequence[Pattern], model: nn.Module, device: Device
+    make_trial: Callable[[], TrialCall], patterns: Sequence[Pattern], model: nn.Module, device: CudaDevice
 ) -> tuple[list[set[int]], str | None]:
     """Run forward and backward for each of `patterns` twice, the second time with synchronisation forbidden.
 
@@ -54,8 +54,7 @@ def dry_run(
 
 def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
     trial.forward()
-    # Read from the graph, which the backward frees.
-    reached = trial.sources_reached()
+    reached = trial.sources_reached()  # read from the graph, which the backward frees
     if trial.grad:
         pairs = zip(trial.differentiable, pattern, strict=True)
         trial.backward([torch.ones_like(output) if arrives else None for output, arrives in pairs])
@@ -63,23 +62,21 @@ def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
 
 
 def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
-    """Return what the call did besides returning something; a replay would not do it."""
-    # A replay launches kernels and returns tensors. All that Python does besides is lost.
+    """Return what Python did in the call besides returning a value. A replay only launches kernels."""
     if not trial.keeps_arguments:
         return "it puts something else into its arguments (a cache, say), which a replay would not"
     if before.used_host_random():
         return "it draws random numbers on the host"
     if replaced := before.replaced_buffers():
         return f"it replaces the buffer {replaced[0]} instead of changing it in place"
-    if changed := before.changed_attributes():
+    if changed := before.attributes.changed():
         return f"it sets {changed[0]}, which a replay would not"
     return None
 
 
-def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: Device) -> str | None:
+def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: CudaDevice) -> str | None:
     """Return how a replay differs from a plain call in outputs, gradients or buffers. The host waits here."""
-    # The trial may change its own inputs.
-    inputs = [tensor.detach().clone() for tensor in trial.inputs]
+    inputs = [tensor.detach().clone() for tensor in trial.inputs]  # the trial may change its own
     with StateSnapshot(model, device.generator()) as before:
         trial.forward()
         plain_outputs = [output.detach() for output in trial.outputs]
@@ -98,49 +95,48 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         gradients = capture.backward(grad_outputs) if trial.grad else []
 
         low = torch.is_autocast_enabled(device.type)
-        for what, expected, found in (
+        for what, expected, replayed in (
             ("a result", plain_outputs, outputs),
-            ("a gradient", trial.gradients, gradients),
+            ("a gradient", trial.gradients.get(pattern, []), gradients),
             ("a buffer", plain_buffers, before.buffers()),
         ):
-            if amount := difference(expected, found, low):
+            if amount := difference(expected, replayed, low):
                 return f"{what} of a replay {amount}"
 
-        return None if capture.output_spec == trial.output_spec else "a replay returns other values"
+        return None if capture.trial.output_spec == trial.output_spec else "a replay returns other values"
 
 
-def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None], low: bool) -> str | None:
-    """Return what is wrong with `found`, and None if it differs by rounding only. `low`: 16 bits are expected."""
-    if len(expected) != len(found):
-        return f"comes as {len(found)} tensors instead of {len(expected)}"
+def difference(expected: Sequence[Tensor | None], replayed: Sequence[Tensor | None], low: bool) -> str | None:
+    """Return what is wrong with `replayed`, and None if it differs by rounding only. `low`: 16 bits are expected."""
+    if len(expected) != len(replayed):
+        return f"comes as {len(replayed)} tensors instead of {len(expected)}"
 
     floats = [tensor for tensor in expected if tensor is not None and tensor.is_floating_point()]
     largest = max(map(_finite_norm, floats), default=0.0)
-    for one, other in zip(expected, found, strict=True):
-        if one is None or other is None:
-            if one is not other:
-                return "is there only sometimes"
-        elif why := _tensor_difference(one, other, low, largest):
-            return why
-
+    for plain, replay in zip(expected, replayed, strict=True):
+        if plain is not None and replay is not None:
+            if why := _tensor_difference(plain, replay, low, largest):
+                return why
+        elif plain is not replay:
+            return "is there only sometimes"
     return None
 
 
-def _tensor_difference(one: Tensor, other: Tensor, low: bool, largest: float) -> str | None:
+def _tensor_difference(plain: Tensor, replay: Tensor, low: bool, largest: float) -> str | None:
     """`largest` is the largest norm of all tensors compared."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if plain.shape != replay.shape or plain.dtype != replay.dtype:
         return "has another shape"
-    if torch.equal(one, other):
+    if torch.equal(plain, replay):
         return None
-    if not one.is_floating_point():
+    if not plain.is_floating_point():
         return "differs"
 
     # Equal infinities, and NaN on both sides, are no difference.
-    both_nan = one.isnan() & other.isnan()
-    gap = torch.where((one == other) | both_nan, 0.0, one.double() - other.double())
+    both_nan = plain.isnan() & replay.isnan()
+    gap = torch.where((plain == replay) | both_nan, 0.0, plain.double() - replay.double())
     off = float(torch.linalg.vector_norm(gap))
-    norm = _finite_norm(one)
-    tolerance = LOW_TOLERANCE if low else TOLERANCE.get(one.dtype, LOW_TOLERANCE)
+    norm = _finite_norm(plain)
+    tolerance = LOW_TOLERANCE if low else TOLERANCE.get(plain.dtype, LOW_TOLERANCE)
 
     # A gradient that is zero but for rounding is measured by the others. `not <=`: NaN is a difference.
     if not off <= tolerance * (norm + 1e-3 * largest):
@@ -149,7 +145,6 @@ def _tensor_difference(one: Tensor, other: Tensor, low: bool, largest: float) ->
 
 
 def _finite_norm(tensor: Tensor) -> float:
-    """Return the norm of the finite elements."""
     return float(torch.linalg.vector_norm(torch.where(tensor.isfinite(), tensor, 0.0).double()))
 
 

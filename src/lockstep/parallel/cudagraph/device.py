@@ -5,37 +5,16 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 Work = Callable[[], None]
 
 
-class Device(Protocol):
-    """The tests have another one for CPUs, which replays by running the work again."""
-
-    type: str
-
-    def capture(self, works: Iterable[Work]) -> list[Work]:
-        """Run each of `works` once, in order, and return functions that replay them in the same memory."""
-
-    def forbid_sync(self) -> AbstractContextManager[Any]:
-        """Inside, an operation that makes the host wait for the device raises an error."""
-
-    def generator(self) -> torch.Generator:
-        """Return the generator that work on this device draws from."""
-
-    def record_event(self) -> Any:
-        """Mark the current point in the device's work."""
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two events. The host waits for the second one."""
-
-
 class CudaDevice:
-    """A GPU."""
+    """A GPU. The tests have another class for CPUs, which replays by running the work again."""
 
     type = "cuda"
 
@@ -43,29 +22,27 @@ class CudaDevice:
         self.device = device
 
     def capture(self, works: Iterable[Work]) -> list[Work]:
-        """Capture all works into one memory pool, since the later ones read what the earlier ones leave.
+        """Run each of `works` once, in order, and return functions that replay them in the same memory.
 
-        No other capture shares the pool, so captures may be replayed in any order.
+        They share one memory pool, since the later ones read what the earlier ones leave. No other capture shares the
+        pool, so captures may be replayed in any order.
         """
-        before = torch.cuda.current_stream(self.device)
-        # The default stream cannot be captured.
-        is_default = before == torch.cuda.default_stream(self.device)
-        stream = torch.cuda.Stream(self.device) if is_default else before
+        stream = before = torch.cuda.current_stream(self.device)
+        if before == torch.cuda.default_stream(self.device):
+            stream = torch.cuda.Stream(self.device)  # the default stream cannot be captured
         pool = torch.cuda.graph_pool_handle()
         graphs = []
 
-        # A tensor that is collected meanwhile may call CUDA in ways that invalidate the capture.
+        # A tensor that is collected during a capture may call CUDA in ways that invalidate it.
         was_collecting = gc.isenabled()
         gc.collect()
         gc.disable()
-
         try:
             for work in works:
-                # thread_local: other threads (prefetch, checkpoints) may use CUDA meanwhile.
                 graph = torch.cuda.CUDAGraph()
+                # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
-
                 graphs.append(graph)
         except BaseException:
             self._recover(pool, before, stream)
@@ -78,6 +55,7 @@ class CudaDevice:
 
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
+        """Make every operation fail that makes the host wait for the device."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # torch warns that it does not notice every synchronisation
             torch.cuda.set_sync_debug_mode("error")
@@ -95,7 +73,7 @@ class CudaDevice:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # The host waits for the device: a few times in a run, when it is decided what to capture.
+        # The host waits a few times in a run, when it is decided what to capture.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
@@ -106,11 +84,8 @@ class CudaDevice:
         the next capture that succeeds, so we make one.
         """
         torch.cuda.set_stream(before)
-        try:
+        with suppress(RuntimeError):  # if torch got this far by itself
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
-        except RuntimeError:
-            pass  # torch got as far as this by itself
-
         torch.cuda.synchronize(self.device)
 
         numbers = torch.zeros(1, device=self.device)

@@ -24,11 +24,11 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
 from lockstep.parallel.call_chain import Call, CallChain
-from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
-from lockstep.parallel.cudagraph.capture import Capture, Pattern
+from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
-from lockstep.parallel.cudagraph.device import CudaDevice, Device
+from lockstep.parallel.cudagraph.device import CudaDevice
 from lockstep.runtime.context import Runtime
 
 WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
@@ -57,17 +57,24 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 
     # auto: only where every rank runs the model by itself. A capture that contained a collective would have to be
     # replayed by all ranks in the same order, and recomputation changes what a forward launches.
-    replicated = config.sharing.local_forward and not config.uses_axis("tp") and not config.uses_axis("pp")
-    waits = config.ddp.sync_batchnorm or config.ddp.find_unused_parameters
-    return on_cuda and replicated and not waits and not config.exact and config.remat == "none"
+    return (
+        on_cuda
+        and config.sharing.local_forward
+        and not config.uses_axis("tp")
+        and not config.uses_axis("pp")
+        and not config.ddp.sync_batchnorm
+        and not config.ddp.find_unused_parameters
+        and not config.exact
+        and config.remat == "none"
+    )
 
 
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
         # The chain puts it outside of torch.compile and of the warm-up, so that compiled kernels are captured.
-        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
-        CallChain.of(model).install("graph", link)
+        device = CudaDevice(runtime.device)
+        CallChain.of(model).install("graph", GraphedCall(model, device, config.graph is True, log))
 
 
 def has_captures(model: nn.Module) -> bool:
@@ -131,7 +138,7 @@ class GraphedCall:
 
     inner: Call
 
-    def __init__(self, model: nn.Module, device: Device, required: bool, log: LogEvent):
+    def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log: LogEvent):
         """Watch the calls of `model`.
 
         device: captures and times; the tests have one without a GPU
@@ -147,8 +154,8 @@ class GraphedCall:
         self._inspect_model()
 
     def _inspect_model(self) -> None:
-        """Find the model's parts as they are now: one may have been replaced since."""
-        # Looked up once: walking the module tree in every call would cost more than a replay saves.
+        # Looked up once: walking the module tree in every call would cost more than a replay saves. Again before a
+        # capture, since a part may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = AttributeWatch(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
@@ -162,22 +169,22 @@ class GraphedCall:
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue as error:
-            call = "calls with other arguments than tensors and plain values"
-            self._log_refusal(call, f"among them {error}", training=torch.is_grad_enabled())
+            self._log_refusal(
+                "calls with other arguments than tensors and plain values",
+                f"among them {error}",
+                training=torch.is_grad_enabled(),
+            )
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
-        if variant is None:
+        if variant is None or variant.refused is not None:
             return self.inner(*args, **kwargs)
 
-        if not variant.ready and variant.refused is None:
-            self._advance(variant, tensors, spec)
-
         # A capture may be ready and still not usable in this call.
-        if variant.ready and self._can_replay(variant):
-            assert variant.capture is not None
-            return variant.capture(tensors)
-
+        if not variant.ready:
+            self._advance(variant, tensors, spec)
+        if capture := self._usable_capture(variant):
+            return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
         return self.inner(*args, **kwargs)
@@ -189,8 +196,11 @@ class GraphedCall:
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
-            why = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
-            self._log_refusal("further calls", why, training=torch.is_grad_enabled())
+            self._log_refusal(
+                "further calls",
+                f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)",
+                training=torch.is_grad_enabled(),
+            )
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
 
@@ -200,39 +210,40 @@ class GraphedCall:
         """Return all that decides which kernels a call launches."""
         # Names of attributes may have come or gone since the last call.
         self._attributes.refresh()
-
         grad = torch.is_grad_enabled()
         kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        # Whether an input requires a gradient matters only if gradients are computed at all.
-        shapes = tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors)
-        # Of every module: a part may be in evaluation mode while the rest trains.
-        training = tuple(module.training for module in self._modules)
-
-        return spec, shapes, grad, autocast, any(self._hooks), training, self._attributes.settings()
+        return (
+            spec,
+            # Whether an input requires a gradient matters only if gradients are computed at all.
+            tuple((t.shape, t.dtype, grad and t.requires_grad) for t in tensors),
+            grad,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            any(self._hooks),
+            # Of every module: a part may be in evaluation mode while the rest trains.
+            tuple(module.training for module in self._modules),
+            self._attributes.settings(),
+        )
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
-        """Return a variant for a call with these input tensors; some are refused at once."""
-        training = torch.is_grad_enabled()
-        mode = "training" if training else "without gradients"
+        """Return a variant for a call with these input tensors, which may be refused at once."""
+        mode = "training" if torch.is_grad_enabled() else "without gradients"
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
-        variant = Variant(f"{mode}, {' '.join(shapes)}", training)
+        variant = Variant(f"{mode}, {' '.join(shapes)}", torch.is_grad_enabled())
 
         unfit = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
         if unfit:
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
         elif any(self._hooks):
             self._refuse(variant, "a module has hooks, which a replay would not call")
-
         return variant
 
     def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Count a call; capture after the warm-up, and compare in the call after that."""
         variant.calls += 1
-        if variant.calls == WARMUP_CALLS + 1:
+        if variant.capture is not None:
+            self._compare(variant, variant.capture, tensors, spec)
+        elif variant.calls > WARMUP_CALLS:
             self._capture(variant, tensors, spec)
-        elif variant.calls > WARMUP_CALLS + 1:
-            self._compare(variant, tensors, spec)
 
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Capture the call, or refuse the variant. The call itself still runs plainly after this."""
@@ -242,8 +253,14 @@ class GraphedCall:
         # The cheap reasons first: a dry run costs two forwards and backwards.
         if variant.training and not variant.patterns:
             return self._refuse(variant, "no gradient came back to its results")
-        if not self.required and (why := self._not_launch_bound(variant)):
-            return self._refuse(variant, why)
+        if not self.required:
+            host_s, device_s = self._seconds(variant)
+            if host_s < LAUNCH_BOUND * device_s:
+                return self._refuse(
+                    variant,
+                    f"not launch-bound: the host launches in {host_s * 1e3:.2f} ms what takes the device "
+                    f"{device_s * 1e3:.2f} ms",
+                )
         # Each capture holds activations and gradients of its own.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
@@ -260,25 +277,22 @@ class GraphedCall:
             except Exception as error:
                 return self._refuse(variant, first_line(error))
 
-        # What the capture reads in place; _can_replay compares with it.
+        # What the capture reads in place; _usable_capture compares with it.
         variant.addresses = self._addresses()
         variant.callables = self._attributes.callables()
 
-    def _compare(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
+    def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
         """Compare a replay with a plain call, on other arguments than those of the capture.
 
         With the same arguments, values that were computed on the host and baked into the capture would agree.
         """
-        assert variant.capture is not None
-        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
-
         # Every captured backward is compared, each with a forward of its own.
-        for pattern in variant.capture.patterns:
+        for pattern in capture.patterns:
             try:
-                why = compare(variant.capture, make_trial(), pattern, self.model, self.device)
+                trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
+                why = compare(capture, trial, pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
-
             if why:
                 return self._refuse(variant, why)
 
@@ -292,15 +306,16 @@ class GraphedCall:
 
     # ---- is a capture still valid? ----
 
-    def _can_replay(self, variant: Variant) -> bool:
-        """Whether this call may be a replay. A capture that no longer fits is dropped."""
+    def _usable_capture(self, variant: Variant) -> Capture | None:
+        """Return the capture if this call may replay it. A capture that no longer fits is dropped."""
         capture = variant.capture
-        assert capture is not None
+        if capture is None or not variant.ready:
+            return None
 
         # A second forward would overwrite the activations that the pending backward needs.
-        if capture.awaits_backward:
+        if capture.pending_backward() is not None:
             self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
-            return False
+            return None
 
         if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
             # Beyond the limit, the backward of all outputs serves further patterns.
@@ -311,18 +326,18 @@ class GraphedCall:
         elif not same_objects(variant.callables, self._attributes.callables()):
             self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
 
-        return variant.ready
+        return variant.capture
 
     def _addresses(self) -> list[int]:
         """Return where all tensors of the model lie in memory."""
-        # In every replay, so in one comprehension each.
+        # This runs in every replay, so in one comprehension each.
         named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
-        self._inspect_model()  # which also lets go of what was replaced
+        self._inspect_model()  # which also lets go of the parts that were replaced
         if variant.moves > MAX_MOVES:
             self._refuse(variant, f"{what}, again and again")
         else:
@@ -335,13 +350,11 @@ class GraphedCall:
         self._log_once(variant.name, f"captured again: {why}")
 
     def _refuse(self, variant: Variant, why: str) -> None:
-        """Never capture this variant."""
         self._drop(variant)
         variant.refused = why
         self._log_refusal(variant.name, why, variant.training)
 
     def _drop(self, variant: Variant) -> None:
-        """Free the capture."""
         variant.ready = False
         variant.capture = None
         variant.callables = []
@@ -397,42 +410,32 @@ class GraphedCall:
 
         return result
 
-    def _not_launch_bound(self, variant: Variant) -> str | None:
-        """Return why a capture would gain nothing."""
-        host_s, device_s = self._seconds(variant)
-        if host_s >= LAUNCH_BOUND * device_s:
-            return None
-        times = f"the host launches in {host_s * 1e3:.2f} ms what takes the device {device_s * 1e3:.2f} ms"
-        return f"not launch-bound: {times}"
-
     def _seconds(self, variant: Variant) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
         # Evaluations have no backward.
         timings = [timing for timing in (variant.forward, variant.backward) if timing.events]
-        host_s = sum(timing.host_s for timing in timings)
-        device_s = sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings)
-        return host_s, device_s
+        return (
+            sum(timing.host_s for timing in timings),
+            sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings),
+        )
 
 
 class _BackwardWatch:
     """One backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
 
-    def __init__(self, device: Device, variant: Variant, outputs: int):
+    def __init__(self, device: CudaDevice, variant: Variant, outputs: int):
         self._device = device
         self._variant = variant
         self._timed = variant.calls > 1
-        self._running = False
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
-        """The hook of output `index`, called in the middle of a backward."""
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
-
+        is_first = not any(self._arrived)
         self._arrived[index] = True
-        if not self._running:
-            self._running = True
+        if is_first:
             self._begin_s = time.perf_counter()
             self._begin = self._device.record_event()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)

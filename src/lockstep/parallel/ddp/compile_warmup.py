@@ -32,8 +32,8 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
     """
     replicated = config.sharing.local_forward and not config.uses_axis("tp")
     if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
-        link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
-        CallChain.of(model).install("warmup", link)
+        timeout = timedelta(seconds=config.hang.first)
+        CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timeout))
 
 
 class CompileWarmup:
@@ -57,7 +57,14 @@ class CompileWarmup:
 
             heartbeat.beat("agree")
             heartbeat.set_detail("compiled")
-            self._wait_for_all()
+            # Over the store, not with a collective, whose time limit is shorter.
+            if not self.runtime.store_barrier("compiled", self.timeout):
+                seconds = f"{self.timeout.total_seconds():.0f}"
+                raise UserError(
+                    f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                    "all ranks must have compiled it before their first gradient all-reduce",
+                    "type hang.first=3600, or compile=false",
+                )
             heartbeat.beat("compute")
 
         return self.inner(*args, **kwargs)
@@ -78,13 +85,3 @@ class CompileWarmup:
             trial.forward()
             # Any gradient will do: it is the code that counts.
             trial.backward([torch.ones_like(output) for output in trial.differentiable])
-
-    def _wait_for_all(self) -> None:
-        # Over the store, not with a collective, whose time limit is shorter.
-        if not self.runtime.store_barrier("compiled", self.timeout):
-            seconds = f"{self.timeout.total_seconds():.0f}"
-            raise UserError(
-                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
-                "all ranks must have compiled it before their first gradient all-reduce",
-                "type hang.first=3600, or compile=false",
-            )

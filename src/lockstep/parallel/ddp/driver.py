@@ -1,4 +1,4 @@
-"""Replicas whose gradients are reduced: torch's DistributedDataParallel, driven for sums instead of means."""
+"""Replicas whose gradients are reduced: by torch's DistributedDataParallel in buckets, or by us all at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +15,7 @@ from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.ddp.powersgd import STATE_NAME, PowerSGDHook
-from lockstep.parallel.driver import BaseDriver, Control, trainable
+from lockstep.parallel.driver import BaseDriver, Control, SingleDriver, broadcast_model, trainable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -49,7 +50,11 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
-        self._fix_buckets()
+        # Assign parameters to buckets once, before the first step. torch does it again after the first step. From three
+        # ranks on, the position of a gradient in its bucket decides in which order the ranks are added, so a resumed
+        # run would differ in its last bits.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
         self.armed = False
         self._complete = True  # from here on, attributes that the user's model has are set there
 
@@ -57,15 +62,6 @@ class Replica(DistributedDataParallel):
         """Order the last parameter first: about the order in which gradients come, and that of the buckets."""
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
-
-    def _fix_buckets(self) -> None:
-        """Assign parameters to buckets once, before the first step.
-
-        torch does it again after the first step. From three ranks on, the position of a gradient in its bucket decides
-        in which order the ranks are added, so a resumed run would differ in its last bits.
-        """
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.armed = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
@@ -78,6 +74,7 @@ class Replica(DistributedDataParallel):
             return getattr(self._users_model(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A task that sets an attribute of the model means its own model, not this wrapper.
         own = vars(self)
         if own.get("_complete") and name not in own and hasattr(self._users_model(), name):
             setattr(self._users_model(), name, value)
@@ -102,22 +99,24 @@ class DDPDriver(BaseDriver):
     """Replicas of the model, whose gradients torch's DDP reduces in buckets while backward runs."""
 
     leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
+    word_dtype: torch.dtype | None = None  # of the control word; None: that of the last parameter, at least float32
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         self.model = model
         self.runtime = runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
-        self._stored_in_bf16 = self.parameters[-1].dtype == torch.bfloat16
-        dtype = self._word_dtype()
+        last_dtype = self.parameters[-1].dtype
+        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
         self.codec = ControlWordCodec(runtime.device, dtype)
 
         # The control word is one more parameter; what is frozen is moved, but never reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._word_parameter = carrier.last[0]
         self._frozen = _frozen_names(model)
-        ignored = [f"model.{name}" for name in self._frozen]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(carrier, ignored)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            carrier, [f"model.{name}" for name in self._frozen]
+        )
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
@@ -128,35 +127,47 @@ class DDPDriver(BaseDriver):
         )
         self.module: nn.Module = self._replica
 
-        self.hook = self._make_hook(config, seed)
+        group = self._replica.process_group
+        assert group is not None
+        self.hook = self._make_hook(group, config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
-        self._broadcasts_buffers = config.broadcast_buffers
-        self._reached: set[int] | None = None if config.gradient_as_bucket_view else self._watch_gradients()
+        self.broadcasts_buffers = config.broadcast_buffers
+
+        # The parameters that backward has reached, where the gradients themselves do not show it.
+        reached: set[int] = set()
+        self._reached = reached
+        self._gradients_are_views = config.gradient_as_bucket_view
+        if not self._gradients_are_views:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
         self.sync_buffers()
 
     def begin(self) -> None:
         super().begin()
         self._word_parameter.grad = None
-        if self._broadcasts_buffers:
-            self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._replica.require_backward_grad_sync = control.last
         self._replica.armed = False
-        if self._reached is not None:
-            self._reached.clear()
+        self._reached.clear()
 
     def sync_buffers(self) -> None:
-        live = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
-        self.runtime.collectives.broadcast_(live)
+        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
+        self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if not self._replica.armed:
-            raise _bypassed(type(self.model).__name__)
+            raise UserError(
+                "the loss was computed without the model that Lockstep passed in",
+                f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
+                "reduced and the replicas would drift apart",
+                "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or "
+                "`model.encoder(...)`; give the model's forward an argument that selects what to compute",
+            )
         if self.hook:
             self.hook.prepare(start, word)
         if word is None:
@@ -170,26 +181,17 @@ class DDPDriver(BaseDriver):
         assert self._word_parameter.grad is not None
         self._word = self._word_parameter.grad
 
-    def _word_dtype(self) -> torch.dtype:
-        return torch.float32 if self._stored_in_bf16 else self.parameters[-1].dtype
-
-    def _make_hook(self, config: DDPConfig, seed: int) -> Hook | None:
-        word, group = self._word_parameter, self._replica.process_group
-        assert group is not None
-        if config.hook == "powersgd":
-            named = dict(zip(self.names, self.parameters, strict=True))
-            return PowerSGDHook(word, group, named, config, seed)
-        if config.hook == "none" and self._stored_in_bf16:
-            return WideHook(word, group)
-        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        return HalfHook(word, group, dtypes[config.hook]) if config.hook in dtypes else None
-
-    def _watch_gradients(self) -> set[int]:
-        """Collect the parameters that backward has reached, where the gradients themselves do not show it."""
-        reached: set[int] = set()
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
-        return reached
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
+        word = self._word_parameter
+        match config.hook:
+            case "powersgd":
+                named = dict(zip(self.names, self.parameters, strict=True))
+                return PowerSGDHook(word, group, named, config, seed)
+            case "fp16":
+                return HalfHook(word, group, torch.float16)
+            case "bf16":
+                return HalfHook(word, group, torch.bfloat16)
+        return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter: its bucket was not sent.
@@ -198,11 +200,51 @@ class DDPDriver(BaseDriver):
         reduced is a view into a bucket.
         """
         pairs = zip(self.names, self.parameters, strict=True)
-        if self._reached is None:
+        if self._gradients_are_views:
             unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
         else:
             unsent = [name for name, p in pairs if id(p) not in self._reached]
         check_reached(unsent)
+
+
+class UnusedParametersDriver(SingleDriver):
+    """Replicas that reduce all gradients at once, after the last backward.
+
+    Slower than DDP's buckets, which are reduced while backward runs, but nothing is expected of the graph: parameters
+    may be unused on some ranks, in some micro-batches, or everywhere.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
+        super().__init__(model, runtime.device)
+        self.runtime = runtime
+        self.broadcasts_buffers = broadcast_buffers
+        broadcast_model(model, runtime.collectives)
+
+    def sync_buffers(self) -> None:
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
+    def _reduce(self, word: ControlWord) -> None:
+        # The first sum carries the control word and says which parameters any rank has used.
+        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
+        packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
+        self.runtime.collectives.sum_(packed)
+        self._word = packed[:LENGTH]
+
+        # Unused on all ranks: no gradient at all, so that the optimizer leaves it alone, as in a single process.
+        live = [p for p, users in zip(self.parameters, packed[LENGTH:].tolist(), strict=True) if users > 0]
+
+        # One sum for each dtype, in the same order on all ranks (a set would not keep it).
+        for dtype in dict.fromkeys(p.dtype for p in live):
+            self._sum_gradients([p for p in live if p.dtype == dtype], dtype)
+
+    def _sum_gradients(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([grad.flatten() for grad in grads])
+
+        # Half-precision gradients are added in float32 and rounded once.
+        flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
 
 
 def _frozen_names(model: nn.Module) -> list[str]:
@@ -213,16 +255,6 @@ def _frozen_names(model: nn.Module) -> list[str]:
         if parameters and not any(p.requires_grad for p in parameters):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
     return sorted(set(frozen))
-
-
-def _bypassed(model: str) -> UserError:
-    return UserError(
-        "the loss was computed without the model that Lockstep passed in",
-        f"{model} or a part of it was called directly, so its gradients would not be reduced and the replicas would "
-        "drift apart",
-        "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or `model.encoder(...)`; "
-        "give the model's forward an argument that selects what to compute",
-    )
 
 
 def check_reached(missed: list[str]) -> None:

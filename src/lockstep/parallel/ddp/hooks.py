@@ -5,9 +5,9 @@ powersgd      thin matrices (powersgd.py)
 
 DDP hands over bucket after bucket while backward runs, on all ranks in the same order. An exchange may need several
 collectives, each of which depends on the one before. If the second were started in a callback of the first, every rank
-would start them in another order, and gloo would wait for ever. So an exchange is a generator that yields after each
-collective it has started, and is advanced by one when the next bucket comes: one order on all ranks, and the network is
-busy while backward goes on.
+would start them in a different order, and gloo would wait for ever. So an exchange is a generator that yields after
+each collective it has started, and is advanced by one when the next bucket comes: one order on all ranks, and the
+network is busy while backward goes on.
 
 Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
 and always travels as it is.
@@ -16,7 +16,7 @@ and always travels as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,23 +31,13 @@ class Bucket(NamedTuple):
     """The gradients that DDP exchanges at once."""
 
     buffer: Tensor  # (elements,): all of it
-    parameters: list[Tensor]
-    gradients: list[Tensor]  # views of the buffer, one per parameter
-
-
-class _Exchange(NamedTuple):
-    """An exchange that has started."""
-
-    stages: Iterator[None]
-    buffer: Tensor
-    done: Future[Tensor]
+    gradients: list[tuple[Tensor, Tensor]]  # each parameter with its gradient, a view of the buffer
 
 
 class Hook:
     """One way to exchange a bucket.
 
-    DDP calls it with each bucket and waits for the future that it returns. The exchanges that have started are kept
-    here, the oldest first.
+    DDP calls it with each bucket and waits for the future that it returns.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
@@ -55,7 +45,7 @@ class Hook:
         self.word = word
         self.group = group
         self.ranks = group.size()
-        self._pending: list[_Exchange] = []
+        self._pending: list[Iterator[None]] = []  # exchanges that have started, the oldest first
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         """Leave the mean over ranks in the bucket's buffer.
@@ -70,33 +60,36 @@ class Hook:
     def finish(self) -> None:
         """Called when all buckets of a step have been exchanged."""
 
-    def __call__(self, given: dist.GradBucket) -> Future[Tensor]:
-        bucket = Bucket(given.buffer(), given.parameters(), given.gradients())
+    def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
+        pairs = zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)
+        bucket = Bucket(ddp_bucket.buffer(), list(pairs))
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
         # The new exchange first, so that the network never runs dry while we wait for an older one.
-        begun = _advance([_Exchange(self.exchange(bucket), bucket.buffer, done)])
+        begun = _advance([self._complete(bucket, done)])
         self._pending = _advance(self._pending) + begun
 
         # No further bucket comes that would advance them.
-        if given.is_last():
+        if ddp_bucket.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
-
             self.finish()
 
         return done
 
-    def start_sum(self, tensor: Tensor) -> dist.Work:
+    def _complete(self, bucket: Bucket, done: Future[Tensor]) -> Iterator[None]:
+        yield from self.exchange(bucket)
+        done.set_result(bucket.buffer)
+
+    def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Start an all-reduce of `tensor`, in place."""
-        return started(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return started(dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word, if it is in this bucket."""
         # Compared by identity: tensors compare by elements.
-        pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-        return [gradient for parameter, gradient in pairs if parameter is self.word]
+        return [gradient for parameter, gradient in bucket.gradients if parameter is self.word]
 
 
 class HalfHook(Hook):
@@ -119,7 +112,7 @@ class HalfHook(Hook):
         # The control word travels by itself, in full precision, and has no influence on the scale.
         words = self.words_in(bucket)
         summed_words = [word / self.ranks for word in words]
-        works = [self.start_sum(word) for word in summed_words]
+        works = [self.start_reduce(word) for word in summed_words]
 
         for word in words:
             word.zero_()
@@ -128,21 +121,19 @@ class HalfHook(Hook):
         if self.dtype == torch.float16:
             # inf on any rank must show in the maximum; NaN would be lost in it.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
-            agreed = started(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
+            agreed = self.start_reduce(largest, dist.ReduceOp.MAX)
             yield
             agreed.wait()
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
 
-        scaled = bucket.buffer if scale is None else bucket.buffer * scale
-        small = scaled.to(self.dtype)
-        works.append(self.start_sum(small))
+        small = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
+        works.append(self.start_reduce(small))
         yield
 
         for work in works:
             work.wait()
 
-        divisor = self.ranks if scale is None else scale * self.ranks
-        bucket.buffer.copy_(small).div_(divisor)
+        bucket.buffer.copy_(small).div_(self.ranks if scale is None else scale * self.ranks)
         for word, summed in zip(words, summed_words, strict=True):
             word.copy_(summed)
 
@@ -152,31 +143,23 @@ class WideHook(Hook):
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
-        work = self.start_sum(wide)
+        work = self.start_reduce(wide)
         yield
         work.wait()
         bucket.buffer.copy_(wide)
 
 
-def _advance(exchanges: list[_Exchange]) -> list[_Exchange]:
+def _advance(exchanges: list[Iterator[None]]) -> list[Iterator[None]]:
     """Advance each exchange to its next collective, and return those that have not ended."""
-    unfinished = []
-    for exchange in exchanges:
-        # A generator that has ended returns the default.
-        if next(exchange.stages, "ended") == "ended":
-            exchange.done.set_result(exchange.buffer)
-        else:
-            unfinished.append(exchange)
-    return unfinished
+    return [exchange for exchange in exchanges if next(exchange, "ended") != "ended"]
 
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
     """Return the power of two () that makes the sum of `ranks` numbers, none above `largest` (), at most 2^15."""
     # A power of two, so that scaling itself rounds nothing.
-    exponent = torch.frexp(largest).exponent  # largest <= 2^exponent
-    room = 15 - (ranks - 1).bit_length()
-    # At most 2^126: twice 2^127 is no longer a float32.
-    scale = torch.ldexp(torch.ones_like(largest), (room - exponent).clamp(max=126))
+    # frexp: largest <= 2^exponent. At most 2^126: twice 2^127 is no longer a float32.
+    exponent = 15 - (ranks - 1).bit_length() - torch.frexp(largest).exponent
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(max=126))
     # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
     return torch.where((largest > 0) & torch.isfinite(largest), scale, torch.ones_like(scale))
 

@@ -20,7 +20,7 @@ kind of device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ STATE_NAME = "ddp.hook"  # under which a checkpoint holds the state
 
 @dataclass
 class Matrix:
-    """What is kept for a parameter whose gradient is compressed.
+    """The state of a parameter whose gradient is compressed.
 
     The gradient is a matrix M (n, m) and r is `ddp.powersgd_rank`.
     """
@@ -69,9 +69,8 @@ class PowerSGDHook(Hook):
 
         for number, (name, p) in enumerate(named.items()):
             if is_worthwhile(p, config.powersgd_rank):
-                # All ranks must begin with the same Q.
-                own_seed = derive(seed, "powersgd", number)
-                self.matrices[name] = _fresh(p, config.powersgd_rank, own_seed, self.feedback)
+                matrix_seed = derive(seed, "powersgd", number)
+                self.matrices[name] = _fresh(p, config.powersgd_rank, matrix_seed, self.feedback)
 
         # One unit of the mean gradient in this step's sums; its all-reduce runs while backward does.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
@@ -99,7 +98,7 @@ class PowerSGDHook(Hook):
         self._scale = torch.maximum(self._scale, start.double())
         if word is not None:
             self._unit = self._scale * word.weight
-            self._unit_work = self.start_sum(self._unit)
+            self._unit_work = self.start_reduce(self._unit)
             self._scale = torch.zeros_like(self._scale)
 
     def finish(self) -> None:
@@ -109,7 +108,7 @@ class PowerSGDHook(Hook):
         compressed: list[tuple[Matrix, Tensor]] = []
         full: list[Tensor] = []
         # The control word has no matrix, and is in `full`.
-        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+        for parameter, gradient in bucket.gradients:
             matrix = self.matrices.get(self.names.get(id(parameter), ""))
             if matrix:
                 compressed.append((matrix, gradient))
@@ -119,7 +118,7 @@ class PowerSGDHook(Hook):
         # A bucket without matrices, or before powersgd_start: an ordinary all-reduce.
         if not self.compresses or not compressed:
             bucket.buffer.div_(self.ranks)
-            work = self.start_sum(bucket.buffer)
+            work = self.start_reduce(bucket.buffer)
             yield
             work.wait()
             return
@@ -127,29 +126,26 @@ class PowerSGDHook(Hook):
         # P = M Q, in one collective with the gradients that travel in full, the control word among them.
         for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
-
         firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in compressed]
-        parts = [*firsts, *full]
-        flat = torch.cat([part.flatten().to(firsts[0].dtype) for part in parts]).div_(self.ranks)
-        work = self.start_sum(flat)
-        yield
-        work.wait()
-        summed = _split(flat, parts)
-
+        summed = yield from self._mean([*firsts, *full])
         for gradient, mean in zip(full, summed[len(firsts) :], strict=True):
             gradient.copy_(mean)
 
         # Q = M' P, with the orthonormal P that all ranks have in common.
         bases = [torch.linalg.qr(first).Q for first in summed[: len(firsts)]]
         seconds = [_as_matrix(gradient).T @ basis for (_, gradient), basis in zip(compressed, bases, strict=True)]
-        flat = torch.cat([second.flatten() for second in seconds]).div_(self.ranks)
-        work = self.start_sum(flat)
+        means = yield from self._mean(seconds)
+        for (matrix, gradient), basis, own, mean in zip(compressed, bases, seconds, means, strict=True):
+            self._update(matrix, gradient, basis, own, mean)
+
+    def _mean(self, tensors: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+        """Return the means over all ranks, in the dtype of the first tensor; one collective carries them all."""
+        flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors]).div_(self.ranks)
+        work = self.start_reduce(flat)
         yield
         work.wait()
-        means = _split(flat, seconds)
-
-        for (matrix, gradient), basis, mine, mean in zip(compressed, bases, seconds, means, strict=True):
-            self._settle(matrix, gradient, basis, mine, mean)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _add_error(self, matrix: Matrix, gradient: Tensor) -> None:
         if matrix.error is not None:
@@ -159,10 +155,10 @@ class PowerSGDHook(Hook):
                 self._unit_work = None
             gradient.add_((matrix.error * self._unit.to(matrix.error.dtype)).view_as(gradient))
 
-    def _settle(self, matrix: Matrix, gradient: Tensor, basis: Tensor, mine: Tensor, mean: Tensor) -> None:
+    def _update(self, matrix: Matrix, gradient: Tensor, basis: Tensor, own: Tensor, mean: Tensor) -> None:
         """Write the approximation into `gradient`, and update the matrix.
 
-        `basis` (n, r) is P; `mine` (m, r) is this rank's Q, `mean` (m, r) that of all. Without a host synchronisation:
+        `basis` (n, r) is P; `own` (m, r) is this rank's Q, `mean` (m, r) that of all. Without a host synchronisation:
         the device decides what is kept.
 
         The error is what the basis leaves out of this rank's own gradient. It could be measured against the mean of all
@@ -175,7 +171,7 @@ class PowerSGDHook(Hook):
         matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
 
         if matrix.error is not None:
-            left_out = (_as_matrix(gradient) - basis @ mine.T) / self._unit.to(mine.dtype)
+            left_out = (_as_matrix(gradient) - basis @ own.T) / self._unit.to(own.dtype)
             matrix.error.copy_(torch.where(finite & (self._unit > 0), left_out, matrix.error))
 
         # What the optimizer sees.
@@ -184,13 +180,15 @@ class PowerSGDHook(Hook):
     # ---- checkpoint state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. The errors of all ranks are one tensor (ranks, n, m), of which each rank holds a row."""
-        queries = {name: matrix.query for name, matrix in self.matrices.items()}
-        errors = {name: self._row(m.error) for name, m in self.matrices.items() if m.error is not None}
-        return {"steps": self.steps, "queries": queries, "errors": errors}
+        """Return the state. The errors of all ranks form one tensor (ranks, n, m), and each rank holds its own row."""
+        return {
+            "steps": self.steps,
+            "queries": {name: matrix.query for name, matrix in self.matrices.items()},
+            "errors": {name: self._row(m.error) for name, m in self.matrices.items() if m.error is not None},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state. A matrix that was not compressed before, or with another rank, starts afresh."""
+        """Load a saved state. A matrix that was not compressed before, or with another rank, keeps its random start."""
         self.steps = state["steps"]
         for name, matrix in self.matrices.items():
             query = state["queries"].get(name)
@@ -202,7 +200,7 @@ class PowerSGDHook(Hook):
                 matrix.error.copy_(error)
 
     def read(self, name: str, reader: CheckpointReader) -> Tensor:
-        """Read this rank's part of a saved tensor."""
+        """Read this rank's row of the errors, or another saved tensor in full."""
         if not name.startswith(f"part.{STATE_NAME}.errors."):
             return reader.read(name)
 
@@ -220,9 +218,14 @@ class PowerSGDHook(Hook):
     def _row(self, error: Tensor) -> DTensor:
         """`error` (n, m) as this rank's row of the tensor (ranks, n, m)."""
         assert self._mesh is not None
-        shape = torch.Size((self.ranks, *error.shape))
-        stride = (error.numel(), *error.stride())
-        return DTensor.from_local(error[None], self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            error[None],
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((self.ranks, *error.shape)),
+            stride=(error.numel(), *error.stride()),
+        )
 
 
 def is_worthwhile(parameter: Tensor, rank: int) -> bool:
@@ -235,22 +238,14 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
 
 def _fresh(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
     """Return a matrix with a random Q, the same on all ranks, and no error yet."""
-    n, m = _as_matrix(parameter).shape
-    # QR in low precision loses orthogonality.
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    random = torch.randn(m, rank, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    gradient = _as_matrix(parameter)  # shaped like the gradient, and of its dtype
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(gradient.shape[1], rank, generator=generator, dtype=gradient.dtype)
     query = torch.linalg.qr(random).Q.contiguous().to(parameter.device)
-    error = torch.zeros(n, m, dtype=dtype, device=parameter.device) if feedback else None
-    return Matrix(query, error)
+    return Matrix(query, gradient.new_zeros(gradient.shape) if feedback else None)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
     """Return `tensor` as (n, m): its first dimension, and all others. In float32 at least, to keep orthogonality."""
     flat = tensor.detach().reshape(tensor.shape[0], -1)
     return flat if flat.dtype == torch.float64 else flat.float()
-
-
-def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Split a flat tensor into tensors of the shapes of `like`."""
-    pieces = flat.split([part.numel() for part in like])
-    return [piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)]

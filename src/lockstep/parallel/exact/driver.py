@@ -15,25 +15,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
-from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import Control, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.driver import FSDPDriver
 from lockstep.parallel.fsdp.uniform_use import END
+from lockstep.parallel.mesh import Axes
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
-
-
-def exact_driver(model: nn.Module, config: RunConfig, runtime: Runtime) -> Driver:
-    """Return the driver for exact mode. The configuration has refused the strategies that it does not support."""
-    if runtime.world.alone:
-        return OrderedSingleDriver(model, runtime.device)
-    if config.sharing.shards_parameters:
-        return OrderedFSDPDriver(model, config, runtime)
-    return OrderedDDPDriver(model, config.ddp, runtime, config.seed)
 
 
 class _NormsByRow:
@@ -60,7 +52,7 @@ class OrderedSingleDriver(_NormsByRow, SingleDriver):
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, start, word)
-        self._tree.push(self._subtree, _take(self.parameters))
+        self._tree.push(self._subtree, _take_gradients(self.parameters))
         if word is not None:
             summed = self._tree.finish()
             for parameter in self.parameters:
@@ -71,6 +63,7 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
     """Replicas. This rank's own partial sums meet those of the others in the hook, with the last micro-batch."""
 
     leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
+    word_dtype = torch.float64
 
     def begin(self) -> None:
         super().begin()
@@ -79,29 +72,21 @@ class OrderedDDPDriver(_NormsByRow, DDPDriver):
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._subtree = None if micro.padding else Subtree(micro.index, 0)
-        self._total = _total(control)
-
-    @property
-    def _ordered(self) -> OrderedHook:
-        assert isinstance(self.hook, OrderedHook)
-        return self.hook
+        self._total = _micro_batches(control)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
         super()._backward(total, start, word)
+        # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
             assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
-            self._ordered.tree.push(self._subtree, _take(self.parameters))
+            self._ordered.tree.push(self._subtree, _take_gradients(self.parameters))
 
-    def _word_dtype(self) -> torch.dtype:
-        return torch.float64
-
-    def _make_hook(self, config: DDPConfig, seed: int) -> OrderedHook:
-        group = self._replica.process_group
-        assert group is not None
-        return OrderedHook(self._word_parameter, group)
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
+        self._ordered = OrderedHook(self._word_parameter, group)
+        return self._ordered
 
 
 class OrderedFSDPDriver(FSDPDriver):
@@ -113,8 +98,8 @@ class OrderedFSDPDriver(FSDPDriver):
 
     placement = replace(ShardedDriver.placement, interleaved=True)
 
-    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime):
-        super().__init__(model, config, runtime)
+    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
+        super().__init__(model, config, runtime, axes)
         self._reductions: list[_OrderedReduceScatter] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -131,7 +116,7 @@ class OrderedFSDPDriver(FSDPDriver):
         super().before_forward(micro, control)
         self._round += 1
         for reduction in self._reductions:
-            reduction.expect(self._round, _total(control), control.last)
+            reduction.expected = self._round, _micro_batches(control), control.last
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to what has no meaning before the last round
 
@@ -150,27 +135,27 @@ class OrderedFSDPDriver(FSDPDriver):
         grads = [p.grad for p in self.parameters if p.grad is not None]
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # of numbers whose sum is exact in any order
-        self._norms = [norm_of_rows(each) for each in rows]
+        self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self._norms)
+        return self._norms
 
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
 
         One collective does both. The first ranks hold the same number of rows, those after them fewer, or none.
         """
-        ranks, device = self.runtime.world.size, self.runtime.device
-        most = [-(-len(tensor) // ranks) for tensor in tensors]
-        mine = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=device)
-        mine[:LENGTH] = packed
-        for slot, tensor in zip(mine[LENGTH:].split(most), tensors, strict=True):
+        # Every rank sends the same number of elements, so that one gather does; zeros fill up.
+        most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
+        message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
+        message[:LENGTH] = packed
+        for slot, tensor in zip(message[LENGTH:].split(most), tensors, strict=True):
             rows = row_norms(local(tensor))
             slot[: len(rows)] = rows
 
-        every = self.runtime.collectives.gather(mine)
-        parts = every[:, LENGTH:].split(most, dim=1)
-        return every[:, :LENGTH], [part.flatten()[: len(t)] for part, t in zip(parts, tensors, strict=True)]
+        gathered = self.runtime.collectives.gather(message)
+        shards = gathered[:, LENGTH:].split(most, dim=1)
+        return gathered[:, :LENGTH], [rows.flatten()[: len(t)] for rows, t in zip(shards, tensors, strict=True)]
 
 
 class _OrderedReduceScatter(ReduceScatter):
@@ -178,11 +163,8 @@ class _OrderedReduceScatter(ReduceScatter):
 
     def __init__(self) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        self._expected: tuple[int, int, bool] | None = None
-
-    def expect(self, number: int, total: int, last: bool) -> None:
-        """Announce a backward: round `number` of a step of `total` micro-batches."""
-        self._expected = number, total, last
+        # The backward that comes next: the number of its round, micro-batches of the step, whether it is the last.
+        self.expected: tuple[int, int, bool] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -190,13 +172,14 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        if self._expected is None:
+        if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
                 "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
-        (number, total, last), self._expected = self._expected, None
+        number, total, last = self.expected
+        self.expected = None
 
         # Every rank gets all terms of its own shard, and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
@@ -209,23 +192,21 @@ class _OrderedReduceScatter(ReduceScatter):
             return
 
         # A term must not keep everything alive that was received with it.
-        behind = received.untyped_storage().data_ptr()
+        storage = received.untyped_storage().data_ptr()
         self.tree.roots = [
-            (subtree, term.clone() if term.untyped_storage().data_ptr() == behind else term)
+            (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
             for subtree, term in self.tree.roots
         ]
 
 
-def _total(control: Control) -> int:
-    """Return the number of micro-batches of the whole step."""
+def _micro_batches(control: Control) -> int:
     total = control.batches.total
     assert total is not None, "exact mode needs a source that knows its micro-batches"
     return total
 
 
-def _take(parameters: list[nn.Parameter]) -> Gradients:
-    """Take the gradients away from their parameters."""
-    taken = {id(p): p.grad for p in parameters if p.grad is not None}
+def _take_gradients(parameters: list[nn.Parameter]) -> Gradients:
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     for parameter in parameters:
         parameter.grad = None
-    return taken
+    return gradients

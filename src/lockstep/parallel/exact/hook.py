@@ -24,13 +24,11 @@ Gradients = dict[int, Tensor]  # sums over one or more micro-batches, by the id 
 
 
 def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` into `left`, in place. What only one of them has, the sum has as it is."""
+    """Add `right` into `left`, in place. Some parameters may have a gradient in one of them only."""
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
-    # Parameters that only some micro-batches use.
-    for key in right:
-        left.setdefault(key, right[key])
+    left.update({key: gradient for key, gradient in right.items() if key not in left})
     return left
 
 
@@ -48,22 +46,21 @@ def _add_up(chunk: _Chunk) -> None:
 
     Addition may take that term on either side, since a + b and b + a have the same bits.
     """
-    own = chunk.own
 
     def add(left: Tensor, right: Tensor) -> Tensor:
-        return right.add_(left) if right is own else left.add_(right)
+        return right.add_(left) if right is chunk.own else left.add_(right)
 
     tree: TreeSum[Tensor] = TreeSum(add)
     for subtree, term in chunk.terms:
         tree.push(subtree, term)
 
     total = tree.finish()
-    if total is not own:
-        own.copy_(total)
+    if total is not chunk.own:
+        chunk.own.copy_(total)
 
 
 class OrderedHook(Hook):
-    """Leaves the sum over all micro-batches of the step in every bucket, and not a mean.
+    """Leaves the sum over all micro-batches of the step in every bucket, not a mean.
 
     Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
     """
@@ -85,7 +82,7 @@ class OrderedHook(Hook):
         self._last = last
         # Every rank knows what all ranks will send, without a message about it.
         ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
-        self._roots_by_rank = [roots_of(part.start, part.stop) for part in ranges]
+        self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
 
     def finish(self) -> None:
         self.tree.roots.clear()
@@ -93,14 +90,14 @@ class OrderedHook(Hook):
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         # There is one control word per rank, not per micro-batch: all ranks gather all of them.
         words = self.words_in(bucket)
-        gathered = [torch.empty(self.ranks, *word.shape, dtype=word.dtype, device=word.device) for word in words]
+        gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
             started(dist.all_gather(list(every.unbind()), word.contiguous(), group=self.group, async_op=True))
             for every, word in zip(gathered, words, strict=True)
         ]
 
         # A bucket may hold nothing but the control word.
-        if len(words) < len(bucket.parameters):
+        if len(words) < len(bucket.gradients):
             yield from self._exchange_gradients(bucket)
         else:
             yield
@@ -129,7 +126,9 @@ class OrderedHook(Hook):
                 work.wait()
 
             _add_up(chunk)
-            chunk.works[:] = self._start_sharing(chunk)
+            receives = [(dist.irecv, chunk.slices[rank], rank) for rank in self.others]
+            sends = [(dist.isend, chunk.own, rank) for rank in self.others]
+            chunk.works[:] = self._start(receives + sends)
 
         # All terms have been added: the next bucket may use the memory.
         self._free_buffers.append(received)
@@ -148,11 +147,11 @@ class OrderedHook(Hook):
         for begin in range(0, buffer.numel(), CHUNK):
             # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
             size = min(CHUNK, buffer.numel() - begin)
-            parts = [deal(size, rank, self.ranks) for rank in range(self.ranks)]
-            slices = [slice(begin + part.start, begin + part.stop) for part in parts]
+            ranges = [deal(size, rank, self.ranks) for rank in range(self.ranks)]
+            slices = [slice(begin + elements.start, begin + elements.stop) for elements in ranges]
             own = buffer[slices[self.me]]
 
-            # All terms of the slice in the order of their micro-batches, from whichever rank they come.
+            # All terms of the slice, from all ranks, in the order of their micro-batches.
             terms: list[tuple[Subtree, Tensor]] = []
             transfers: list[tuple[Any, Tensor, int]] = []
             for rank, subtrees in enumerate(self._roots_by_rank):
@@ -169,13 +168,7 @@ class OrderedHook(Hook):
 
             # This rank's roots go to the owners of all other slices.
             transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
-            yield _Chunk([buffer[each] for each in slices], own, terms, self._start(transfers))
-
-    def _start_sharing(self, chunk: _Chunk) -> list[dist.Work]:
-        """Start to send the sum of the rank's own slice, and to receive those of the others."""
-        receives = [(dist.irecv, chunk.slices[rank], rank) for rank in self.others]
-        sends = [(dist.isend, chunk.own, rank) for rank in self.others]
-        return self._start(receives + sends)
+            yield _Chunk([buffer[part] for part in slices], own, terms, self._start(transfers))
 
     def _start(self, transfers: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
         """Start transfers (isend or irecv, tensor, peer rank). Both sides leave out empty tensors."""
@@ -232,12 +225,10 @@ class OrderedHook(Hook):
             for view in views
         ]
         torch._foreach_copy_(targets, sums)
-
         return flat
 
     def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views of the bucket, and the earlier sums that belong to them."""
         # The control word is not a gradient, and has no earlier sums.
-        pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-        matching = [(view, gradients[id(p)]) for p, view in pairs if p is not self.word]
-        return [view for view, _ in matching], [gradient for _, gradient in matching]
+        pairs = [(p, view) for p, view in bucket.gradients if p is not self.word]
+        return [view for _, view in pairs], [gradients[id(p)] for p, _ in pairs]

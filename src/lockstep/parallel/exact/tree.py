@@ -33,8 +33,11 @@ class Subtree(NamedTuple):
 
     def completes(self, left: Subtree) -> bool:
         """Whether `left` and this are the two halves of one larger subtree."""
-        neighbours = left.level == self.level and left.start + (1 << self.level) == self.start
-        return neighbours and (left.start >> left.level) % 2 == 0
+        return (
+            left.level == self.level
+            and left.start + (1 << self.level) == self.start
+            and (left.start >> left.level) % 2 == 0
+        )
 
     def joined(self, left: Subtree) -> Subtree:
         """Return the subtree whose halves are `left` and this."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.eager import run_eagerly
+import lockstep
 from lockstep.recipes.layers import Rotation, rotate, rotation_table
 
 # The default follows the dtype, and is far too large in bf16.
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         ids = prompt_ids
-        with run_eagerly(self):
+        with lockstep.run_eagerly(self):
             for _ in range(count):
                 # Sampled on the CPU in float32, so that one generator serves every device.
                 logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)

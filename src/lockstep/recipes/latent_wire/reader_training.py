@@ -23,8 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import lockstep
 from lockstep.errors import UserError
-from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.latent_wire.data import TOKENIZERS, Tokenizer, WireData
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.recipes.latent_wire.wire import from_text
@@ -211,7 +211,7 @@ class ReaderTraining:
         """Return whether the training is finished. The host waits for the device."""
         now = self.progress
         # Eagerly, as the shapes differ from those in training and would be compiled for, too.
-        with self._autocast(), run_eagerly(self.reader):
+        with self._autocast(), lockstep.run_eagerly(self.reader):
             now.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
         if self._in_last_stage:
             return now.accuracy >= self.options.accuracy

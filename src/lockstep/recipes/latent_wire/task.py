@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lockstep
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
 from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
@@ -187,7 +187,7 @@ class LatentWire(Task):
     def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
         # Each question is put in six ways, each of another length.
-        with run_eagerly(model):
+        with lockstep.run_eagerly(model):
             total, rows, mine = self._total(model, batch, write=True)
             other = model(batch, "other")
             metrics = evaluation_metrics(_readers(model), batch, mine, other, blanks, self.shape)

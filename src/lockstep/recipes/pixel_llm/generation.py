@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.eager import run_eagerly
+import lockstep
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
 
@@ -38,7 +38,7 @@ def generate(
             return logits.argmax(-1)
         return _sampled(logits, temperature, top_k, top_p, generator)
 
-    with run_eagerly(model):
+    with lockstep.run_eagerly(model):
         if beam > 1:
             return _beam_search(model, images, max_len, beam)
         return _one_by_one(model, images, max_len, choose)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
+import lockstep
 from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, ModelOptions, Sizes
@@ -130,7 +130,7 @@ class PixelLLM(Task):
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
         # There are few batches, of another size than those of the training.
-        with run_eagerly(model):
+        with lockstep.run_eagerly(model):
             total, weight = self._cross_entropy(model, sample)
         # What the model writes by itself, and not what it would write after the right words.
         written = generate(model, sample.image, self.words.length)
