@@ -14,17 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import check_gpu_setup
 import pytest
 import torch
-from safetensors.torch import load_file
-from small_trader import SETTINGS, attached, tiny
-from torch import nn
-
-import lockstep
-from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng, gpu_setup
-from lockstep.recipes.clstm_ppo.game import CueRecall
-from lockstep.recipes.clstm_ppo.gpu_optimizations import (
+from gpu_optimizations import (
     launch_distributed_training,
     price_per_hour,
     print_gpu_info,
@@ -32,12 +25,19 @@ from lockstep.recipes.clstm_ppo.gpu_optimizations import (
     processes,
     speedup_table,
 )
-from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
+from safetensors.torch import load_file
+from small_trader import SETTINGS, attached, tiny
+from torch import nn
+from train_distributed_clstm_ppo import DistributedCLSTMPPOTrainer
+from train_distributed_clstm_ppo import main as train_script
+
+import lockstep
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng
+from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
 from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, merge_all, stats_of
 from lockstep.recipes.clstm_ppo.task import foresight_loss
-from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
-from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
@@ -392,7 +392,7 @@ def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
 
 def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert check_setup(["--preset", "tiny", "--num_episodes", "10"]) == 0
+    assert check_gpu_setup.main(["--preset", "tiny", "--num_episodes", "10"]) == 0
     output = capsys.readouterr().out
     for name in ("CUDA", "NCCL", "GPU memory", "model memory", "distributed training", "training time"):
         assert f"] {name}: " in output
@@ -402,12 +402,12 @@ def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monkeypatch):
-    monkeypatch.setattr(gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
-    assert gpu_setup.model_memory("gpu", 16).state == "ok"
-    found = gpu_setup.model_memory("gpu", 4096)
+    monkeypatch.setattr(check_gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
+    assert check_gpu_setup.model_memory("gpu", 16).state == "ok"
+    found = check_gpu_setup.model_memory("gpu", 4096)
     assert found.state == "fail"
     fits = int(found.advice.split()[2].rstrip(","))
-    assert gpu_setup.model_memory("gpu", fits).state == "ok"
+    assert check_gpu_setup.model_memory("gpu", fits).state == "ok"
 
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):
