@@ -36,7 +36,7 @@ from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng
 from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
-from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, merge_all, stats_of
+from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, stats_of
 from lockstep.recipes.clstm_ppo.task import foresight_loss
 from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
@@ -169,7 +169,7 @@ def test_the_ratio_is_one_before_the_first_step(variant):
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
 
-def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
+def test_advantages_of_a_minibatch_are_normalised_over_all_its_cohorts():
     task = tiny()
     source = attached(task, task.model())
     gained = torch.cat([micro.data["advantages"].flatten() for micro in source.take()])
@@ -227,7 +227,7 @@ def test_exploration_follows_the_environment_and_the_update_only():
 
 def test_statistics_of_parts_are_those_of_the_whole():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * 3 + 100
-    merged = merge_all([stats_of(part).tolist() for part in values.split([1, 300, 699])])
+    merged = RunningStats().merged([stats_of(part).tolist() for part in values.split([1, 300, 699])])
     assert math.isclose(merged.mean, values.mean().item(), rel_tol=1e-12)
     assert math.isclose(merged.std, values.std(correction=0).item(), rel_tol=1e-12)
     assert RunningStats().std == 1.0

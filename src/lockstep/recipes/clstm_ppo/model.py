@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.recipes.clstm_ppo.game import GameShape
+
 Variant = Literal["clstm", "lstm_only", "mlp"]
 
 # Hidden state and cell of the LSTM across days, (n, memory) each.
@@ -56,16 +58,8 @@ class AgentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentShape(AgentOptions):
+class AgentShape(AgentOptions, GameShape):
     """The options of an agent, and what the game asks of it: F, W, K and A."""
-
-    features: int
-    window: int
-    assets: int
-    choices: int
-
-    # Days of an episode: no two episodes begin within fewer days.
-    episode: int
 
     # A value for every asset, in place of one for all together.
     value_per_asset: bool = False
@@ -98,7 +92,7 @@ class Agent(nn.Module):
                 # torch orders the gates: input, forget, cell, output.
                 self.recall.bias_hh[memory : 2 * memory] += shape.remember
 
-        # With so small a gain the policy begins by choosing everything about equally often.
+        # The small gain lets the policy begin with nearly equal probabilities.
         self.policy = nn.Linear(memory, shape.assets * shape.choices)
         self.value = nn.Linear(memory, shape.assets if shape.value_per_asset else 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):
@@ -139,10 +133,10 @@ class Agent(nn.Module):
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
         assert self.recall is not None
-        kept = (~starts)[..., None].to(seen.dtype)
+        keep = (~starts)[..., None].to(seen.dtype)
         outputs = []
         for day in range(len(seen)):
-            state = self.recall(seen[day], (state[0] * kept[day], state[1] * kept[day]))
+            state = self.recall(seen[day], (state[0] * keep[day], state[1] * keep[day]))
             outputs.append(state[0])
         return torch.stack(outputs), state
 
@@ -151,7 +145,7 @@ class Agent(nn.Module):
 
         Such a call cannot clear its memory on the way. So before each start we insert a day that closes the gates for
         input, memory and output, after which nothing is left. The number of starts differs between environments; there
-        is room for as many as there can be, and unused days stay at the end.
+        is room for one every `episode` days, and unused days stay at the end.
         """
         cell = self.recall
         assert cell is not None
@@ -186,8 +180,8 @@ class Agent(nn.Module):
 def contiguous(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights as views of one block of memory, as cuDNN wants them; it would warn and copy them itself."""
     sizes = [weight.numel() for weight in weights]
-    pieces = torch.cat([weight.flatten() for weight in weights]).split(sizes)
-    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
+    copies = torch.cat([weight.flatten() for weight in weights]).split(sizes)
+    return [copy.view_as(weight) for copy, weight in zip(copies, weights, strict=True)]
 
 
 class WindowReader(nn.Module):

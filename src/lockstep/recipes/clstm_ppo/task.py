@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo.baselines import Greedy, Played, baseline_scores, play
-from lockstep.recipes.clstm_ppo.game import CueRecall, Game
-from lockstep.recipes.clstm_ppo.market import Rules, Trading
+from lockstep.recipes.clstm_ppo.game import CueRecall
+from lockstep.recipes.clstm_ppo.market import Game, Rules, Trading
 from lockstep.recipes.clstm_ppo.model import ATTENTION_HEADS, Agent, AgentOptions, AgentShape
 from lockstep.recipes.clstm_ppo.rollout import log_probs
-from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries, Series
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries
 from lockstep.recipes.clstm_ppo.source import RolloutOptions, Rollouts
 from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
 from lockstep.task import Loss, Task
@@ -114,6 +114,12 @@ MARKET_OPTIONS = (
     "foresight", "credit",
 )  # fmt: skip
 
+# Options that must be at least 1.
+COUNTS = (
+    "hidden", "width", "linears", "cascade", "memory", "window", "days", "lots", "rollout", "minibatches", "epochs",
+    "test_episodes",
+)  # fmt: skip
+
 # Parts of a batch with the shape (n, T, ...).
 DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")
 
@@ -140,12 +146,9 @@ class GameOptions:
     def make(self, rules: Rules) -> Game:
         if self.game == "cue":
             return CueRecall()
-        series: Series
         if self.prices:
-            series = PriceSeries(self.prices, TEST_SEED)
-        else:
-            series = RegimeSeries(TEST_SEED, self.assets, correlation=self.correlation)
-        return Trading(series, rules)
+            return Trading(PriceSeries(self.prices, TEST_SEED), rules)
+        return Trading(RegimeSeries(TEST_SEED, self.assets, correlation=self.correlation), rules)
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,8 @@ class ClstmPpo(Task):
     def __init__(
         self, game: GameOptions, rules: Rules, agent: AgentOptions, rollouts: RolloutOptions, loss: LossOptions
     ):
-        given = vars(game) | vars(rules) | vars(agent) | vars(rollouts) | vars(loss)
-        warn_unused(ClstmPpo, self.option_rules, given)
+        options = vars(game) | vars(rules) | vars(agent) | vars(rollouts) | vars(loss)
+        warn_unused(ClstmPpo, self.option_rules, options)
 
         # Options of the market, which a preset may hold.
         if game.game != "market":
@@ -208,7 +211,7 @@ class ClstmPpo(Task):
             value_per_asset=loss.credit == "each",
             foresight=rollouts.foresight > 0,
         )
-        self._check(rollouts, rules)
+        self._check(rules, below_one({name: options[name] for name in COUNTS}))
         self.source = Rollouts(self.game, rollouts)
 
     def model(self) -> Agent:
@@ -249,7 +252,7 @@ class ClstmPpo(Task):
             total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
         if not batch["teaching"]:
             # Teaching moves the policy too, and must not be cut short by that.
-            self.source.note_kl(batch["block"], kl, weight)
+            self.source.note_kl(batch["cohort"], kl, weight)
         metrics = {
             "kl": kl,
             "clipped": ((ratio - 1).abs() > options.clip).sum() / assets,
@@ -292,16 +295,9 @@ class ClstmPpo(Task):
             return baseline_scores(self.game.series, self.game.rules, self.test_episodes)
         return {"guessing": 1 / self.shape.choices, "remembering": 1.0}
 
-    def _check(self, rollouts: RolloutOptions, rules: Rules) -> None:
-        """Raise every problem of the options at once."""
-        shape = self.shape
-        counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
-        counts |= {name: getattr(rules, name) for name in ("window", "days", "lots")}
-        counts |= {name: getattr(rollouts, name) for name in ("rollout", "minibatches", "epochs")}
-        counts["test_episodes"] = self.test_episodes
-        problems = below_one(counts)
-
-        heads = ATTENTION_HEADS
+    def _check(self, rules: Rules, problems: list[UserError]) -> None:
+        """Raise `problems`, together with every other problem of the options."""
+        shape, heads = self.shape, ATTENTION_HEADS
         if shape.cascade > 1 and shape.hidden % heads:
             problems.append(
                 UserError(
@@ -316,9 +312,8 @@ class ClstmPpo(Task):
             problems.append(
                 UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
             )
-        series = self.game.series if isinstance(self.game, Trading) else None
-        if isinstance(series, PriceSeries):
-            problems += series.too_short(rules.window, rules.days)
+        if isinstance(self.game, Trading) and isinstance(self.game.series, PriceSeries):
+            problems += self.game.series.too_short(rules.window, rules.days)
         if problems:
             raise ConfigError(problems)
 
