@@ -26,7 +26,7 @@ from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 # (model, batch) -> Loss, or the mean loss of the batch.
 LossFn = Callable[[Any, Any], Any]
@@ -76,7 +76,7 @@ class AMPTrainer:
         return make_runtime(World(), choose_device(self.config.device, World()), "none")
 
     def settings(self) -> dict[str, Any]:
-        """Return more of the engine's settings."""
+        """Return engine settings beyond those of the AMPConfig."""
         return {}
 
     # ---- training ----
@@ -113,7 +113,12 @@ class AMPTrainer:
                 "",
                 "give every rank at least one",
             )
-        self._check_sharded(batch)
+
+        # Nothing else would show that every rank has the same samples.
+        check_different(
+            self.runtime.collectives.gather_json(digest(batch)),
+            "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
+        )
 
         # Loss and weight, added up on the device.
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
@@ -132,13 +137,6 @@ class AMPTrainer:
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
 
-    def _check_sharded(self, first: Any) -> None:
-        """Refuse a loader that gives every rank the same samples; nothing else would show it."""
-        check_different(
-            self.runtime.collectives.gather_json(digest(first)),
-            "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
-        )
-
     @property
     def scaler(self) -> DynamicScaler | None:
         """The fp16 loss scale; None in other precisions."""
@@ -152,7 +150,10 @@ class AMPTrainer:
     # ---- checkpoints ----
 
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
-        """Save weights, optimizer, scale and counters below the folder `path`, atomically."""
+        """Save weights, optimizer, scale and counters below the folder `path`, atomically.
+
+        Only `rank` writes. Collective: it returns on every rank when the checkpoint is committed.
+        """
         return save_state(self._state(), self.runtime, Path(path), writer=rank)
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -184,7 +185,8 @@ class AMPTrainer:
                 "save after the step's last batch",
             )
         self.stepper.settle()
-        return RunState(self._module, self.optimizers, self.stepper, _NoSource(), {}, keep_frozen=True)
+        source = _NoSource()  # pyrefly: ignore[bad-instantiation]
+        return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
@@ -209,8 +211,8 @@ class AMPTrainer:
     def _begin(self, samples: int) -> StepBatches:
         if not self._sized:
             # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
-            mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(mine))
+            total = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
+            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
             self._sized = True
         batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(batches)
@@ -218,18 +220,18 @@ class AMPTrainer:
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
-        found = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
-        if isinstance(found, Loss):
-            return found
-        if isinstance(found, Mapping):
-            found = found.get("loss")
-        elif not isinstance(found, Tensor):
-            found = getattr(found, "loss", None)
+        loss = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
+        if isinstance(loss, Loss):
+            return loss
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss")
+        elif not isinstance(loss, Tensor):
+            loss = getattr(loss, "loss", None)
 
         # Never a made-up loss: a trainer that continues without one seems to train.
-        if not isinstance(found, Tensor) or found.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             maker = "loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
                 f"{maker} must return a loss for the batch; it returned {what}",
                 "",
@@ -237,7 +239,7 @@ class AMPTrainer:
             )
 
         # A mean over samples, as the sum it stands for.
-        return Loss(found * samples, samples)
+        return Loss(loss * samples, samples)
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -245,20 +247,11 @@ class AMPTrainer:
         return self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch)
 
 
-class _NoSource:
-    """The batches are the caller's, so a checkpoint has no position in the data."""
-
-    def take(self) -> StepBatches:
-        raise NotImplementedError
-
-    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        raise NotImplementedError
+class _NoSource(BatchSource):
+    """The batches are the caller's, so a checkpoint has no position in the data. Only its state is asked for."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def make_runtime(world: World, device: torch.device, backend: str) -> Runtime:

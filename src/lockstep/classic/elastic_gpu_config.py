@@ -77,14 +77,16 @@ class ElasticGPUConfig:
         if processes is not None and not self._divides(processes):
             raise uneven(self.base_batch_size, processes)
         count = len(self.gpus)
-        # Processes must divide the batch: of three GPUs two can, for 64 samples.
+        # Processes must divide the batch: for 64 samples only two of three GPUs are used.
         ranks = processes or self._most(count)
         if not count:
             return self._plan(ranks, None, "no GPU here")
 
-        third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
+        # Processes that share a GPU each need room for all models there.
         sharing = -(-ranks // count)
-        if self._fits_replicas(sharing):
+        replica = self._all_models() + self._sample()
+        third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
+        if sharing * replica <= self.target_util * self._memory():
             if third and ranks == 2:
                 return self._shared_third()
             idle = f"; {count - ranks} of {count} GPUs idle" * (ranks < count)
@@ -143,10 +145,10 @@ class ElasticGPUConfig:
             strategy = "hybrid" if last_reader else "ddp"
 
         # A forward takes a divisor of the process's samples, so that all forwards are equal.
-        mine = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
-        most = mine if room is None else max(1, min(mine, room))
-        batch = next(size for size in range(most, 0, -1) if mine % size == 0)
-        return ElasticPlan(strategy, ranks, batch, mine // batch, reason, last_reader)
+        samples = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
+        most = samples if room is None else max(1, min(samples, room))
+        batch = next(size for size in range(most, 0, -1) if samples % size == 0)
+        return ElasticPlan(strategy, ranks, batch, samples // batch, reason, last_reader)
 
     # ---- arithmetic ----
 
@@ -163,10 +165,6 @@ class ElasticGPUConfig:
 
     def _sample(self) -> float:
         return self.sample_gb or 0.0
-
-    def _fits_replicas(self, sharing: int) -> bool:
-        """Return whether every GPU holds all models of `sharing` processes."""
-        return sharing * (self._all_models() + self._sample()) <= self.target_util * self._memory()
 
     def _fits_third(self) -> bool:
         """Return whether one GPU holds the last frozen model of two processes, and another the rest of one."""
@@ -212,7 +210,5 @@ def _processes(count: int) -> str:
 
 def detected() -> list[GPU]:
     """Return the GPUs that this process sees."""
-    if not torch.cuda.is_available():
-        return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [GPU(each.name, each.total_memory / 2**30) for each in found]
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [GPU(gpu.name, gpu.total_memory / 2**30) for gpu in properties]

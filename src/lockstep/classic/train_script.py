@@ -17,9 +17,11 @@ LOCAL_RANK = ("--local-rank", "--local_rank")
 
 # Settings that mean the same as a flag.
 RIVALS = {
-    "batch_size": ("global_batch", "local_batch", "micro_batch"),
-    "save_every": ("checkpoint.every",),
-    "auto_resume": ("resume",),
+    "global_batch": "batch_size",
+    "local_batch": "batch_size",
+    "micro_batch": "batch_size",
+    "checkpoint.every": "save_every",
+    "resume": "auto_resume",
 }
 
 
@@ -30,7 +32,10 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) 
     options, settings = parser.parse_known_args(arguments)
     try:
         check_processes(options.distributed, options.elastic_gpu)
-        _check_elastic_flags(parser, options)
+        for name, value in vars(options).items():
+            if name.startswith("elastic_") and value != parser.get_default(name) and not options.elastic_gpu:
+                raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
+
         # Another launch brings its own LOCAL_RANK.
         typed = [word for word in arguments if word.partition("=")[0] not in LOCAL_RANK]
         return _train(target, options, settings, typed)
@@ -80,14 +85,6 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
         )
 
 
-def _check_elastic_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.elastic_gpu:
-        return
-    for name, value in vars(options).items():
-        if name.startswith("elastic_") and value != parser.get_default(name):
-            raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say as settings of a run."""
     settings: dict[str, Any] = {}
@@ -107,16 +104,13 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
     """Refuse a flag and a typed setting that contradict each other. A flag may override a file."""
-    # Equal values do not contradict each other.
-    given = settings_of(options)
-    for flag, keys in RIVALS.items():
-        if not getattr(options, flag):
-            continue
-        for key in keys:
-            if key in typed and given.get(key) != typed[key]:
-                raise UserError(
-                    f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
-                )
+    settings = settings_of(options)
+    for key, flag in RIVALS.items():
+        # Equal values do not contradict each other.
+        if getattr(options, flag) and key in typed and settings.get(key) != typed[key]:
+            raise UserError(
+                f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
+            )
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
@@ -166,9 +160,8 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
 
     # Micro-batches are tried out by restarts, which another launcher would not do.
     settings = elastic.settings(plan)
-    if World.launched():
-        if settings.get("micro_batch") == "auto":
-            del settings["micro_batch"]
-        return None, ("--elastic_gpu", settings)
-    start = plan.processes > 1 or settings.get("micro_batch") == "auto"
+    tries_sizes = settings.get("micro_batch") == "auto"
+    if World.launched() and tries_sizes:
+        del settings["micro_batch"]
+    start = not World.launched() and (plan.processes > 1 or tries_sizes)
     return plan.processes if start else None, ("--elastic_gpu", settings)

@@ -118,10 +118,9 @@ class Agent(nn.Module):
             recall = self.recall_at_once if seen.is_cuda and T > 1 else self.recall_daily
             seen, state = recall(seen, state, starts)
 
-        shape = self.shape
-        logits = self.policy(seen).unflatten(-1, (shape.assets, shape.choices))
+        logits = self.policy(seen).unflatten(-1, (self.shape.assets, self.shape.choices))
         values = self.value(seen)
-        if not shape.value_per_asset:
+        if not self.shape.value_per_asset:
             values = values.squeeze(-1)
         return logits, values, state, *predicted
 

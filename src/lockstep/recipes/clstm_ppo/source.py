@@ -101,10 +101,20 @@ class Rollouts:
         self.context = context
         self.agent = context.model
 
-        # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
-        cohorts = -(-context.global_batch // context.micro_batch)
-        self.kl = torch.zeros(cohorts, 2, dtype=torch.float64, device=context.device)
+        # The settings that a resumed run must keep.
+        self.shape = [context.global_batch, self.options.minibatches, self.options.epochs]
+
+        # The cohorts of this rank, and the environments in each.
         self.cohorts = [self._make_cohort(index) for index in context.mine]
+        self.sizes = [len(cohort.market.envs) for cohort in self.cohorts]
+
+        # Environments on all ranks, and the number of this rank's first one; its others follow.
+        self.environments = context.global_batch * self.options.minibatches
+        self.first = self.cohorts[0].first
+
+        # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
+        count = -(-context.global_batch // context.micro_batch)
+        self.kl = torch.zeros(count, 2, dtype=torch.float64, device=context.device)
         return (
             f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
             f"{context.micro_batch * self.options.minibatches} at a time; at most {self.options.steps} steps from each"
@@ -124,26 +134,6 @@ class Rollouts:
         discounted = torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device)
         return Cohort(first * minibatches, market, state, discounted)
 
-    @property
-    def environments(self) -> int:
-        """The number of environments on all ranks."""
-        return self.context.global_batch * self.options.minibatches
-
-    @property
-    def teaching(self) -> bool:
-        """Whether this update only teaches the first stage to foresee."""
-        return self.update < self.options.foresight
-
-    @property
-    def first(self) -> int:
-        """The number of this rank's first environment; the others follow it."""
-        return self.context.mine[0] * self.context.micro_batch * self.options.minibatches
-
-    @property
-    def sizes(self) -> list[int]:
-        """Environments in each cohort of this rank."""
-        return [len(cohort.market.envs) for cohort in self.cohorts]
-
     # ---- batches ----
 
     def take(self) -> StepBatches:
@@ -162,6 +152,7 @@ class Rollouts:
         self.cursor += 1
         if self.cursor % self.options.minibatches:
             return
+
         # At the end of an epoch. The KL divergence is checked first: every rank must take part in that.
         if self._moved_too_far() or self.cursor == self.options.steps:
             self.days = None
@@ -172,6 +163,7 @@ class Rollouts:
         """Compare the KL divergence of all ranks with its target, so that all ranks decide alike."""
         if self.options.target_kl is None:
             return False
+
         # The host waits for the device here, once an epoch.
         total, weight = self._gathered_kl().sum(dim=0).tolist()
         self.kl.zero_()
@@ -187,8 +179,10 @@ class Rollouts:
         # Normalised over the whole minibatch, which all ranks share.
         mean, std = self.advantage_stats[self.cursor]
         data["advantages"] = (data["advantages"] - mean) / (std + 1e-8)
+
+        # The first updates only teach the first stage to foresee.
         index = self.context.mine[local]
-        data |= {"cohort": index, "teaching": self.teaching}
+        data |= {"cohort": index, "teaching": self.update < self.options.foresight}
         return MicroBatch(data, index, len(chosen), self.update, cohort.first + chosen)
 
     def _deal(self) -> list[Tensor]:
@@ -260,11 +254,6 @@ class Rollouts:
 
     # ---- state ----
 
-    @property
-    def shape(self) -> list[int]:
-        """The settings that a resumed run must keep."""
-        return [self.context.global_batch, self.options.minibatches, self.options.epochs]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all environments. Collective: every rank must call it."""
         parts = {
@@ -288,22 +277,30 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_shape(state["shape"])
+        if state["shape"] != self.shape:
+            text = "global_batch={} task.minibatches={} task.epochs={}"
+            saved = text.format(*state["shape"])
+            raise UserError(
+                f"the checkpoint has the environments of {saved}, and this run has {text.format(*self.shape)}",
+                "",
+                f"resume with {saved}",
+            )
         self.update = state["update"]
         self.cursor = state["cursor"]
         self.rewards = RunningStats(*state["rewards"])
         self.values = RunningStats(*state["values"])
 
         # Every rank takes the rows of its own environments, however many ranks have saved them.
-        parts, first = state["environments"], self.first
-        for cohort in self.cohorts:
-            rows = slice(first, first := first + len(cohort.market.envs))
+        parts = state["environments"]
+        for cohort, size in zip(self.cohorts, self.sizes, strict=True):
+            rows = slice(cohort.first, cohort.first + size)
             for name in ("episode", "day", "position"):
                 setattr(cohort.market, name, parts[name][rows].clone())
             cohort.market.draw()
             cohort.state = parts["hidden"][rows].clone(), parts["cell"][rows].clone()
             cohort.discounted = parts["discounted"][rows].clone()
-        self.days = state["days"] and {name: part[self.first : first] for name, part in state["days"].items()}
+        own_rows = slice(self.first, self.first + sum(self.sizes))
+        self.days = state["days"] and {name: part[own_rows] for name, part in state["days"].items()}
         self.advantage_stats = state["norms"]
         self._deals = self._deal()
 
@@ -313,15 +310,6 @@ class Rollouts:
             self.kl += state["kl"]
         else:
             self.kl[0] += state["kl"].sum(dim=0)
-
-    def _check_shape(self, saved: list[int]) -> None:
-        if saved == self.shape:
-            return
-        text = "global_batch={} task.minibatches={} task.epochs={}"
-        now, then = text.format(*self.shape), text.format(*saved)
-        raise UserError(
-            f"the checkpoint has the environments of {then}, and this run has {now}", "", f"resume with {then}"
-        )
 
 
 def deal(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:

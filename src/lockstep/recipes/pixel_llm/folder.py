@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -59,17 +58,13 @@ class ImageFolder(Dataset[Sample]):
         image = torch.from_numpy(read_png(entry.image))
         # An exported scene keeps its very bytes.
         if image.shape[1:] != (self.size, self.size):
-            image = _resized(image, self.size)
+            scaled = F.interpolate(image[None].float(), (self.size, self.size), mode="bilinear", antialias=True)
+            image = scaled[0].round().clamp(0, 255).to(torch.uint8)
         ids = self.words.encode(entry.caption.split())
 
         # Which words the picture decides, and how many things it shows, is not known.
         no_slots = torch.zeros(self.words.length, dtype=torch.int64)
         return Sample(image, ids, no_slots, torch.tensor(False), torch.tensor(0))
-
-
-def _resized(image: Tensor, size: int) -> Tensor:
-    scaled = F.interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)
-    return scaled[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def read_folder(folder: Path) -> list[Entry]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,9 +9,6 @@ from torch import Tensor, nn
 from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
-
-# From logits (B, V) to the next word (B,).
-Choose = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -33,15 +28,23 @@ def generate(
     """
     assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to sample"
 
-    def choose(logits: Tensor) -> Tensor:
-        if temperature == 0.0:
-            return logits.argmax(-1)
-        return _sampled(logits, temperature, top_k, top_p, generator)
-
     with run_eagerly(model):
         if beam > 1:
             return _beam_search(model, images, max_len, beam)
-        return _one_by_one(model, images, max_len, choose)
+
+        cache = Cache()
+        word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
+        ended = torch.zeros_like(word, dtype=torch.bool)
+        written = []
+        for _ in range(max_len):
+            logits = next_word(model(images, word, cache))
+            chosen = _sampled(logits, temperature, top_k, top_p, generator) if temperature else logits.argmax(-1)
+
+            # Every caption is written to the end: a batch ends as a whole.
+            word = chosen[:, None].masked_fill(ended, PAD)
+            ended = ended | (word == EOS)
+            written.append(word)
+        return torch.cat(written, dim=1)
 
 
 def next_word(logits: Tensor) -> Tensor:
@@ -50,20 +53,6 @@ def next_word(logits: Tensor) -> Tensor:
     # They are no words, and their logits were never trained.
     last[:, [PAD, BOS]] = float("-inf")
     return last
-
-
-def _one_by_one(model: nn.Module, images: Tensor, max_len: int, choose: Choose) -> Tensor:
-    cache = Cache()
-    word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
-    ended = torch.zeros_like(word, dtype=torch.bool)
-    written = []
-    for _ in range(max_len):
-        word = choose(next_word(model(images, word, cache)))[:, None]
-        # Every caption is written to the end: a batch ends as a whole.
-        word = word.masked_fill(ended, PAD)
-        ended = ended | (word == EOS)
-        written.append(word)
-    return torch.cat(written, dim=1)
 
 
 def _sampled(

@@ -5,16 +5,20 @@ Shapes in comments: B images of S x S pixels, M memory tokens, T words, W width,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.layers import merge_heads, split_heads
+
 # Pixels on each side of a token of the convolutional stem.
 CONV_STRIDE = 8
 
-KeysAndValues = tuple[Tensor, Tensor]
+# Keys and values, (B, H, N, D) each; empty where nothing was computed yet.
+KeysAndValues = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -65,45 +69,37 @@ class Sizes(ModelOptions):
     # Positions of the decoder.
     words: int
 
-    @property
-    def tokens(self) -> int:
-        return (self.image // self.pixels_per_token) ** 2
-
 
 @dataclass
 class LayerCache:
-    """What one decoder layer has computed so far: its own keys and values, and those of the memory; (B, H, ., D)."""
+    """What one decoder layer has computed so far: its own keys and values, and those of the memory."""
 
-    own: KeysAndValues | None = None
-    memory: KeysAndValues | None = None
+    own: KeysAndValues = ()
+    memory: KeysAndValues = ()
 
     def append(self, new: KeysAndValues) -> KeysAndValues:
         """Append the keys and values of a word to the layer's own. Returns all of them."""
-        if self.own is not None:
-            new = torch.cat((self.own[0], new[0]), dim=2), torch.cat((self.own[1], new[1]), dim=2)
+        if self.own:
+            new = tuple(torch.cat(both, dim=2) for both in zip(self.own, new, strict=True))
         self.own = new
         return new
-
-    def pick(self, rows: Tensor) -> None:
-        if self.own is not None:
-            self.own = self.own[0][rows], self.own[1][rows]
-        if self.memory is not None:
-            self.memory = self.memory[0][rows], self.memory[1][rows]
 
 
 @dataclass
 class Cache:
     """The cache of a caption that is being written: a word costs one position, and the image is encoded once."""
 
-    layers: list[LayerCache] = field(default_factory=list)
+    # By number of the decoder layer.
+    layers: dict[int, LayerCache] = field(default_factory=lambda: defaultdict(LayerCache))
 
     # Words read so far.
     length: int = 0
 
     def pick(self, rows: Tensor) -> None:
         """Keep these rows of the batch in this order, as a beam search does after every word."""
-        for layer in self.layers:
-            layer.pick(rows)
+        for layer in self.layers.values():
+            layer.own = tuple(part[rows] for part in layer.own)
+            layer.memory = tuple(part[rows] for part in layer.memory)
 
 
 class Attention(nn.Module):
@@ -125,10 +121,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
         """Attend from `x` (B, T, W) to keys and values (B, H, N, D)."""
-        B, T, W = x.shape
-        query = self.query(x).view(B, T, self.heads, W // self.heads).transpose(1, 2)
+        query = split_heads(self.query(x), self.heads)
         y = F.scaled_dot_product_attention(query, keys, values, is_causal=causal)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+        return self.out(merge_heads(y))
 
 
 def mlp(width: int) -> nn.Sequential:
@@ -177,12 +172,12 @@ class DecoderLayer(nn.Module):
             # The one new word may look at every word before it: nothing has to be masked.
             x = x + self.self_attention(normed, *cache.append(own))
 
-        seen = None if cache is None else cache.memory
-        if seen is None:
+        seen = cache.memory if cache is not None else ()
+        if not seen:
             assert memory is not None
             seen = self.cross_attention.keys_and_values(memory)
-            if cache is not None:
-                cache.memory = seen
+        if cache is not None:
+            cache.memory = seen
         x = x + self.cross_attention(self.cross_norm(x), *seen)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -210,7 +205,8 @@ class Encoder(nn.Module):
             self.stem: nn.Module = _conv_stem(width)
         else:
             self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
-        self.positions = nn.Parameter(torch.empty(sizes.tokens, width))
+        tokens = (sizes.image // sizes.pixels_per_token) ** 2
+        self.positions = nn.Parameter(torch.empty(tokens, width))
         self.layers = nn.ModuleList(EncoderLayer(width, sizes.heads) for _ in range(sizes.vision_layers))
         self.norm = nn.LayerNorm(width)
         self.pool = SpatialPool(width, sizes.heads) if sizes.spatial_pool else nn.Identity()
@@ -255,9 +251,6 @@ class Captioner(nn.Module):
         With a cache, `ids` is the one next word (B, 1), and `images` is read the first time only.
         """
         start = 0 if cache is None else cache.length
-        # The caller makes an empty cache, without knowing how many layers there are.
-        if cache is not None and not cache.layers:
-            cache.layers = [LayerCache() for _ in self.layers]
 
         # The picture is encoded for the first word; from then on every layer has its keys and values.
         memory = self.encoder(images) if start == 0 else None

@@ -90,22 +90,19 @@ def _decode(data: bytes) -> Bytes:
     channels = CHANNELS[colour]
     raw = np.frombuffer(zlib.decompress(parts.get(b"IDAT", b"")), np.uint8)
     if raw.size != height * (1 + width * channels):
-        raise ValueError("it holds another number of pixels than it says")
+        raise ValueError("it does not hold the number of pixels that its header says")
 
     rows = raw.reshape(height, 1 + width * channels)
     pixels = _unfiltered(rows, channels).reshape(height, width, channels)
     if colour == PALETTE:
-        pixels = _from_palette(pixels, parts.get(b"PLTE", b""))
-    # Grey, with or without alpha, becomes three equal channels; of colours, alpha is dropped.
+        palette = np.frombuffer(parts.get(b"PLTE", b""), np.uint8).reshape(-1, 3)
+        if pixels.size and int(pixels.max()) >= len(palette):
+            raise ValueError("a pixel has a colour that is not in its palette")
+        pixels = palette[pixels[:, :, 0]]
+
+    # Grey becomes three equal channels; alpha is dropped.
     picked = [0, 0, 0] if pixels.shape[2] < 3 else [0, 1, 2]
     return np.ascontiguousarray(pixels[:, :, picked].transpose(2, 0, 1))
-
-
-def _from_palette(pixels: Bytes, palette: bytes) -> Bytes:
-    colours = np.frombuffer(palette, np.uint8).reshape(-1, 3)
-    if pixels.size and int(pixels.max()) >= len(colours):
-        raise ValueError("a pixel has a colour that is not in its palette")
-    return colours[pixels[:, :, 0]]
 
 
 def _unfiltered(rows: Bytes, step: int) -> Bytes:
@@ -140,7 +137,7 @@ def _byte_by_byte(line: list[int], above: list[int], step: int, kind: int) -> By
         if kind == 3:
             guess = (a + up) // 2
         else:
-            # Whichever of left, above and corner is nearest to left + above - corner; the earlier one of equals.
+            # The nearest of left, above and corner to left + above - corner; the first of them on a tie.
             to_left, to_above, to_corner = abs(up - c), abs(a - c), abs(a + up - 2 * c)
             if to_left <= to_above and to_left <= to_corner:
                 guess = a

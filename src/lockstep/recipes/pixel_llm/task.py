@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SCENE_OPTIONS = ("scenes", "train_size", "eval_size", "data_seed", "unrelated_captions")
 STEMS = ("conv", "patch")
 
+# Options that must be at least 1.
+COUNTS = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -72,14 +75,15 @@ class PixelLLM(Task):
     def __init__(self, data: DataOptions, model: ModelOptions):
         from lockstep.recipes.pixel_llm.folder import read_folder
 
-        warn_unused(PixelLLM, self.option_rules, vars(data) | vars(model))
+        options = vars(data) | vars(model)
+        warn_unused(PixelLLM, self.option_rules, options)
         # The vocabulary of a preset is for the words of scenes; a folder brings words of its own.
         sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
         if data.folder is not None and model.vocabulary in sizes:
             model = replace(model, vocabulary=None)
         self.data_options = data
         self.model_options = model
-        self._check()
+        self._check(below_one({name: options[name] for name in COUNTS}))
 
         # A folder brings words of its own; scenes have those of their kind.
         self.entries = read_folder(data.folder) if data.folder is not None else None
@@ -93,9 +97,9 @@ class PixelLLM(Task):
             )
 
     def model(self) -> Captioner:
-        options = vars(self.model_options)
-        options = options | {"vocabulary": self.model_options.vocabulary or len(self.words)}
-        return Captioner(Sizes(**options, words=self.words.length))
+        vocabulary = self.model_options.vocabulary or len(self.words)
+        sizes = vars(self.model_options) | {"vocabulary": vocabulary, "words": self.words.length}
+        return Captioner(Sizes(**sizes))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW. Only matrices decay: no norm, no bias, no vector that stands for a word or a position."""
@@ -150,18 +154,18 @@ class PixelLLM(Task):
         if self.entries is not None:
             return {"exact": (exact.sum(), len(exact))}
 
-        found: dict[str, Metric] = {}
+        scores: dict[str, Metric] = {}
         counts = range(self.kind.fewest, self.kind.most + 1) if self.kind.most > 1 else ()
         for split, rows in ((IID, ~sample.held_out), (COMP, sample.held_out)):
-            found[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
+            scores[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
             # A slot is judged at the positions where the right caption has it.
             for slot in self.kind.slots:
                 places = (sample.slots == SLOT_NUMBERS[slot]) & rows[:, None]
-                found[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
+                scores[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
             for count in counts:
-                these = rows & (sample.things == count)
-                found[f"{split}_exact_{count}"] = ((exact & these).sum(), these.sum())
-        return found
+                with_count = rows & (sample.things == count)
+                scores[f"{split}_exact_{count}"] = ((exact & with_count).sum(), with_count.sum())
+        return scores
 
     def show(self, model: nn.Module) -> str:
         """Return captions that the model writes for pictures it was not trained on."""
@@ -170,10 +174,9 @@ class PixelLLM(Task):
         samples = [data[index] for index in range(min(4, len(data)))]
         images = torch.stack([sample.image for sample in samples]).to(next(model.parameters()).device)
         captions = generate(model, images, self.words.length).cpu()
-        lines = []
-        for sample, caption in zip(samples, captions, strict=True):
-            lines.append(f"{self.words.decode(sample.ids[1:]):40} written: {self.words.decode(caption)}")
-        return "\n".join(lines)
+        decode = self.words.decode
+        pairs = zip(samples, captions, strict=True)
+        return "\n".join(f"{decode(sample.ids[1:]):40} written: {decode(caption)}" for sample, caption in pairs)
 
     def _scenes(self, split: str, length: int, unrelated: bool = False) -> ShapeScenes:
         return ShapeScenes(self.kind, self.model_options.image, split, length, self.data_options.data_seed, unrelated)
@@ -192,20 +195,15 @@ class PixelLLM(Task):
             )
         return ImageFolder(chosen, self.words, self.model_options.image)
 
-    def _check(self) -> None:
-        """Raise every problem of the options at once."""
+    def _check(self, problems: list[UserError]) -> None:
+        """Raise `problems`, numbers that are too small, together with every other problem of the options."""
         model, data = self.model_options, self.data_options
-        names = ("image", "patch", "width", "heads", "vision_layers", "text_layers")
-        counts = {name: getattr(model, name) for name in names}
-        counts |= {"train_size": data.train_size, "eval_size": data.eval_size}
-        # Every later check may meet a number that is reported here already.
-        problems = below_one(counts)
         for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
             if value not in known:
                 fix = f"type task.{name}={' or '.join(known)}"
                 problems.append(UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", fix))
 
-        # The picture must divide into tokens.
+        # The picture must divide into tokens. A token or head that is too small is reported already.
         step = model.pixels_per_token
         if step >= 1 and (model.image < step or model.image % step):
             problem = f"task.image={model.image} is not a multiple of {step}, the pixels of a token"
