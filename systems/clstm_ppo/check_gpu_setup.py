@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpu_optimizations import duration, get_gpu_info, measured_rate, price_here, speedup_table
 
 import lockstep
+from gpu_optimizations import duration, get_gpu_info, measured_rate, price_here, speedup_table
 from lockstep.recipes.clstm_ppo import ClstmPpo
 
 SMOKE_STEPS = 4

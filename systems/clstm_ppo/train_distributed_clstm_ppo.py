@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_optimizations import processes, processes_to_start
 
 import lockstep
+from gpu_optimizations import processes, processes_to_start
 from lockstep.errors import RanksFailed, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo
 from lockstep.recipes.clstm_ppo.model import Agent

@@ -14,9 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import check_gpu_setup
 import pytest
 import torch
+from safetensors.torch import load_file
+from small_trader import SETTINGS, attached, tiny
+from torch import nn
+
+import check_gpu_setup
+import lockstep
 from gpu_optimizations import (
     launch_distributed_training,
     price_per_hour,
@@ -25,13 +30,6 @@ from gpu_optimizations import (
     processes,
     speedup_table,
 )
-from safetensors.torch import load_file
-from small_trader import SETTINGS, attached, tiny
-from torch import nn
-from train_distributed_clstm_ppo import DistributedCLSTMPPOTrainer
-from train_distributed_clstm_ppo import main as train_script
-
-import lockstep
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng
 from lockstep.recipes.clstm_ppo.game import CueRecall
@@ -40,6 +38,8 @@ from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_pro
 from lockstep.recipes.clstm_ppo.task import foresight_loss
 from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
+from train_distributed_clstm_ppo import DistributedCLSTMPPOTrainer
+from train_distributed_clstm_ppo import main as train_script
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -106,7 +106,7 @@ class AMPTrainer:
         A rank that has none left repeats its last one with weight 0 until the others are done.
         """
         batches = iter(loader)
-        batch = last = next(batches, None)
+        batch = next(batches, None)
         if batch is None:
             raise UserError(
                 "train_epoch(loader) was called with a loader that has no batch on this rank",
@@ -123,14 +123,14 @@ class AMPTrainer:
         # Loss and weight, added up on the device.
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         result = None
+        padding = False
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
-            loss, result = self._micro_step(last, padding=batch is None, exhausted=upcoming is None)
-            if batch is not None:
+            loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
+            if not padding:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
-            batch = upcoming
-            if upcoming is not None:
-                last = upcoming
+            padding = upcoming is None
+            batch = batch if padding else upcoming
 
         # On a GPU one more outcome is under way: it must not end the next epoch.
         self.stepper.settle()
@@ -173,11 +173,11 @@ class AMPTrainer:
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 
         # The optimizer step that is under way, and whether the size of a usual one is known.
-        self._share: StepBatches | None = None
+        self._open_step: StepBatches | None = None
         self._sized = False
 
     def _state(self) -> RunState:
-        if self._share is not None:
+        if self._open_step is not None:
             done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
             raise UserError(
                 f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
@@ -192,9 +192,9 @@ class AMPTrainer:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
         count = self.config.gradient_accumulation_steps
         samples = _samples(batch)
-        if self._share is None:
-            self._share = self._begin(samples * count)
-        self._share.exhausted = exhausted
+        if self._open_step is None:
+            self._open_step = self._begin(samples * count)
+        self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
@@ -205,7 +205,7 @@ class AMPTrainer:
         self.stepper.backward(loss)
         if self.stepper.control.backwards_done < count:
             return loss, None
-        self._share = None
+        self._open_step = None
         return loss, self.stepper.apply()
 
     def _begin(self, samples: int) -> StepBatches:

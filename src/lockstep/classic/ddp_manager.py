@@ -44,8 +44,7 @@ class DDPManager:
         require_world_size()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
-        timeout = timedelta(minutes=timeout_mins)
-        self.backend = self._membership.join(self.world, self.device, backend, timeout)
+        self.backend = self._membership.join(self.world, self.device, backend, timedelta(minutes=timeout_mins))
         return not self.world.alone
 
     @property

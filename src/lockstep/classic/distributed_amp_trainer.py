@@ -63,8 +63,7 @@ class DistributedAMPTrainer(AMPTrainer):
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
             # By the configuration's GPUs, if it names some.
-            index = own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index)
-            device = torch.device("cuda", index)
+            device = torch.device("cuda", own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index))
         backend = self._membership.join(world, device, self.distributed.backend)
 
         # What the launcher or the process group says, where the arguments were left out.
@@ -124,11 +123,12 @@ def _find_world(config: DistributedConfig) -> World:
 
     # Without a launcher, the configuration says what torchrun's variables would. Variables that are set win.
     on_nodes = config.world_size == config.num_nodes * config.num_gpus_per_node
-    env = {
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", config.master_addr),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
-        "RANK": str(config.rank),
-        "WORLD_SIZE": str(config.world_size),
-        "LOCAL_RANK": str(config.local_rank if on_nodes else config.rank),
-    }
-    return World.from_env(env)
+    return World.from_env(
+        {
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR", config.master_addr),
+            "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
+            "RANK": str(config.rank),
+            "WORLD_SIZE": str(config.world_size),
+            "LOCAL_RANK": str(config.local_rank if on_nodes else config.rank),
+        }
+    )

@@ -130,8 +130,11 @@ class DistributedConfig:
             value = getattr(self, field.name)
             kind = type(getattr(defaults, field.name))
             if field.name != "device_ids" and type(value) is not kind:
-                problem = f"{field.name}={value!r} is not of type {kind.__name__}"
-                yield UserError(problem, "", f"give it a value of type {kind.__name__}")
+                yield UserError(
+                    f"{field.name}={value!r} is not of type {kind.__name__}",
+                    "",
+                    f"give it a value of type {kind.__name__}",
+                )
 
     def _wrong_ranks(self) -> Iterator[UserError]:
         processes = self.num_nodes * self.num_gpus_per_node
@@ -189,5 +192,6 @@ def _parsed(field: str, name: str, text: str) -> Any:
         return int(text) if field in STANDARD else json.loads(text)
     except ValueError:
         kind = "a whole number" if field in STANDARD else "JSON"
-        problem = f"the environment variable {name}={text!r} is not {kind}"
-        raise UserError(problem, "", f"set {name} to {kind}, or unset it") from None
+        raise UserError(
+            f"the environment variable {name}={text!r} is not {kind}", "", f"set {name} to {kind}, or unset it"
+        ) from None

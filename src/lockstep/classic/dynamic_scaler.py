@@ -26,16 +26,17 @@ class DynamicScaler(precision.DynamicScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ):
-        config = ScalerConfig(
-            initial=init_scale,
-            growth=growth_factor,
-            backoff=backoff_factor,
-            interval=growth_interval,
-            minimum=min_scale,
-            maximum=max_scale,
-            hysteresis=hysteresis,
+        super().__init__(
+            ScalerConfig(
+                initial=init_scale,
+                growth=growth_factor,
+                backoff=backoff_factor,
+                interval=growth_interval,
+                minimum=min_scale,
+                maximum=max_scale,
+                hysteresis=hysteresis,
+            )
         )
-        super().__init__(config)
 
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None

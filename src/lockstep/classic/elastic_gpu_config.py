@@ -134,8 +134,9 @@ class ElasticGPUConfig:
         """Plan two processes on three GPUs: the third holds the last frozen model of both."""
         own = self._room(self._own_models(), self.target_util)
         third = self._room(2 * self.reader_gb[-1], self.target_util) // 2
-        reason = "two processes, and the last frozen model of both on the third GPU"
-        return self._plan(2, min(own, third), reason, "cuda:2")
+        return self._plan(
+            2, min(own, third), "two processes, and the last frozen model of both on the third GPU", "cuda:2"
+        )
 
     def _plan(self, ranks: int, room: int | None, reason: str, last_reader: str | None = None) -> ElasticPlan:
         """Divide the batch into the largest forwards of at most `room` samples."""

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep import api
+from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
 from lockstep.classic.process_group import require_world_size
-from lockstep.config import Layer
+from lockstep.config import Layer, flatten, read_layers, resolve_for
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
+from lockstep.targets import load_class
 
 # torch.distributed.launch adds one of these, and sets the variable LOCAL_RANK as well.
 LOCAL_RANK = ("--local-rank", "--local_rank")
@@ -114,9 +117,6 @@ def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
-    from lockstep.api import Processes, resume_command, train
-    from lockstep.config import flatten, read_layers
-
     layers = read_layers(options.config, settings)
     check_rivals(options, flatten(layers[-1][1]))
     layers.append(("command line", settings_of(options)))
@@ -125,16 +125,14 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
         # The weakest layer: everything that was typed or written is stronger.
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
-    return train(target, layers, Processes(count), resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]))
+    again = api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"])
+    return api.train(target, layers, api.Processes(count), again)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
     """Return how many processes to start, None if this process trains itself, and the plan's settings."""
-    from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
-    from lockstep.config import resolve_for
-    from lockstep.targets import load_class
-
-    kind, world = load_class(target), World.from_env()
+    kind = load_class(target)
+    world = World.from_env()
     config = resolve_for(kind.defaults, kind.presets, layers).config
     if config.local_batch is not None:
         batch = config.local_batch

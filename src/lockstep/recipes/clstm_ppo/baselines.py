@@ -103,8 +103,9 @@ class Oracle:
 
     def __call__(self, market: VectorMarket) -> Tensor:
         # The days of the window come before the first day of trading.
-        day = (market.rules.window + market.day)[:, None, None].expand(-1, 1, market.series.assets)
-        return ((self.regimes.gather(1, day)[:, 0] + 1) * market.rules.lots).long()
+        day = (market.rules.window + market.day)[:, None, None]
+        regime = torch.take_along_dim(self.regimes, day, dim=1)[:, 0]
+        return ((regime + 1) * market.rules.lots).long()
 
 
 class Bayes:

@@ -25,23 +25,23 @@ INDICATORS = 4
 class Rules:
     """Options of trading, in any series."""
 
+    # Days that the agent sees at once.
     window: int = 20
-    """Days that the agent sees at once."""
 
+    # Days of an episode.
     days: int = 252
-    """Days of an episode."""
 
+    # What a trade costs, as a share of what changes hands.
     cost: float = 0.0005
-    """What a trade costs, as a share of what changes hands."""
 
+    # Positions are -lots ... +lots, each a part 1/lots of the capital.
     lots: int = 1
-    """Positions are -lots ... +lots, each a part 1/lots of the capital."""
 
+    # Show MACD, RSI, CCI and ADX with the returns. They sum up the past: a policy that sees them needs no memory.
     indicators: bool = False
-    """Show MACD, RSI, CCI and ADX with the returns. They sum up the past: a policy that sees them needs no memory."""
 
+    # Halt trading on the day after one that is more turbulent than this share of days.
     halt: float | None = None
-    """Halt trading on the day after one that is more turbulent than this share of days."""
 
     @property
     def choices(self) -> int:
@@ -129,14 +129,14 @@ class VectorMarket(Environments):
     def returns(self) -> Tensor:
         """The returns of the current episodes, with the windows before their first days (n, W + D, K)."""
         rows = self._begin[:, None] + torch.arange(self._length, device=self.envs.device)
-        return self._returns.gather(1, rows[..., None].expand(-1, -1, self._returns.shape[-1]))
+        return torch.take_along_dim(self._returns, rows[..., None], dim=1)
 
     def windows(self) -> Tensor:
         """Return what a trader sees before the day begins: the last W days and its position (n, W, features)."""
         rows = (self._begin + self.day)[:, None] + self._span
 
         # One gather for all environments, each at its own day.
-        seen = self._shown.gather(1, rows[..., None].expand(-1, -1, self._shown.shape[-1]))
+        seen = torch.take_along_dim(self._shown, rows[..., None], dim=1)
         held = self.position.float()[:, None].expand(-1, self.rules.window, -1)
         return torch.cat([seen, held], dim=-1)
 
@@ -155,7 +155,7 @@ class VectorMarket(Environments):
         today = (self._begin + self.rules.window + self.day)[:, None]
         if self.rules.halt is not None:
             wanted = torch.where(self._halts.gather(1, today), self.position, wanted)
-        moved = self._returns.gather(1, today[..., None].expand(-1, 1, wanted.shape[1]))[:, 0]
+        moved = torch.take_along_dim(self._returns, today[..., None], dim=1)[:, 0]
         self.moved = moved / self.series.scale
         fee = costs * self.rules.cost * (wanted - self.position).abs()
         self.gains = wanted * moved - fee

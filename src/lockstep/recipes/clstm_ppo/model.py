@@ -33,28 +33,28 @@ ATTENTION_HEADS = 4
 class AgentOptions:
     """How large an agent is, and which of its stages it has."""
 
+    # `clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
+    # remembers nothing, as a control.
     variant: Variant = "clstm"
-    """`clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
-    remembers nothing, as a control."""
 
+    # Width of the LSTM over the window.
     hidden: int = 32
-    """Width of the LSTM over the window."""
 
+    # Width of the tanh layers between the two LSTMs.
     width: int = 64
-    """Width of the tanh layers between the two LSTMs."""
 
+    # Number of these layers.
     linears: int = 1
-    """Number of these layers."""
 
+    # LSTMs over the window, one on top of the other, each followed by attention if there are several.
     cascade: int = 1
-    """LSTMs over the window, one on top of the other, each followed by attention if there are several."""
 
+    # Width of the LSTM across days.
     memory: int = 64
-    """Width of the LSTM across days."""
 
+    # Added to the bias of the forget gate at the start: at 0 the memory keeps half of itself from day to day, at 3
+    # nineteen twentieths.
     remember: float = 0.0
-    """Added to the bias of the forget gate at the start: at 0 the memory keeps half of itself from day to day, at 3
-    nineteen twentieths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,22 +158,20 @@ class Agent(nn.Module):
         inputs = nn.functional.pad(seen, (0, EXTRA_INPUTS))
         inputs = closing.scatter(0, rows[..., None].expand(-1, -1, width + EXTRA_INPUTS), inputs)
 
+        # The weights of the extra inputs: the first of these closes the gates input, forget and output.
+        memory = self.shape.memory
+        columns = cell.weight_ih.new_zeros(4 * memory, EXTRA_INPUTS)
+        columns[: 2 * memory, 0] = CLOSED
+        columns[3 * memory :, 0] = CLOSED
+
         # Behind the weights: has biases, layers, dropout, training, bidirectional, batch first.
         outputs, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
             inputs,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
-            contiguous([self._with_closing_column(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
+            contiguous([torch.cat([cell.weight_ih, columns], dim=1), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
             True, 1, 0.0, torch.is_grad_enabled(), False, False,
         )  # fmt: skip
         return outputs.gather(0, rows[..., None].expand(-1, -1, outputs.shape[-1])), state
-
-    def _with_closing_column(self, weight: Tensor) -> Tensor:
-        """Append columns for the extra inputs; the first of these closes the gates input, forget and output."""
-        memory = self.shape.memory
-        columns = weight.new_zeros(len(weight), EXTRA_INPUTS)
-        columns[: 2 * memory, 0] = CLOSED
-        columns[3 * memory :, 0] = CLOSED
-        return torch.cat([weight, columns], dim=1)
 
 
 def contiguous(weights: list[Tensor]) -> list[Tensor]:

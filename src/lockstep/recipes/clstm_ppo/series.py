@@ -46,10 +46,9 @@ class Turbulence:
     @classmethod
     def fitted(cls, returns: Tensor, share: float) -> Turbulence:
         """Fit to `returns` (days, K), so that `share` of the days stay below the limit."""
-        mean = returns.mean(dim=0)
         # torch.cov of a single asset is a number, not a matrix.
         covariance = torch.atleast_2d(torch.cov(returns.T))
-        usual = cls(mean, torch.linalg.pinv(covariance))
+        usual = cls(returns.mean(dim=0), torch.linalg.pinv(covariance))
         return replace(usual, limit=float(usual.index(returns).quantile(share)))
 
     def index(self, returns: Tensor) -> Tensor:
@@ -112,15 +111,18 @@ class RegimeSeries:
 
     def _keys(self, envs: Tensor, episodes: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return keys that broadcast to (n, length, K)."""
-        days = torch.arange(length, device=envs.device)
-        assets = torch.arange(self.assets, device=envs.device)
-        return envs[:, None, None], episodes[:, None, None], days[:, None], assets
+        return (
+            envs[:, None, None],
+            episodes[:, None, None],
+            torch.arange(length, device=envs.device)[:, None],
+            torch.arange(self.assets, device=envs.device),
+        )
 
 
 @lru_cache
 def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
-    episodes = torch.arange(64)
-    returns = series.draw(episodes, torch.zeros_like(episodes), 256)
+    envs = torch.arange(64)
+    returns = series.draw(envs, torch.zeros_like(envs), 256)
     return Turbulence.fitted(returns.flatten(0, 1), share)
 
 
@@ -236,11 +238,13 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))
     except FileNotFoundError:
-        fix = f"check the path; a relative one starts at {Path.cwd()}"
-        raise UserError(f"the price file {path} does not exist", "", fix) from None
+        raise UserError(
+            f"the price file {path} does not exist", "", f"check the path; a relative one starts at {Path.cwd()}"
+        ) from None
     except OSError as error:
-        problem = f"the price file {path} cannot be read: {error.strerror}"
-        raise UserError(problem, "", "give it a CSV file that can be read") from error
+        raise UserError(
+            f"the price file {path} cannot be read: {error.strerror}", "", "give it a CSV file that can be read"
+        ) from error
     return rows
 
 

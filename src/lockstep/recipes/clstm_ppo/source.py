@@ -29,33 +29,33 @@ KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "ad
 class RolloutOptions:
     """Options of an update: how much is traded, and how often it is learnt from."""
 
+    # Days that every environment trades between two updates.
     rollout: int = 64
-    """Days that every environment trades between two updates."""
 
+    # Minibatches, each one optimizer step, of an epoch; also how many environments trade for each position of the
+    # global batch.
     minibatches: int = 4
-    """Minibatches, each one optimizer step, of an epoch; also how many environments trade for each position of the
-    global batch."""
 
+    # Passes over the days of a rollout.
     epochs: int = 4
-    """Passes over the days of a rollout."""
 
+    # Discount of later rewards for each day.
     discount: float = 0.99
-    """Discount of later rewards for each day."""
 
+    # Lambda of generalised advantage estimation.
     trace: float = 0.95
-    """Lambda of generalised advantage estimation."""
 
+    # Skip the remaining epochs of an update when the policy has moved this far.
     target_kl: float | None = None
-    """Skip the remaining epochs of an update when the policy has moved this far."""
 
+    # Updates until trading costs what it costs; before that it costs less.
     cost_warmup: int = 0
-    """Updates until trading costs what it costs; before that it costs less."""
 
+    # Scale rewards, and the targets of the value, by their running statistics.
     normalise: bool = True
-    """Scale rewards, and the targets of the value, by their running statistics."""
 
+    # Updates before PPO that only teach the first stage what the coming day brings.
     foresight: int = 0
-    """Updates before PPO that only teach the first stage what the coming day brings."""
 
     @property
     def steps(self) -> int:
@@ -126,13 +126,14 @@ class Rollouts:
         first = index * context.micro_batch
         end = min(first + context.micro_batch, context.global_batch)
         envs = torch.arange(first * minibatches, end * minibatches, device=context.device)
-
-        # Staggered, or all environments would be in the same part of their episodes in every rollout.
-        market = self.game.open(context.seed, envs, stagger=True)
-        state = self.agent.initial_state(len(envs), context.device)
         assets = (self.agent.shape.assets,) if self.agent.shape.value_per_asset else ()
-        discounted = torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device)
-        return Cohort(first * minibatches, market, state, discounted)
+        return Cohort(
+            first * minibatches,
+            # Staggered, or all environments would be in the same part of their episodes in every rollout.
+            self.game.open(context.seed, envs, stagger=True),
+            self.agent.initial_state(len(envs), context.device),
+            torch.zeros(len(envs), *assets, dtype=torch.float64, device=context.device),
+        )
 
     # ---- batches ----
 

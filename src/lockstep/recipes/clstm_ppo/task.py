@@ -128,20 +128,20 @@ DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targe
 class GameOptions:
     """What is played, and how often for a test."""
 
+    # `cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them.
     game: Literal["market", "cue"] = "market"
-    """`cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them."""
 
+    # A CSV file to trade in, in place of the generated market.
     prices: str | None = None
-    """A CSV file to trade in, in place of the generated market."""
 
+    # Assets of the generated market.
     assets: int = 1
-    """Assets of the generated market."""
 
+    # Correlation of the noise of any two of them.
     correlation: float = 0.0
-    """Correlation of the noise of any two of them."""
 
+    # Held-out episodes of an evaluation.
     test_episodes: int = 256
-    """Held-out episodes of an evaluation."""
 
     def make(self, rules: Rules) -> Game:
         if self.game == "cue":
@@ -155,18 +155,18 @@ class GameOptions:
 class LossOptions:
     """The terms of PPO's loss."""
 
+    # How far the ratio of the new policy to the old one may move from 1 and still be rewarded.
     clip: float = 0.2
-    """How far the ratio of the new policy to the old one may move from 1 and still be rewarded."""
 
+    # Weight of the squared error of the value.
     value_weight: float = 0.5
-    """Weight of the squared error of the value."""
 
+    # Weight of the entropy of the policy, which keeps it exploring.
     entropy: float = 0.02
-    """Weight of the entropy of the policy, which keeps it exploring."""
 
+    # With `each`, the choice for an asset is judged by what that asset earned; with `all`, by what all assets earned
+    # together, most of which is due to the other choices.
     credit: Literal["all", "each"] = "all"
-    """With `each`, the choice for an asset is judged by what that asset earned; with `all`, by what all assets earned
-    together, most of which is due to the other choices."""
 
 
 class ClstmPpo(Task):

@@ -71,14 +71,21 @@ def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
     # The list wins where there are both.
     listed = folder / LIST
-    entries = _from_list(listed) if listed.exists() else _from_pairs(folder)
+    if listed.exists():
+        entries = _from_list(listed)
+    else:
+        # By name: the order of a folder differs from machine to machine.
+        texts = sorted(folder.glob("*.txt"))
+        entries = [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
+
     fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
     if not entries:
         raise UserError(f"task.folder={folder} holds no picture with a caption", "", fix)
     missing = [entry.image for entry in entries if not entry.image.exists()]
     if missing:
-        problem = f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}"
-        raise UserError(problem, "", fix)
+        raise UserError(
+            f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
+        )
     return entries
 
 
@@ -91,12 +98,6 @@ def _from_list(path: Path) -> list[Entry]:
             "",
             f"write {LIST_FORM}",
         ) from None
-
-
-def _from_pairs(folder: Path) -> list[Entry]:
-    # By name: the order of a folder differs from machine to machine.
-    texts = sorted(folder.glob("*.txt"))
-    return [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
 
 
 def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:

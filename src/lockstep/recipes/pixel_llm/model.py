@@ -25,35 +25,35 @@ KeysAndValues = tuple[Tensor, ...]
 class ModelOptions:
     """How large the model is, and what its encoder begins with."""
 
+    # Pixels on each side of a picture.
     image: int = 32
-    """Pixels on each side of a picture."""
 
+    # `conv`: three convolutions with 8 x 8 pixels a token; `patch`: one linear map of each patch.
     stem: str = "conv"
-    """`conv`: three convolutions with 8 x 8 pixels a token; `patch`: one linear map of each patch."""
 
+    # Pixels on each side of a patch, for the stem `patch`.
     patch: int = 8
-    """Pixels on each side of a patch, for the stem `patch`."""
 
+    # Width of encoder and decoder.
     width: int = 96
-    """Width of encoder and decoder."""
 
+    # Attention heads of both.
     heads: int = 4
-    """Attention heads of both."""
 
+    # Layers of the encoder.
     vision_layers: int = 2
-    """Layers of the encoder."""
 
+    # Layers of the decoder.
     text_layers: int = 2
-    """Layers of the decoder."""
 
+    # Rows of the embedding, if more than the captions have words.
     vocabulary: int | None = None
-    """Rows of the embedding, if more than the captions have words."""
 
+    # One more attention of the memory to itself, before the decoder reads it.
     spatial_pool: bool = False
-    """One more attention of the memory to itself, before the decoder reads it."""
 
+    # Standard deviation, at the start, of the vectors that tell the encoder where in the picture a token lies.
     place_std: float = 0.02
-    """Standard deviation, at the start, of the vectors that tell the encoder where in the picture a token lies."""
 
     @property
     def pixels_per_token(self) -> int:

@@ -37,23 +37,23 @@ COUNTS = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "t
 class DataOptions:
     """Which pictures there are, and how many."""
 
+    # The kind of generated scenes: few, one, pair or many.
     scenes: str = "one"
-    """The kind of generated scenes: few, one, pair or many."""
 
+    # Scenes to train on.
     train_size: int = 57_600
-    """Scenes to train on."""
 
+    # Scenes of each test set: combinations that training shows, and held-out ones.
     eval_size: int = 500
-    """Scenes of each test set: combinations that training shows, and held-out ones."""
 
+    # The seed of the scenes.
     data_seed: int = 0
-    """The seed of the scenes."""
 
+    # Give every picture the caption of another one: a control, which must learn nothing from pictures.
     unrelated_captions: bool = False
-    """Give every picture the caption of another one: a control, which must learn nothing from pictures."""
 
+    # A folder with pictures and captions of your own, in place of scenes.
     folder: Path | None = None
-    """A folder with pictures and captions of your own, in place of scenes."""
 
 
 class PixelLLM(Task):
@@ -187,9 +187,8 @@ class PixelLLM(Task):
         assert self.entries is not None
         chosen = [entry for entry in self.entries if entry.held_out == held_out]
         if not chosen:
-            use = "evaluation" if held_out else "training"
             raise UserError(
-                f"task.folder has no picture for {use}",
+                f"task.folder has no picture for {'evaluation' if held_out else 'training'}",
                 f"{len(self.entries)} pictures, whose names decide what they are for",
                 "add pictures: about one in ten is for evaluation",
             )
@@ -200,14 +199,24 @@ class PixelLLM(Task):
         model, data = self.model_options, self.data_options
         for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
             if value not in known:
-                fix = f"type task.{name}={' or '.join(known)}"
-                problems.append(UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", fix))
+                problems.append(
+                    UserError(
+                        f"task.{name}={value} is not one of {', '.join(known)}",
+                        "",
+                        f"type task.{name}={' or '.join(known)}",
+                    )
+                )
 
         # The picture must divide into tokens. A token or head that is too small is reported already.
         step = model.pixels_per_token
         if step >= 1 and (model.image < step or model.image % step):
-            problem = f"task.image={model.image} is not a multiple of {step}, the pixels of a token"
-            problems.append(UserError(problem, "", f"type task.image={max(1, round(model.image / step)) * step}"))
+            problems.append(
+                UserError(
+                    f"task.image={model.image} is not a multiple of {step}, the pixels of a token",
+                    "",
+                    f"type task.image={max(1, round(model.image / step)) * step}",
+                )
+            )
 
         # The convolutional stem normalises its channels in groups of 8.
         groups = 8 if model.stem == "conv" else 1
