@@ -91,10 +91,10 @@ def bytes_needed(task: ClstmPpo, batch_size: int) -> float:
     rollout = 2 * environments * options.rollout * window
     tables = environments * 2 * (shape.window + shape.episode) * shape.assets * 12
 
-    # Of every LSTM the backward pass keeps four gates, the cell and the output.
+    # The backward pass needs the four gates, the cell and the output of every LSTM.
     reader = shape.window * shape.hidden * shape.cascade * (shape.variant == "clstm")
-    kept = batch_size * options.rollout * (2 * window + 4 * 6 * (reader + shape.memory))
-    return state + rollout + tables + kept
+    activations = batch_size * options.rollout * (2 * window + 4 * 6 * (reader + shape.memory))
+    return state + rollout + tables + activations
 
 
 def distributed() -> Finding:

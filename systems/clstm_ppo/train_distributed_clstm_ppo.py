@@ -73,8 +73,8 @@ class DistributedCLSTMPPOTrainer:
         self.task = ClstmPpo(**preset["task"] | in_proportion(preset, steps))
         self.agent: Agent = self.task.model()
 
-        kept = {key: value for key, value in preset.items() if key not in ("task", "global_batch", "steps")}
-        self.values = kept | {
+        values = {key: value for key, value in preset.items() if key not in ("task", "global_batch", "steps")}
+        self.values = values | {
             "preset": None,
             "local_batch": self.batch_size,
             "micro_batch": self.micro_batch,
@@ -83,7 +83,7 @@ class DistributedCLSTMPPOTrainer:
 
     def train(self) -> dict[str, Any]:
         """Train on all processes, to the end. Returns the metrics of the run."""
-        # The document calls initialize() first; a script that forgets it trains as well.
+        # Scripts call initialize() first; one that does not still trains.
         if not hasattr(self, "agent"):
             self.initialize()
         nproc = processes_to_start(self.processes)
@@ -107,7 +107,7 @@ class DistributedCLSTMPPOTrainer:
     def _gather_metrics(self) -> dict[str, Any]:
         """Return the metrics over all processes: sums and weights were added, and divided once."""
         assert self.result is not None
-        # The run has written what all ranks reduced; nothing is gathered here again.
+        # The run has written what all ranks reduced: there is nothing left to gather.
         lines = (self.result.run_dir / "metrics.jsonl").read_text().splitlines()
         return self.result.summary | {"last_interval": json.loads(lines[-1])}
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
         return 2
 
-    # Under torchrun every rank comes here: one of them prints.
+    # Under torchrun every rank gets here; only rank 0 prints.
     if os.environ.get("RANK", "0") == "0":
         print(f"score per test episode: {metrics['eval_metrics']['score']:.4f}")
     return 0

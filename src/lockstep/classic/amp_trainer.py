@@ -56,6 +56,7 @@ class AMPTrainer:
         """Without `loss_fn` the model itself must return its loss: a scalar, `.loss`, or a mapping with "loss"."""
         self.config = config or AMPConfig()
         self.loss_fn = loss_fn
+
         # In this order: the optimizer must see the parameters where the driver has put them.
         check_storage(model)
         self.runtime = self.setup()
@@ -92,6 +93,7 @@ class AMPTrainer:
                 "",
                 "make one trainer for each model you train",
             )
+
         self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
         return self.driver.module
 
@@ -167,6 +169,7 @@ class AMPTrainer:
         more = {"lr.peak": None} if own_rate else {}
         settings = self.config.run_config(**self.settings(), **more)
         self.optimizers = Optimizers(self.optimizer, self._module)
+
         # A constant rate needs no end of the training.
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         precision = choose(settings, self.runtime.device)
@@ -184,6 +187,7 @@ class AMPTrainer:
                 "",
                 "save after the step's last batch",
             )
+
         self.stepper.settle()
         source = _NoSource()  # pyrefly: ignore[bad-instantiation]
         return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
@@ -197,6 +201,7 @@ class AMPTrainer:
         self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
+
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
         index = self.runtime.world.rank * count + self.stepper.control.backwards_done
         self.stepper.before_forward(MicroBatch(batch, index, samples, padding=padding))
@@ -205,6 +210,7 @@ class AMPTrainer:
         self.stepper.backward(loss)
         if self.stepper.control.backwards_done < count:
             return loss, None
+
         self._open_step = None
         return loss, self.stepper.apply()
 
@@ -223,6 +229,7 @@ class AMPTrainer:
         loss = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
         if isinstance(loss, Loss):
             return loss
+
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
         elif not isinstance(loss, Tensor):
@@ -271,6 +278,7 @@ def _samples(batch: Any) -> int:
     """Return the number of samples of a batch: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch)
+
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()

@@ -107,6 +107,7 @@ def _find_world(config: DistributedConfig) -> World:
     """Return the ranks of the process group, the environment or the configuration, in this order."""
     if dist.is_initialized() or World.launched():
         world = current_world()
+
         # The defaults contradict nothing.
         if (config.rank, config.world_size) not in ((0, 1), (world.rank, world.size)):
             raise UserError(

@@ -89,6 +89,7 @@ class DistributedConfig:
         """Read a .yaml, .yml or .json file with some of the fields."""
         values = read_file(path)
         known = [f.name for f in fields(cls)]
+
         # A misspelt field must not be ignored.
         for key in values:
             if key not in known:
@@ -99,7 +100,7 @@ class DistributedConfig:
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, which is YAML too."""
+        """Write the fields as JSON, which is also YAML."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def command(self, script: str, arguments: Sequence[str] = ()) -> list[str]:
@@ -124,7 +125,7 @@ class DistributedConfig:
         return True
 
     def _wrong_types(self) -> Iterator[UserError]:
-        # The types of the defaults; annotations are texts here.
+        # The types of the defaults: annotations are only strings in this module.
         defaults = DistributedConfig()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -188,6 +189,7 @@ def _parsed(field: str, name: str, text: str) -> Any:
     """Return the value of the variable `name`: an address, a whole number, or JSON."""
     if field == "master_addr":
         return text
+
     try:
         return int(text) if field in STANDARD else json.loads(text)
     except ValueError:

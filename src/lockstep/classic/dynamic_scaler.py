@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 
 
 class DynamicScaler(precision.DynamicScaler):
-    """The engine's scaler, and what a loop without a Stepper needs as well: finding overflows on all ranks."""
+    """The engine's scaler for a loop without a Stepper: it looks for overflows itself, on all ranks."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class DynamicScaler(precision.DynamicScaler):
         """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it."""
         if self._overflowed is not None:
             raise UserError("unscale() was called twice in one step", "", "call it once between backward and step")
+
         if isinstance(grads, torch.optim.Optimizer):
             parameters = [p for group in grads.param_groups for p in group["params"]]
             grads = [p.grad for p in parameters if p.grad is not None]
@@ -65,7 +66,7 @@ class DynamicScaler(precision.DynamicScaler):
 
     def update(self, overflowed: bool | None = None) -> None:
         """Adjust the scale, once a step and after `step`. All ranks know of the overflow, so they move together."""
-        # A loop that looks for overflows itself says what it found.
+        # A loop that looks for overflows itself passes the outcome.
         outcome = self._overflowed if overflowed is None else overflowed
         assert outcome is not None, "update() before step()"
         super().update(outcome)

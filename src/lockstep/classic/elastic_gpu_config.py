@@ -37,7 +37,7 @@ class ElasticPlan:
     grad_accum: int
     reason: str
 
-    # The device of the last frozen model, if it is not its process's own.
+    # The device of the last frozen model, if it is not on its process's own GPU.
     last_reader: str | None = None
 
     @property
@@ -76,8 +76,9 @@ class ElasticGPUConfig:
         """Plan for the `processes` that a launcher has started, or for as many as make sense."""
         if processes is not None and not self._divides(processes):
             raise uneven(self.base_batch_size, processes)
-        count = len(self.gpus)
+
         # Processes must divide the batch: for 64 samples only two of three GPUs are used.
+        count = len(self.gpus)
         ranks = processes or self._most(count)
         if not count:
             return self._plan(ranks, None, "no GPU here")
@@ -92,11 +93,15 @@ class ElasticGPUConfig:
             idle = f"; {count - ranks} of {count} GPUs idle" * (ranks < count)
             room = self._room(self._all_models(), self.target_util / sharing)
             return self._plan(ranks, room, "everything fits on each GPU" + idle)
-        if count == ranks == 1:
-            return self._nearly_full()
+
+        # Otherwise the last frozen model moves, unless there is no second GPU to move it to.
         if third:
             return self._shared_third()
-        return self._split(processes or self._most(count // 2))
+        if count > 1 or ranks > 1:
+            return self._split(processes or self._most(count // 2))
+        if replica > NEARLY_FULL * self._memory():
+            raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
+        return self._plan(1, self._room(self._all_models(), NEARLY_FULL), "one GPU, nearly full")
 
     def settings(self, plan: ElasticPlan) -> dict[str, Any]:
         """Return the settings for a run of the recipe latent_wire, and of others where no model is moved."""
@@ -109,23 +114,20 @@ class ElasticGPUConfig:
 
     # ---- kinds of plans ----
 
-    def _nearly_full(self) -> ElasticPlan:
-        """Plan for one GPU: there is no second one to move a model to."""
-        if self._all_models() + self._sample() > NEARLY_FULL * self._memory():
-            raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
-        return self._plan(1, self._room(self._all_models(), NEARLY_FULL), "one GPU, nearly full")
-
     def _split(self, ranks: int) -> ElasticPlan:
-        """Plan a second GPU for every process, `ranks` further on, for its last frozen model."""
+        """Plan a second GPU for the last frozen model of every process: the one `ranks` after its own."""
         if not self.reader_gb:
             raise self._too_large(self._all_models(), "shard the model: strategy=fsdp")
+
         if 2 * ranks > len(self.gpus):
             fewer = self._most(len(self.gpus) // 2)
             raise self._too_large(self._all_models(), f"start {_processes(fewer)}, with two GPUs each")
-        # The fuller one of the two GPUs decides.
+
+        # The fuller of the two GPUs decides.
         largest = max(self._own_models(), self.reader_gb[-1])
         if largest + self._sample() > self.target_util * self._memory():
             raise self._too_large(largest, "use GPUs with more memory, or smaller models")
+
         reason = f"the models do not fit on one GPU, so {'it has' if ranks == 1 else 'each has'} two"
         device = "cuda:1" if ranks == 1 else f"cuda:+{ranks}"
         return self._plan(ranks, self._room(largest, self.target_util), reason, device)
@@ -182,7 +184,7 @@ class ElasticGPUConfig:
         return next(ranks for ranks in range(max(1, limit), 0, -1) if self._divides(ranks))
 
     def _room(self, held: float, util: float) -> int:
-        """Return how many samples still fit; more than there are, if the size of one is not known."""
+        """Return how many samples fit beside `held` GiB; more than the batch has, if their size is not known."""
         if not self.sample_gb:
             return 2 * self.base_batch_size
         return int((util * self._memory() - held) / self.sample_gb)

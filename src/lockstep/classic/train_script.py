@@ -79,6 +79,7 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
         if size > 1 and not distributed and not elastic_gpu:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
         return
+
     require_world_size()
     if distributed:
         raise UserError(

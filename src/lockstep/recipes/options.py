@@ -51,6 +51,7 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
                     field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
                 )
             )
+
     return inspect.Signature(parameters)
 
 

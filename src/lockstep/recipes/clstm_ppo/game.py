@@ -29,7 +29,7 @@ class GameShape:
 
 
 class Environments:
-    """n environments, each of which plays one episode after another, independently of the others.
+    """n environments. Each plays one episode after another, independently of the others.
 
     `episode`, `day` and `position` are their whole state; everything else is drawn again from these three. Neither
     `windows` nor `step` makes the host wait for the device.

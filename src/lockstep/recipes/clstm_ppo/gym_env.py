@@ -15,7 +15,7 @@ from lockstep.recipes.clstm_ppo.series import HELD_OUT, RegimeSeries, Series
 class RegimeMarket(gymnasium.Env):
     """One episode at a time of the market that the recipe trains on.
 
-    The seed of `reset` is the number of the environment. Without a seed it is never one of those held out for tests.
+    The seed of `reset` is the number of the environment. Without a seed, no environment for tests is chosen.
     """
 
     metadata = {"render_modes": []}

@@ -31,16 +31,16 @@ class Rules:
     # Days of an episode.
     days: int = 252
 
-    # What a trade costs, as a share of what changes hands.
+    # The cost of a trade, as a share of its volume.
     cost: float = 0.0005
 
-    # Positions are -lots ... +lots, each a part 1/lots of the capital.
+    # Positions are -lots ... +lots, in units of 1/lots of the capital.
     lots: int = 1
 
-    # Show MACD, RSI, CCI and ADX with the returns. They sum up the past: a policy that sees them needs no memory.
+    # Also show MACD, RSI, CCI and ADX. They sum up the past: a policy that sees them needs no memory.
     indicators: bool = False
 
-    # Halt trading on the day after one that is more turbulent than this share of days.
+    # Halt trading on the day after one that is more turbulent than this share of all days.
     halt: float | None = None
 
     @property
@@ -84,8 +84,8 @@ Game = CueRecall | Trading
 class VectorMarket(Environments):
     """The environments `envs` (n,) of a market; each trades one episode after another.
 
-    Tables hold the returns of the current episode and of the next one. An episode can therefore end without a look
-    at which ones do, which on a GPU would make the host wait for the device every day.
+    Tables hold the returns of the current episode and of the next one. So the host need not know which episodes end,
+    for which it would have to wait for the device every day.
     """
 
     def __init__(self, series: Series, rules: Rules, envs: Tensor, stagger: bool = False):

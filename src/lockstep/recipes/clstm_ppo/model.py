@@ -43,16 +43,16 @@ class AgentOptions:
     # Width of the tanh layers between the two LSTMs.
     width: int = 64
 
-    # Number of these layers.
+    # Number of tanh layers.
     linears: int = 1
 
-    # LSTMs over the window, one on top of the other, each followed by attention if there are several.
+    # LSTMs over the window, stacked; if there are several, attention follows each.
     cascade: int = 1
 
     # Width of the LSTM across days.
     memory: int = 64
 
-    # Added to the bias of the forget gate at the start: at 0 the memory keeps half of itself from day to day, at 3
+    # Added to the initial bias of the forget gate: with 0 the memory keeps half of its content from day to day, with 3
     # nineteen twentieths.
     remember: float = 0.0
 
@@ -158,7 +158,7 @@ class Agent(nn.Module):
         inputs = nn.functional.pad(seen, (0, EXTRA_INPUTS))
         inputs = closing.scatter(0, rows[..., None].expand(-1, -1, width + EXTRA_INPUTS), inputs)
 
-        # The weights of the extra inputs: the first of these closes the gates input, forget and output.
+        # Weights of the extra inputs. The first input closes the gates for input, memory and output.
         memory = self.shape.memory
         columns = cell.weight_ih.new_zeros(4 * memory, EXTRA_INPUTS)
         columns[: 2 * memory, 0] = CLOSED

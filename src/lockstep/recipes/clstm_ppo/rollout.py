@@ -117,10 +117,12 @@ def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, tra
     later = torch.zeros_like(values[:, 0])
     for day in reversed(range(rewards.shape[1])):
         continues = _like(~ends[:, day], later)
+
         # The temporal-difference error; beyond the end of an episode nothing is expected.
         error = rewards[:, day] + discount * values[:, day + 1] * continues - values[:, day]
         later = error + discount * trace * later * continues
         estimates.append(later)
+
     return torch.stack(estimates[::-1], dim=1)
 
 
@@ -154,6 +156,7 @@ class RunningStats:
             mean = mean + away * part_count / total
             squares = squares + part_squares + away**2 * count * part_count / total
             count = total
+
         return RunningStats(count, mean, squares)
 
     @property

@@ -21,12 +21,12 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo import counter_rng
 
-# Environments with numbers from here on are for tests: no training run has that many.
+# Environments from this number on are for tests: no training run has that many.
 HELD_OUT = 1_000_000_000
 
 REQUIRED_COLUMNS = ("date", "close")
 
-# The last part of the days of a file is for tests: a policy must not have seen its future.
+# The last fifth of a file's days is for tests: a policy must not have seen its future.
 TEST_SHARE = 0.2
 
 
@@ -57,7 +57,7 @@ class Turbulence:
         return ((away @ self.precision.to(returns.device)) * away).sum(dim=-1)
 
     def halted(self, returns: Tensor) -> Tensor:
-        """Return which days (n, days) have no trading, given `returns` (n, days, K): those after a turbulent day."""
+        """Return on which days (n, days) trading halts: those after a turbulent day of `returns` (n, days, K)."""
         turbulent = self.index(returns) > self.limit
         return torch.cat([torch.zeros_like(turbulent[:, :1]), turbulent[:, :-1]], dim=1)
 
@@ -95,7 +95,7 @@ class RegimeSeries:
         """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
         shock = counter_rng.normal(self.seed, counter_rng.RETURN, *self._keys(envs, episodes, length))
         if self.correlation:
-            # -1 is not the number of an asset: the factor is drawn apart from all of them.
+            # No asset has the number -1, so the factor has random numbers of its own.
             days = torch.arange(length, device=envs.device)
             factor = counter_rng.normal(self.seed, counter_rng.RETURN, envs[:, None], episodes[:, None], days, -1)
             shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * factor[..., None]
@@ -131,7 +131,7 @@ def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
 
 @dataclass(frozen=True)
 class PriceSeries:
-    """Episodes are stretches of the days of a file, with all its symbols; test episodes come from its last part."""
+    """Prices from a CSV file. An episode is a range of its days, with all symbols; test episodes are at its end."""
 
     path: str
     seed: int = 0
@@ -174,18 +174,19 @@ class PriceSeries:
                 f"type a task.window and a task.days of {shortest} together at most, or add days to the file",
             )
 
-        # An episode may begin on any day of its part from which `length` days are left.
+        # An episode may begin on any day that has `length` days left, for training or for testing.
         drawn = counter_rng.uniform(self.seed, counter_rng.EPISODE, envs, episodes)
         first = torch.where(test, self.split, 0) + (drawn * (available - length + 1)).long()
         rows = first[:, None] + torch.arange(length, device=envs.device)
         return self.returns.to(envs.device)[rows]
 
     def too_short(self, window: int, days: int) -> list[UserError]:
-        """Return a problem if one of the two parts cannot hold a whole episode."""
-        # The window of the first day comes before it, from the same part.
+        """Return a problem if the days for training, or those for testing, are too few for an episode."""
+        # The window of the first day comes before it, from the same days.
         room = min(self.split, self.test_days) - window
         if days <= room:
             return []
+
         shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
         return [
             UserError(
@@ -224,6 +225,7 @@ def read_prices(path: Path) -> Tensor:
             f"its symbols are {', '.join(symbols) or 'none'}",
             "give it a row for every day and symbol",
         )
+
     return torch.tensor([[prices[symbol] for symbol in symbols] for prices in complete], dtype=torch.float64)
 
 
@@ -262,10 +264,11 @@ def _price(path: Path, text: str, line: int) -> float:
     try:
         price = float(text)
     except (TypeError, ValueError):
-        # Refused below, with the same words as a number that is no price.
+        # Refused below, in the same words as a number that cannot be a price.
         price = math.nan
     if not 0 < price < math.inf:
         raise UserError(
             f"the close {text!r} in line {line} of {path} is not a price", "", "give every row a price above 0"
         )
+
     return price

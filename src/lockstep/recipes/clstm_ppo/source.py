@@ -1,9 +1,9 @@
-"""Rollouts as a source of batches: trade for a while, then learn from those days for a few epochs, and so on.
+"""Rollouts as a source of batches: trade for a while, learn from those days for a few epochs, and repeat.
 
 A sample is the days of one environment. Every position of the global batch owns one environment for each minibatch,
-and every epoch deals them again: a minibatch holds one environment of each position. Ranks hold positions as they hold
-micro-batches. So neither the rank nor the number of ranks decides which random numbers an environment gets, or which
-environments share a minibatch.
+and every epoch deals them again: a minibatch holds one environment of each position. A rank trades in the environments
+of its own micro-batches. So neither the rank nor the number of ranks decides which random numbers an environment gets,
+or which environments share a minibatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.rollout import Cohort, Days, RunningStats, advantages, stats_of
 from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
 
-# What the loss needs of the days of a rollout. A checkpoint in the middle of an update holds it as well.
+# What the loss needs of a rollout's days. A checkpoint in the middle of an update also holds it.
 KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
 
 
@@ -32,8 +32,8 @@ class RolloutOptions:
     # Days that every environment trades between two updates.
     rollout: int = 64
 
-    # Minibatches, each one optimizer step, of an epoch; also how many environments trade for each position of the
-    # global batch.
+    # Minibatches of an epoch; each is one optimizer step. Every position of the global batch has this many
+    # environments.
     minibatches: int = 4
 
     # Passes over the days of a rollout.
@@ -48,13 +48,13 @@ class RolloutOptions:
     # Skip the remaining epochs of an update when the policy has moved this far.
     target_kl: float | None = None
 
-    # Updates until trading costs what it costs; before that it costs less.
+    # Updates during which the cost of trading grows to its full size.
     cost_warmup: int = 0
 
     # Scale rewards, and the targets of the value, by their running statistics.
     normalise: bool = True
 
-    # Updates before PPO that only teach the first stage what the coming day brings.
+    # Updates before PPO that only teach the first stage to predict the coming day.
     foresight: int = 0
 
     @property
@@ -69,6 +69,7 @@ class Rollouts:
     def __init__(self, game: Game, options: RolloutOptions):
         self.game = game
         self.options = options
+
         # An agent that is taught to foresee also learns from how the assets moved.
         self.kept = (*KEPT, "moved") if options.foresight else KEPT
 
@@ -97,6 +98,7 @@ class Rollouts:
                 f"micro_batch={context.micro_batch}, and a strategy whose forwards wait for each other",
                 f"type global_batch={context.micro_batch * context.ranks} or a multiple of it, or strategy=ddp",
             )
+
         assert isinstance(context.model, Agent)
         self.context = context
         self.agent = context.model
@@ -161,7 +163,7 @@ class Rollouts:
             self.update += 1
 
     def _moved_too_far(self) -> bool:
-        """Compare the KL divergence of all ranks with its target, so that all ranks decide alike."""
+        """Compare the KL divergence of all ranks with its target, so that all ranks make the same decision."""
         if self.options.target_kl is None:
             return False
 
@@ -196,6 +198,7 @@ class Rollouts:
     def _collect(self) -> None:
         """Trade for a rollout, and compute what the loss learns from it."""
         options, seed = self.options, self.context.seed
+
         # A cost from the start can teach an agent never to trade at all.
         costs = min(1.0, self.update / options.cost_warmup) if options.cost_warmup else 1.0
         traded = [cohort.trade(self.agent, options.rollout, seed, self.update, costs) for cohort in self.cohorts]
@@ -236,8 +239,8 @@ class Rollouts:
     # ---- all ranks ----
 
     def _gathered_kl(self) -> Tensor:
-        mine = self.context.mine
-        return self._gather_cohorts(self.kl[mine[0] : mine[-1] + 1])
+        first = self.context.mine[0]
+        return self._gather_cohorts(self.kl[first : first + len(self.cohorts)])
 
     def _gather_cohorts(self, local_rows: Tensor) -> Tensor:
         return self._gather(local_rows, self.context.mine[0], len(self.kl))
@@ -286,6 +289,7 @@ class Rollouts:
                 "",
                 f"resume with {saved}",
             )
+
         self.update = state["update"]
         self.cursor = state["cursor"]
         self.rewards = RunningStats(*state["rewards"])
@@ -300,6 +304,7 @@ class Rollouts:
             cohort.market.draw()
             cohort.state = parts["hidden"][rows].clone(), parts["cell"][rows].clone()
             cohort.discounted = parts["discounted"][rows].clone()
+
         own_rows = slice(self.first, self.first + sum(self.sizes))
         self.days = state["days"] and {name: part[own_rows] for name, part in state["days"].items()}
         self.advantage_stats = state["norms"]

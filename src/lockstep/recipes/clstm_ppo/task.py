@@ -35,7 +35,7 @@ CPU: dict[str, Any] = {
     "checks": {"every": 16},
 }
 
-# So few days that memory is needed; with 20 of them an MLP does as well.
+# Two days show so little that memory is needed; with a window of 20 days an MLP does equally well.
 CPU_WINDOW = 2
 
 # Seconds: an agent that remembers names the cue, one that does not guesses.
@@ -164,15 +164,15 @@ class LossOptions:
     # Weight of the entropy of the policy, which keeps it exploring.
     entropy: float = 0.02
 
-    # With `each`, the choice for an asset is judged by what that asset earned; with `all`, by what all assets earned
-    # together, most of which is due to the other choices.
+    # With `each`, the choice for an asset is judged by what that asset earned. With `all`, every choice is judged by
+    # what all assets earned together, which is mostly due to the other choices.
     credit: Literal["all", "each"] = "all"
 
 
 class ClstmPpo(Task):
     """A trader with memory. `global_batch` counts environments; `task.minibatches` times as many trade at once.
 
-    Set `micro_batch`: it decides which environments act together, so that any number of ranks trades alike.
+    Set `micro_batch`: it decides which environments act together, so that the number of ranks makes no difference.
     """
 
     unit = "day"
@@ -227,6 +227,7 @@ class ClstmPpo(Task):
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
         """Return PPO's loss of `batch`: n environments with T days each, (n, T, ...)."""
         options, per_asset = self.loss_options, self.shape.value_per_asset
+
         # The model wants the days first: (T, n, ...).
         days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAILY}
         logits, values, _, *predicted = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
@@ -251,7 +252,7 @@ class ClstmPpo(Task):
             taught = foresight_loss(predicted[0], days["moved"])
             total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
         if not batch["teaching"]:
-            # Teaching moves the policy too, and must not be cut short by that.
+            # Teaching also moves the policy, and must not be cut short by that.
             self.source.note_kl(batch["cohort"], kl, weight)
         metrics = {
             "kl": kl,

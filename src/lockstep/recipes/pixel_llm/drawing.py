@@ -71,6 +71,7 @@ def _put(thing: Thing, image: Plane) -> None:
     reach = REACH * thing.radius + 1
     columns = _span(thing.x, reach, size)
     rows = _span(thing.y, reach, size)
+
     # Relative to the centre of the thing, in float32 like the mask's formulas.
     across, down = _grid(size)
     mask = _textured(thing, across[:, columns] - np.float32(thing.x), down[rows] - np.float32(thing.y))
@@ -95,15 +96,17 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
         # Stripes of less than a pixel would be grey.
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
+
     if thing.texture != "outlined":
         return mask
 
-    # An outlined shape lacks a smaller copy of itself. But a ring has two edges: without a smaller ring it would have
-    # the very pixels of an outlined circle.
+    # An outlined shape is the shape without a smaller copy of itself. A ring has two edges, and without a smaller ring
+    # it would look exactly like an outlined circle.
     if thing.shape == "ring":
         r = thing.radius
         square = x * x + y * y
         return mask & ~((square > 0.3 * r * r) & (square < 0.64 * r * r))
+
     return mask & ~_inside(thing.shape, x, y, thing.radius * 0.6)
 
 
@@ -111,15 +114,19 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
     """Return the points of a shape of radius `r` around the origin; y points down."""
     if shape == "circle":
         return x * x + y * y <= r * r
+
     if shape == "square":
         return np.maximum(np.abs(x), np.abs(y)) <= 0.85 * r
+
     if shape == "triangle":
         # Its tip is up.
         return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
+
     if shape == "cross":
         near = np.minimum(np.abs(x), np.abs(y))
         far = np.maximum(np.abs(x), np.abs(y))
         return (near <= 0.3 * r) & (far <= r)
+
     if shape == "ring":
         square = x * x + y * y
         return (square <= r * r) & (square >= 0.16 * r * r)

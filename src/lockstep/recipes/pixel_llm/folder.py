@@ -37,7 +37,7 @@ class Entry:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation. Its name decides, so that it stays there when other pictures come or go."""
+        """Whether it is for evaluation. Only its name decides, so other pictures may be added or removed."""
         digest = blake2b(self.image.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % HELD_OUT == 0
 
@@ -56,20 +56,21 @@ class ImageFolder(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         entry = self.entries[index]
         image = torch.from_numpy(read_png(entry.image))
-        # An exported scene keeps its very bytes.
+
+        # The bytes of an exported scene stay as they are.
         if image.shape[1:] != (self.size, self.size):
             scaled = F.interpolate(image[None].float(), (self.size, self.size), mode="bilinear", antialias=True)
             image = scaled[0].round().clamp(0, 255).to(torch.uint8)
-        ids = self.words.encode(entry.caption.split())
+        ids = torch.tensor(self.words.ids(entry.caption.split()), dtype=torch.int32)
 
-        # Which words the picture decides, and how many things it shows, is not known.
+        # We do not know which words the picture decides, or how many things it shows.
         no_slots = torch.zeros(self.words.length, dtype=torch.int64)
         return Sample(image, ids, no_slots, torch.tensor(False), torch.tensor(0))
 
 
 def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
-    # The list wins where there are both.
+    # If there are both, the list counts.
     listed = folder / LIST
     if listed.exists():
         entries = _from_list(listed)
@@ -81,11 +82,13 @@ def read_folder(folder: Path) -> list[Entry]:
     fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
     if not entries:
         raise UserError(f"task.folder={folder} holds no picture with a caption", "", fix)
+
     missing = [entry.image for entry in entries if not entry.image.exists()]
     if missing:
         raise UserError(
             f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
         )
+
     return entries
 
 
@@ -113,6 +116,7 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         # One text for each picture, or one list for all of them.
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
+
     if form == "json":
         (folder / LIST).write_text(json.dumps(rows, indent=1))
 

@@ -101,4 +101,5 @@ def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> T
         came_from, word = best // vocabulary, best % vocabulary
         written = torch.cat((written[rows, came_from], word[:, :, None]), dim=2)
         cache.pick((rows * beam + came_from).flatten())
+
     return written[:, 0]

@@ -46,13 +46,13 @@ class ModelOptions:
     # Layers of the decoder.
     text_layers: int = 2
 
-    # Rows of the embedding, if more than the captions have words.
+    # Rows of the embedding, if it should have more than the captions have words.
     vocabulary: int | None = None
 
-    # One more attention of the memory to itself, before the decoder reads it.
+    # Whether the memory attends to itself once more before the decoder reads it.
     spatial_pool: bool = False
 
-    # Standard deviation, at the start, of the vectors that tell the encoder where in the picture a token lies.
+    # Initial standard deviation of the vectors that tell the encoder where in the picture a token lies.
     place_std: float = 0.02
 
     @property
@@ -237,7 +237,7 @@ class Captioner(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, sizes.vocabulary)
 
-        # The order of these two decides which random numbers each of them draws.
+        # The order decides which random numbers each of the two draws.
         self.reset_parameters()
         self.encoder.reset_parameters()
 

@@ -32,6 +32,7 @@ Bytes = NDArray[np.uint8]
 def write_png(path: Path, image: Bytes) -> None:
     """Write `image` (3, height, width) as RGB."""
     _, height, width = image.shape
+
     # The first byte of a row is its filter; 0 is none.
     rows = np.zeros((height, 1 + 3 * width), np.uint8)
     rows[:, 1:] = image.transpose(1, 2, 0).reshape(height, -1)
@@ -64,6 +65,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield kind and content of every chunk, up to the end of the picture."""
     if not data.startswith(SIGNATURE):
         raise ValueError("it does not begin as a PNG does")
+
     at = len(SIGNATURE)
     kind = b""
     while kind != b"IEND":
@@ -87,6 +89,7 @@ def _decode(data: bytes) -> Bytes:
     width, height, depth, colour, _, _, interlaced = struct.unpack(HEADER, parts.get(b"IHDR", b""))
     if depth != 8 or interlaced or colour not in CHANNELS:
         raise ValueError(f"{depth} bits, colour type {colour}{', interlaced' * bool(interlaced)}")
+
     channels = CHANNELS[colour]
     raw = np.frombuffer(zlib.decompress(parts.get(b"IDAT", b"")), np.uint8)
     if raw.size != height * (1 + width * channels):
@@ -124,6 +127,7 @@ def _unfiltered(rows: Bytes, step: int) -> Bytes:
         else:
             raise ValueError(f"a row has the filter {kind}, which does not exist")
         pixels[number] = above
+
     return pixels
 
 
@@ -144,4 +148,5 @@ def _byte_by_byte(line: list[int], above: list[int], step: int, kind: int) -> By
             else:
                 guess = up if to_above <= to_corner else c
         left[i + step] = (line[i] + guess) & 255
+
     return np.array(left[step:], np.uint8)

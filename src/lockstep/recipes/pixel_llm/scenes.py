@@ -63,7 +63,7 @@ class Kind:
     def slots(self) -> tuple[str, ...]:
         """The members of SLOTS that its captions have."""
         has = (self.says_size, bool(self.textures), True, True, self.fewest == 1, self.most > 1)
-        return tuple(slot for slot, here in zip(SLOTS, has, strict=True) if here)
+        return tuple(slot for slot, present in zip(SLOTS, has, strict=True) if present)
 
     @property
     def words(self) -> Words:
@@ -73,10 +73,10 @@ class Kind:
         words = ("a", *places, *sizes, *self.textures, *self.colours, *self.shapes, *relations)
 
         # A thing takes: a, size, texture, colour, shape. Between two things is a relation, and one thing has a place.
-        each = 3 + self.says_size + bool(self.textures)
-        several = self.most * each + self.most - 1
-        one = each + 3 if self.fewest == 1 else 0
-        return Words(words, max(several, one))
+        per_thing = 3 + self.says_size + bool(self.textures)
+        several = self.most * per_thing + self.most - 1
+        single = per_thing + 3 if self.fewest == 1 else 0
+        return Words(words, max(several, single))
 
 
 COLOUR_NAMES = tuple(COLOURS)
@@ -120,7 +120,7 @@ class Sample(NamedTuple):
     # (3, size, size) uint8
     image: Tensor
 
-    # (length + 1,) int32
+    # (length + 1,) int32: embeddings take it, and it is half of int64.
     ids: Tensor
 
     # (length,) int64: SLOT_NUMBERS of the words to write.
@@ -153,7 +153,7 @@ class ShapeScenes(Dataset[Sample]):
         return Sample(*(rows[0] for rows in self.__getitems__([index])))
 
     def __getitems__(self, indices: Sequence[int]) -> Sample:
-        """Return a collated batch, of the very samples that `__getitem__` gives."""
+        """Return a collated batch of the samples that `__getitem__` returns one by one."""
         for index in indices:
             if not 0 <= index < self.length:
                 raise IndexError(index)
@@ -164,15 +164,16 @@ class ShapeScenes(Dataset[Sample]):
         things = np.empty(count, np.int64)
 
         shown = Stream(self.seed, self.split)
-        other = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
+        unrelated = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
         for row, index in enumerate(indices):
             scene = self._draw(index, shown)
             images[row] = draw(scene.things, self.size, shown.rng)
             things[row] = len(scene.things)
 
-            described = self._draw(index, other) if other else scene
+            described = self._draw(index, unrelated) if unrelated else scene
             ids[row] = self.words.ids(described.caption)
             slots[row, : len(described.parts)] = [SLOT_NUMBERS[part.slot] for part in described.parts]
+
         held_out = np.full(count, self.split == COMP)
         return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
 
@@ -239,18 +240,19 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
         if kind.textures:
             parts.append(Part(thing.texture, "texture"))
         parts += [Part(thing.colour, "colour"), Part(thing.shape, "shape")]
+
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
     return Scene(tuple(things), tuple(parts))
 
 
 def choices(names: tuple[str, ...], count: int, rng: np.random.Generator) -> list[str]:
-    """Choose `count` names, one after another: for so few, an array of random numbers takes longer."""
+    """Choose `count` names one by one: for a handful, an array of random numbers takes longer."""
     return [names[rng.integers(len(names))] for _ in range(count)]
 
 
 def between(low: float, high: float, share: float) -> float:
-    """Return what `Generator.uniform` computes; numpy takes longer to look at its arguments."""
+    """Return what `Generator.uniform` computes; numpy takes longer to check its arguments."""
     return low + (high - low) * share
 
 
@@ -277,6 +279,7 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
         for radius in radii:
             fitting = (spot for spot in _candidates(radius, size, rng) if _fits(spot, radius, spots, radii, size))
             spot = next(fitting, None)
+
             # There is no room left: begin again with the first thing.
             if spot is None:
                 break

@@ -49,10 +49,10 @@ class DataOptions:
     # The seed of the scenes.
     data_seed: int = 0
 
-    # Give every picture the caption of another one: a control, which must learn nothing from pictures.
+    # Give every picture the caption of another one: a control that must learn nothing from pictures.
     unrelated_captions: bool = False
 
-    # A folder with pictures and captions of your own, in place of scenes.
+    # A folder with pictures and captions of your own, instead of generated scenes.
     folder: Path | None = None
 
 
@@ -77,6 +77,7 @@ class PixelLLM(Task):
 
         options = vars(data) | vars(model)
         warn_unused(PixelLLM, self.option_rules, options)
+
         # The vocabulary of a preset is for the words of scenes; a folder brings words of its own.
         sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
         if data.folder is not None and model.vocabulary in sizes:
@@ -104,6 +105,7 @@ class PixelLLM(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW. Only matrices decay: no norm, no bias, no vector that stands for a word or a position."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+
         # By identity, since comparing parameters would compare their numbers.
         decaying = {id(p) for p in decay}
         rest = [p for p in model.parameters() if id(p) not in decaying]
@@ -133,15 +135,16 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        # There are few batches, of another size than those of the training.
+        # There are only a few batches, and their size is not that of training.
         with run_eagerly(model):
             total, weight = self._cross_entropy(model, sample)
-        # What the model writes by itself, and not what it would write after the right words.
+
+        # What the model writes by itself, not what it would write after the right words.
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 
     def _cross_entropy(self, model: nn.Module, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the summed cross entropy of the words to write, and their number; <pad> is none of them."""
+        """Return the summed cross entropy of the words to write, and their number. <pad> does not count."""
         targets = sample.ids[:, 1:].long()
         logits = model(sample.image, sample.ids[:, :-1]).float()  # (B, T, V)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
@@ -158,6 +161,7 @@ class PixelLLM(Task):
         counts = range(self.kind.fewest, self.kind.most + 1) if self.kind.most > 1 else ()
         for split, rows in ((IID, ~sample.held_out), (COMP, sample.held_out)):
             scores[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
+
             # A slot is judged at the positions where the right caption has it.
             for slot in self.kind.slots:
                 places = (sample.slots == SLOT_NUMBERS[slot]) & rows[:, None]
@@ -165,15 +169,17 @@ class PixelLLM(Task):
             for count in counts:
                 with_count = rows & (sample.things == count)
                 scores[f"{split}_exact_{count}"] = ((exact & with_count).sum(), with_count.sum())
+
         return scores
 
     def show(self, model: nn.Module) -> str:
         """Return captions that the model writes for pictures it was not trained on."""
-        # Held-out combinations, or the pictures for evaluation.
+        # Held-out combinations, or pictures for evaluation.
         data = self._pictures(held_out=True) if self.entries is not None else self._scenes(COMP, 4)
         samples = [data[index] for index in range(min(4, len(data)))]
         images = torch.stack([sample.image for sample in samples]).to(next(model.parameters()).device)
         captions = generate(model, images, self.words.length).cpu()
+
         decode = self.words.decode
         pairs = zip(samples, captions, strict=True)
         return "\n".join(f"{decode(sample.ids[1:]):40} written: {decode(caption)}" for sample, caption in pairs)
@@ -192,6 +198,7 @@ class PixelLLM(Task):
                 f"{len(self.entries)} pictures, whose names decide what they are for",
                 "add pictures: about one in ten is for evaluation",
             )
+
         return ImageFolder(chosen, self.words, self.model_options.image)
 
     def _check(self, problems: list[UserError]) -> None:
