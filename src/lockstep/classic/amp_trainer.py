@@ -134,7 +134,7 @@ class AMPTrainer:
             padding = upcoming is None
             batch = batch if padding else upcoming
 
-        # On a GPU one more outcome is under way: it must not end the next epoch.
+        # On a GPU one outcome is still pending: it must not end the next epoch.
         self.stepper.settle()
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
@@ -175,7 +175,7 @@ class AMPTrainer:
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 
-        # The optimizer step that is under way, and whether the size of a usual one is known.
+        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None
         self._sized = False
 
@@ -245,7 +245,7 @@ class AMPTrainer:
                 "return the mean loss of the batch as one number, or lockstep.Loss(sum, weight); or pass loss_fn=",
             )
 
-        # A mean over samples, as the sum it stands for.
+        # The mean over samples becomes the sum that it stands for.
         return Loss(loss * samples, samples)
 
     def _call(self, batch: Any) -> Any:

@@ -40,7 +40,7 @@ class DDPManager:
 
         `nccl` means gloo where ranks have no GPU of their own.
         """
-        # Alone only where nothing announces other ranks.
+        # Train alone only if nothing announces other ranks.
         require_world_size()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
@@ -107,7 +107,7 @@ class DDPManager:
         )
 
     def set_epoch(self, loader: DataLoader, epoch: int) -> None:
-        """Let the next pass over `loader` be `epoch`, on resume. Otherwise passes count themselves."""
+        """Set the epoch of the next pass over `loader`, on resume. Otherwise every pass counts itself."""
         if not isinstance(loader.batch_sampler, RankBatches):
             raise UserError(
                 "set_epoch(loader) got a loader that get_dataloader did not make", "", "make it with get_dataloader"
@@ -165,7 +165,7 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Passes count themselves: no call of set_epoch is forgotten.
+        # Every pass counts itself: nobody can forget to call set_epoch.
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):

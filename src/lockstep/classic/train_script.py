@@ -1,4 +1,4 @@
-"""What `train.py` runs: a recipe, on the processes that a launcher has started, or as many as the GPUs ask for."""
+"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["micro_batch"] = options.batch_size
     elif options.grad_accum_steps != 1:
         raise UserError(
-            "--grad_accum_steps needs --batch_size", "", "type --batch_size N too, the samples of one forward"
+            "--grad_accum_steps needs --batch_size", "", "also type --batch_size N, the samples of one forward"
         )
+
     if options.save_every is not None:
         settings["checkpoint.every"] = options.save_every
     if options.auto_resume:
@@ -121,11 +122,13 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
     layers = read_layers(options.config, settings)
     check_rivals(options, flatten(layers[-1][1]))
     layers.append(("command line", settings_of(options)))
+
     count = None
     if options.elastic_gpu:
         # The weakest layer: everything that was typed or written is stronger.
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
+
     again = api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"])
     return api.train(target, layers, api.Processes(count), again)
 
@@ -135,6 +138,8 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     kind = load_class(target)
     world = World.from_env()
     config = resolve_for(kind.defaults, kind.presets, layers).config
+
+    # The plan is for this machine: its samples, and its processes.
     if config.local_batch is not None:
         batch = config.local_batch
     elif config.global_batch is None:
@@ -142,7 +147,7 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     elif config.global_batch % world.size:
         raise uneven(config.global_batch, world.size)
     else:
-        # The part of this machine.
+        # The share of this machine.
         batch = config.global_batch // world.size * world.local_size
 
     elastic = ElasticGPUConfig(
@@ -153,6 +158,8 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
         sample_gb=options.elastic_sample_gb,
         target_util=options.elastic_target_util,
     )
+
+    # Ranks that a launcher has started are neither more nor fewer.
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
         print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)

@@ -38,7 +38,7 @@ CPU: dict[str, Any] = {
 # Two days show so little that memory is needed; with a window of 20 days an MLP does equally well.
 CPU_WINDOW = 2
 
-# Seconds: an agent that remembers names the cue, one that does not guesses.
+# Takes seconds. An agent with memory names the cue; one without guesses.
 CUE: dict[str, Any] = {
     "steps": 240,
     "global_batch": 64,

@@ -29,7 +29,7 @@ RGB = {name: np.asarray(rgb, np.float32)[:, None, None] for name, rgb in COLOURS
 # Standard deviation of the noise on every pixel.
 NOISE = 0.06
 
-# No shape reaches further from its centre, in radii: the foot of a triangle does.
+# The farthest point of any shape from its centre, in radii: a foot of the triangle.
 REACH = 1.03
 
 Mask = NDArray[np.bool_]

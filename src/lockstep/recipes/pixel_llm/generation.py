@@ -32,6 +32,7 @@ def generate(
         if beam > 1:
             return _beam_search(model, images, max_len, beam)
 
+        # With a cache the model reads only the newest word.
         cache = Cache()
         word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
         ended = torch.zeros_like(word, dtype=torch.bool)
@@ -50,7 +51,8 @@ def generate(
 def next_word(logits: Tensor) -> Tensor:
     """Return the logits of the last position, (B, T, V) -> (B, V)."""
     last = logits[:, -1].float()
-    # They are no words, and their logits were never trained.
+
+    # These are not words, and their logits were never trained.
     last[:, [PAD, BOS]] = float("-inf")
     return last
 

@@ -115,6 +115,7 @@ class Attention(nn.Module):
     def keys_and_values(self, source: Tensor) -> KeysAndValues:
         """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
         B, N, W = source.shape
+
         # (2, B, H, N, D): keys first, then values.
         both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
         return both[0], both[1]
@@ -137,6 +138,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
+
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp(width)
 
@@ -154,8 +156,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_norm = nn.LayerNorm(width)
         self.self_attention = Attention(width, heads)
+
         self.cross_norm = nn.LayerNorm(width)
         self.cross_attention = Attention(width, heads)
+
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp(width)
 
@@ -172,6 +176,7 @@ class DecoderLayer(nn.Module):
             # The one new word may look at every word before it: nothing has to be masked.
             x = x + self.self_attention(normed, *cache.append(own))
 
+        # The keys and values of the memory are the same for every word.
         seen = cache.memory if cache is not None else ()
         if not seen:
             assert memory is not None
@@ -179,11 +184,12 @@ class DecoderLayer(nn.Module):
         if cache is not None:
             cache.memory = seen
         x = x + self.cross_attention(self.cross_norm(x), *seen)
+
         return x + self.mlp(self.mlp_norm(x))
 
 
 class SpatialPool(nn.Module):
-    """One more attention of the memory (B, M, W) to itself."""
+    """Attention of the memory (B, M, W) to itself, normed."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -205,8 +211,11 @@ class Encoder(nn.Module):
             self.stem: nn.Module = _conv_stem(width)
         else:
             self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
+
+        # `reset_parameters` fills the positions, also after the model was made on the device `meta`.
         tokens = (sizes.image // sizes.pixels_per_token) ** 2
         self.positions = nn.Parameter(torch.empty(tokens, width))
+
         self.layers = nn.ModuleList(EncoderLayer(width, sizes.heads) for _ in range(sizes.vision_layers))
         self.norm = nn.LayerNorm(width)
         self.pool = SpatialPool(width, sizes.heads) if sizes.spatial_pool else nn.Identity()
@@ -218,6 +227,7 @@ class Encoder(nn.Module):
         # Scenes are dark: the mean of a pixel is about 0.25. Centred like this the stem learns about twice as fast.
         x = self.stem((images.float() / 255 - 0.25) / 0.25)  # (B, W, rows, columns)
         x = x.flatten(2).transpose(1, 2) + self.positions  # (B, M, W)
+
         for layer in self.layers:
             x = layer(x)
         return self.pool(self.norm(x))
@@ -231,6 +241,8 @@ class Captioner(nn.Module):
         width = sizes.width
         self.sizes = sizes
         self.encoder = Encoder(sizes)
+
+        # The decoder.
         self.embed = nn.Embedding(sizes.vocabulary, width)
         self.positions = nn.Parameter(torch.empty(sizes.words, width))
         self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))
@@ -258,6 +270,7 @@ class Captioner(nn.Module):
         x = self.embed(ids) + self.positions[start : start + ids.shape[1]]  # (B, T, W)
         for number, layer in enumerate(self.layers):
             x = layer(x, memory, None if cache is None else cache.layers[number])
+
         if cache is not None:
             cache.length += ids.shape[1]
         return self.head(self.norm(x))

@@ -1,7 +1,7 @@
 """PNG files without a library: 8 bits a channel, not interlaced; grey, RGB and palette; alpha is dropped.
 
-zlib is part of Python, and a PNG needs nothing else. Other files are refused with what to do about them. Rows with
-the filters 3 and 4 are decoded byte by byte in Python: about 0.1 s for a picture of 256 x 256.
+zlib is part of Python, and a PNG needs nothing else. Other files are refused, with advice. Rows with the filters 3
+and 4 are decoded byte by byte in Python: about 0.1 s for a picture of 256 x 256.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         kind = data[at + 4 : at + 8]
         body = data[at + 8 : at + 8 + length]
         (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
+
+        # A damaged picture must not be trained on.
         if zlib.crc32(kind + body) != checksum:
             raise ValueError(f"its part {kind.decode('latin-1')} is damaged")
         yield kind, body
@@ -90,6 +92,7 @@ def _decode(data: bytes) -> Bytes:
     if depth != 8 or interlaced or colour not in CHANNELS:
         raise ValueError(f"{depth} bits, colour type {colour}{', interlaced' * bool(interlaced)}")
 
+    # Every row is one byte for its filter, then the pixels.
     channels = CHANNELS[colour]
     raw = np.frombuffer(zlib.decompress(parts.get(b"IDAT", b"")), np.uint8)
     if raw.size != height * (1 + width * channels):

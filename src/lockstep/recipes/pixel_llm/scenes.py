@@ -221,6 +221,8 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     shapes = choices(kind.shapes, count, rng)
     size_names = choices(tuple(kind.radii), count, rng)
     textures = choices(kind.textures, count, rng) if kind.textures else ["solid"] * count
+
+    # A single thing is near a named place; several are anywhere, apart from each other.
     scale = size / REFERENCE_SIZE
     radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
@@ -232,6 +234,8 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     for i, (x, y) in enumerate(spots):
         thing = Thing(kind.colours[colours[i]], shapes[i], textures[i], x, y, radii[i], brightness[i])
         things.append(thing)
+
+        # The caption: the relation to the thing before, then the thing itself.
         if i:
             parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
         parts.append(Part("a"))
@@ -273,7 +277,7 @@ def _near(place: str, size: int, rng: np.random.Generator) -> Spot:
 
 
 def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot]:
-    """Draw spots where nothing overlaps or leaves the picture, and where neighbours in the caption relate plainly."""
+    """Draw spots so that nothing overlaps or leaves the picture, and neighbours in the caption relate clearly."""
     while True:
         spots: list[Spot] = []
         for radius in radii:
@@ -301,7 +305,7 @@ def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size
     if not spots:
         return True
 
-    # Neither "above" nor "left-of" would be plain for things that lie diagonally.
+    # For things that lie diagonally, neither "above" nor "left-of" would be clear.
     right = abs(spots[-1][0] - spot[0])
     down = abs(spots[-1][1] - spot[1])
     return abs(right - down) > 2 * gap
