@@ -172,8 +172,9 @@ class AMPTrainer:
 
         # A constant rate needs no end of the training.
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
-        precision = choose(settings, self.runtime.device)
-        self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
+        self.stepper = Stepper(
+            self.driver, self.optimizers, rate, choose(settings, self.runtime.device), settings, self.runtime, 1
+        )
 
         # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None

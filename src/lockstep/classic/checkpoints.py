@@ -62,6 +62,7 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         checkpoint = find(named.store, rank, size, gather, named.name)
     else:
         checkpoint = find(FileStore(path / "checkpoints"), rank, size, gather)
+
     if checkpoint is None:
         raise UserError(
             f"load_checkpoint({str(path)!r}) found no checkpoint there",

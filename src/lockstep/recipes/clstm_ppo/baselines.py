@@ -132,6 +132,8 @@ class Bayes:
         today = int(market.day[0])
         if today:
             self._observe(self.returns[:, market.rules.window + today - 1])
+
+        # Actions count from the lowest position, -1, in steps of 1 / lots.
         lots = market.rules.lots
         up = torch.sigmoid(self.log_odds)
         action = ((market.position + 1) * lots).round().long()

@@ -111,9 +111,9 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         name = f"{data.split}-{index:06d}.png"
         caption = " ".join(data.scene(index).caption)
         write_png(folder / name, data[index].image.numpy())
-        rows.append({"image": name, "caption": caption})
 
         # One text for each picture, or one list for all of them.
+        rows.append({"image": name, "caption": caption})
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
 
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--split", choices=[TRAIN, IID, COMP], default=TRAIN)
     parser.add_argument("--form", choices=["json", "txt"], default="json")
     options = parser.parse_args()
+
     scenes = ShapeScenes(KINDS[options.scenes], options.image, options.split, options.count)
     export(scenes, options.folder, options.form)
     print(f"{options.count} pictures in {options.folder}")

@@ -144,6 +144,8 @@ class ShapeScenes(Dataset[Sample]):
         self.length = length
         self.seed = seed
         self.unrelated_captions = unrelated_captions
+
+        # Made once: every sample needs them.
         self.words = kind.words
 
     def __len__(self) -> int:
@@ -157,6 +159,8 @@ class ShapeScenes(Dataset[Sample]):
         for index in indices:
             if not 0 <= index < self.length:
                 raise IndexError(index)
+
+        # Arrays for the whole batch: nothing is left to collate.
         count, length = len(indices), self.words.length
         images = np.empty((count, 3, self.size, self.size), np.uint8)
         ids = np.empty((count, length + 1), np.int32)
@@ -298,10 +302,12 @@ def _candidates(radius: float, size: int, rng: np.random.Generator, tries: int =
 
 
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:
+    # The things that were placed before, with their radii.
     gap = size / REFERENCE_SIZE
-    for other, its_radius in zip(spots, radii, strict=False):
-        if math.dist(spot, other) < radius + its_radius + gap:
+    for placed, placed_radius in zip(spots, radii, strict=False):
+        if math.dist(spot, placed) < radius + placed_radius + gap:
             return False
+
     if not spots:
         return True
 

@@ -61,6 +61,7 @@ class Words:
 
     def decode(self, ids: Tensor) -> str:
         """Return the words up to <eos>, with ? for ids that no word has."""
+        # A model may have more ids than there are words.
         numbers = ids.tolist()
         end = numbers.index(EOS) if EOS in numbers else len(numbers)
         return " ".join(self.words[number] if number < len(self.words) else "?" for number in numbers[:end])
