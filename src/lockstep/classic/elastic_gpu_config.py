@@ -213,5 +213,9 @@ def _processes(count: int) -> str:
 
 def detected() -> list[GPU]:
     """Return the GPUs that this process sees."""
+    # With a driver that is too old, torch counts GPUs that it cannot use.
+    if not torch.cuda.is_available():
+        return []
+
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [GPU(gpu.name, gpu.total_memory / 2**30) for gpu in properties]

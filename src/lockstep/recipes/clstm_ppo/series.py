@@ -166,12 +166,12 @@ class PriceSeries:
         """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
         test = envs >= HELD_OUT
         available = torch.where(test, self.test_days, self.split)
-        shortest = int(available.min())
-        if shortest < length:
+        if bool((available < length).any()):
+            most = int(available.min())
             raise UserError(
                 f"an episode takes {length} days (task.window + task.days), more than there are",
                 self._days(),
-                f"type a task.window and a task.days of {shortest} together at most, or add days to the file",
+                f"type a task.window and a task.days of {most} together at most, or add days to the file",
             )
 
         # An episode may begin on any day that has `length` days left, for training or for testing.
