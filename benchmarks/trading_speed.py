@@ -63,13 +63,13 @@ def main() -> None:
     agent, source, options = task.model().to(DEVICE), task.source, task.source.options
     nn.init.normal_(agent.policy.weight, std=0.05)  # with opinions, or every ratio would be 1
     source.attach(SourceContext(agent, DEVICE, 0, places, places, range(1), 1, False, lambda values: values))
-    block, environments = source.blocks[0], source.environments
+    cohort, environments = source.cohorts[0], source.environments
 
-    took = seconds(lambda: block.trade(agent, options.rollout, 0, 0, 1.0), times=1)
+    took = seconds(lambda: cohort.trade(agent, options.rollout, 0, 0, 1.0), times=1)
     days = environments * options.rollout
     print(f"rollout of {environments} x {options.rollout}: {took:.3f} s, {days / took:,.0f} days/s")
     if DEVICE.type == "cuda":
-        few, more = (kernels(lambda days=days: block.trade(agent, days, 0, 0, 1.0)) for days in (2, 6))
+        few, more = (kernels(lambda days=days: cohort.trade(agent, days, 0, 0, 1.0)) for days in (2, 6))
         print(f"kernels a day: {(more - few) / 4:.0f}")
     collected = seconds(source._collect, times=1)
     print(f"collect: {collected:.3f} s")

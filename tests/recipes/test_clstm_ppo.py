@@ -20,11 +20,9 @@ from safetensors.torch import load_file
 from small_trader import SETTINGS, attached, tiny
 from torch import nn
 
+import check_gpu_setup
 import lockstep
-from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng, gpu_setup
-from lockstep.recipes.clstm_ppo.game import CueRecall
-from lockstep.recipes.clstm_ppo.gpu_optimizations import (
+from gpu_optimizations import (
     launch_distributed_training,
     price_per_hour,
     print_gpu_info,
@@ -32,14 +30,16 @@ from lockstep.recipes.clstm_ppo.gpu_optimizations import (
     processes,
     speedup_table,
 )
-from lockstep.recipes.clstm_ppo.gpu_setup import main as check_setup
+from lockstep.errors import ConfigError, UserError
+from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng
+from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.model import Agent, AgentShape, read_daily
-from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, merge_all, stats_of
+from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_probs, stats_of
 from lockstep.recipes.clstm_ppo.task import foresight_loss
-from lockstep.recipes.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
-from lockstep.recipes.clstm_ppo.trainer import main as train_script
 from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
+from train_distributed_clstm_ppo import DistributedCLSTMPPOTrainer
+from train_distributed_clstm_ppo import main as train_script
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -169,7 +169,7 @@ def test_the_ratio_is_one_before_the_first_step(variant):
     assert (max(forgetful) > 1e-3) == (variant != "mlp")
 
 
-def test_advantages_of_a_minibatch_are_normalised_over_all_its_blocks():
+def test_advantages_of_a_minibatch_are_normalised_over_all_its_cohorts():
     task = tiny()
     source = attached(task, task.model())
     gained = torch.cat([micro.data["advantages"].flatten() for micro in source.take()])
@@ -227,7 +227,7 @@ def test_exploration_follows_the_environment_and_the_update_only():
 
 def test_statistics_of_parts_are_those_of_the_whole():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * 3 + 100
-    merged = merge_all([stats_of(part).tolist() for part in values.split([1, 300, 699])])
+    merged = RunningStats().merged([stats_of(part).tolist() for part in values.split([1, 300, 699])])
     assert math.isclose(merged.mean, values.mean().item(), rel_tol=1e-12)
     assert math.isclose(merged.std, values.std(correction=0).item(), rel_tol=1e-12)
     assert RunningStats().std == 1.0
@@ -392,7 +392,7 @@ def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
 
 def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert check_setup(["--preset", "tiny", "--num_episodes", "10"]) == 0
+    assert check_gpu_setup.main(["--preset", "tiny", "--num_episodes", "10"]) == 0
     output = capsys.readouterr().out
     for name in ("CUDA", "NCCL", "GPU memory", "model memory", "distributed training", "training time"):
         assert f"] {name}: " in output
@@ -402,12 +402,12 @@ def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monkeypatch):
-    monkeypatch.setattr(gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
-    assert gpu_setup.model_memory("gpu", 16).state == "ok"
-    found = gpu_setup.model_memory("gpu", 4096)
+    monkeypatch.setattr(check_gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
+    assert check_gpu_setup.model_memory("gpu", 16).state == "ok"
+    found = check_gpu_setup.model_memory("gpu", 4096)
     assert found.state == "fail"
     fits = int(found.advice.split()[2].rstrip(","))
-    assert gpu_setup.model_memory("gpu", fits).state == "ok"
+    assert check_gpu_setup.model_memory("gpu", fits).state == "ok"
 
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class AMPConfig:
-    """Mixed precision, and what belongs to every step with it. Wrong values are refused when it is made."""
+    """Mixed precision, and everything else about a step. The constructor refuses wrong values."""
 
     # False trains everything in float32.
     enabled: bool = True
@@ -25,13 +25,13 @@ class AMPConfig:
     # One loss scale for the whole training, in place of `scaler`.
     static_scale: float | None = None
 
-    # Of the gradient after the scale is taken out.
+    # Measured after the loss scale is taken out.
     max_grad_norm: float | None = 1.0
 
     # Calls of training_step for one optimizer step.
     gradient_accumulation_steps: int = 1
 
-    # For the optimizer that a trainer makes if it is given none.
+    # For the AdamW that a trainer makes if it gets no optimizer.
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
 
@@ -77,10 +77,11 @@ class AMPConfig:
             problems += error.problems
         if problems:
             raise ConfigError(problems)
+
         return True
 
     def run_config(self, **more: Any) -> RunConfig:
-        """Return the same as settings of a run, whose names appear in its error messages."""
+        """Return the same as settings of a run; error messages use the names of these settings."""
         scaler = {name: getattr(self.scaler, name) for name in ScalerConfig.model_fields}
         if self.static_scale is not None:
             # A scale whose bounds are equal never moves.

@@ -26,7 +26,7 @@ from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 # (model, batch) -> Loss, or the mean loss of the batch.
 LossFn = Callable[[Any, Any], Any]
@@ -56,6 +56,7 @@ class AMPTrainer:
         """Without `loss_fn` the model itself must return its loss: a scalar, `.loss`, or a mapping with "loss"."""
         self.config = config or AMPConfig()
         self.loss_fn = loss_fn
+
         # In this order: the optimizer must see the parameters where the driver has put them.
         check_storage(model)
         self.runtime = self.setup()
@@ -76,7 +77,7 @@ class AMPTrainer:
         return make_runtime(World(), choose_device(self.config.device, World()), "none")
 
     def settings(self) -> dict[str, Any]:
-        """Return more of the engine's settings."""
+        """Return engine settings beyond those of the AMPConfig."""
         return {}
 
     # ---- training ----
@@ -92,6 +93,7 @@ class AMPTrainer:
                 "",
                 "make one trainer for each model you train",
             )
+
         self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
         return self.driver.module
 
@@ -106,38 +108,36 @@ class AMPTrainer:
         A rank that has none left repeats its last one with weight 0 until the others are done.
         """
         batches = iter(loader)
-        batch = last = next(batches, None)
+        batch = next(batches, None)
         if batch is None:
             raise UserError(
                 "train_epoch(loader) was called with a loader that has no batch on this rank",
                 "",
                 "give every rank at least one",
             )
-        self._check_sharded(batch)
+
+        # Nothing else would show that every rank has the same samples.
+        check_different(
+            self.runtime.collectives.gather_json(digest(batch)),
+            "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
+        )
 
         # Loss and weight, added up on the device.
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         result = None
+        padding = False
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
-            loss, result = self._micro_step(last, padding=batch is None, exhausted=upcoming is None)
-            if batch is not None:
+            loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
+            if not padding:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
-            batch = upcoming
-            if upcoming is not None:
-                last = upcoming
+            padding = upcoming is None
+            batch = batch if padding else upcoming
 
-        # On a GPU one more outcome is under way: it must not end the next epoch.
+        # On a GPU one outcome is still pending: it must not end the next epoch.
         self.stepper.settle()
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
-
-    def _check_sharded(self, first: Any) -> None:
-        """Refuse a loader that gives every rank the same samples; nothing else would show it."""
-        check_different(
-            self.runtime.collectives.gather_json(digest(first)),
-            "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
-        )
 
     @property
     def scaler(self) -> DynamicScaler | None:
@@ -152,7 +152,10 @@ class AMPTrainer:
     # ---- checkpoints ----
 
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
-        """Save weights, optimizer, scale and counters below the folder `path`, atomically."""
+        """Save weights, optimizer, scale and counters below the folder `path`, atomically.
+
+        Only `rank` writes. Collective: it returns on every rank when the checkpoint is committed.
+        """
         return save_state(self._state(), self.runtime, Path(path), writer=rank)
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -166,35 +169,40 @@ class AMPTrainer:
         more = {"lr.peak": None} if own_rate else {}
         settings = self.config.run_config(**self.settings(), **more)
         self.optimizers = Optimizers(self.optimizer, self._module)
+
         # A constant rate needs no end of the training.
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
-        precision = choose(settings, self.runtime.device)
-        self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
+        self.stepper = Stepper(
+            self.driver, self.optimizers, rate, choose(settings, self.runtime.device), settings, self.runtime, 1
+        )
 
-        # The optimizer step that is under way, and whether the size of a usual one is known.
-        self._share: StepBatches | None = None
+        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
+        self._open_step: StepBatches | None = None
         self._sized = False
 
     def _state(self) -> RunState:
-        if self._share is not None:
+        if self._open_step is not None:
             done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
             raise UserError(
                 f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
                 "",
                 "save after the step's last batch",
             )
+
         self.stepper.settle()
-        return RunState(self._module, self.optimizers, self.stepper, _NoSource(), {}, keep_frozen=True)
+        source = _NoSource()  # pyrefly: ignore[bad-instantiation]
+        return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
         count = self.config.gradient_accumulation_steps
         samples = _samples(batch)
-        if self._share is None:
-            self._share = self._begin(samples * count)
-        self._share.exhausted = exhausted
+        if self._open_step is None:
+            self._open_step = self._begin(samples * count)
+        self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
+
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
         index = self.runtime.world.rank * count + self.stepper.control.backwards_done
         self.stepper.before_forward(MicroBatch(batch, index, samples, padding=padding))
@@ -203,14 +211,15 @@ class AMPTrainer:
         self.stepper.backward(loss)
         if self.stepper.control.backwards_done < count:
             return loss, None
-        self._share = None
+
+        self._open_step = None
         return loss, self.stepper.apply()
 
     def _begin(self, samples: int) -> StepBatches:
         if not self._sized:
             # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
-            mine = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(mine))
+            total = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
+            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
             self._sized = True
         batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(batches)
@@ -218,26 +227,27 @@ class AMPTrainer:
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
-        found = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
-        if isinstance(found, Loss):
-            return found
-        if isinstance(found, Mapping):
-            found = found.get("loss")
-        elif not isinstance(found, Tensor):
-            found = getattr(found, "loss", None)
+        loss = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
+        if isinstance(loss, Loss):
+            return loss
+
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss")
+        elif not isinstance(loss, Tensor):
+            loss = getattr(loss, "loss", None)
 
         # Never a made-up loss: a trainer that continues without one seems to train.
-        if not isinstance(found, Tensor) or found.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             maker = "loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
                 f"{maker} must return a loss for the batch; it returned {what}",
                 "",
                 "return the mean loss of the batch as one number, or lockstep.Loss(sum, weight); or pass loss_fn=",
             )
 
-        # A mean over samples, as the sum it stands for.
-        return Loss(found * samples, samples)
+        # The mean over samples becomes the sum that it stands for.
+        return Loss(loss * samples, samples)
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -245,20 +255,11 @@ class AMPTrainer:
         return self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch)
 
 
-class _NoSource:
-    """The batches are the caller's, so a checkpoint has no position in the data."""
-
-    def take(self) -> StepBatches:
-        raise NotImplementedError
-
-    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        raise NotImplementedError
+class _NoSource(BatchSource):
+    """The batches are the caller's, so a checkpoint has no position in the data. Only its state is asked for."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def make_runtime(world: World, device: torch.device, backend: str) -> Runtime:
@@ -278,6 +279,7 @@ def _samples(batch: Any) -> int:
     """Return the number of samples of a batch: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch)
+
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()

@@ -14,24 +14,25 @@ from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
-# So many of the newest checkpoints.
+# The number of newest checkpoints that stay.
 KEEP = 3
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
     """Save the state from one rank. Collective: the others wait, and raise the same error if it fails."""
-    found: list[str | None] = [None, None]
+    outcome: list[str | None] = [None, None]
     if runtime.world.rank == writer:
-        found = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
+        outcome = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
 
     # Every rank learns how it went, so that all raise or none.
-    path, error = runtime.collectives.gather_json(found)[writer]
+    path, error = runtime.collectives.gather_json(outcome)[writer]
     if path is None:
         raise UserError(
             f"save_checkpoint({str(folder)!r}) could not write the checkpoint",
             str(error),
             "make room, or choose another folder",
         )
+
     return Path(path)
 
 
@@ -57,11 +58,12 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
     rank, size = runtime.world.rank, runtime.world.size
     gather = runtime.collectives.gather_json
     if is_checkpoint(path):
-        one = Checkpoint.at(path)
-        found = find(one.store, rank, size, gather, one.name)
+        named = Checkpoint.at(path)
+        checkpoint = find(named.store, rank, size, gather, named.name)
     else:
-        found = find(FileStore(path / "checkpoints"), rank, size, gather)
-    if found is None:
+        checkpoint = find(FileStore(path / "checkpoints"), rank, size, gather)
+
+    if checkpoint is None:
         raise UserError(
             f"load_checkpoint({str(path)!r}) found no checkpoint there",
             "",
@@ -69,6 +71,6 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         )
 
     # No rank may save there before all have read.
-    state.restore(found.reader(), found.manifest.values["state"])
+    state.restore(checkpoint.reader(), checkpoint.manifest.values["state"])
     gather(None)
     return state.stepper.counters.step

@@ -40,12 +40,11 @@ class DDPManager:
 
         `nccl` means gloo where ranks have no GPU of their own.
         """
-        # Alone only where nothing announces other ranks.
+        # Train alone only if nothing announces other ranks.
         require_world_size()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
-        timeout = timedelta(minutes=timeout_mins)
-        self.backend = self._membership.join(self.world, self.device, backend, timeout)
+        self.backend = self._membership.join(self.world, self.device, backend, timedelta(minutes=timeout_mins))
         return not self.world.alone
 
     @property
@@ -74,9 +73,11 @@ class DDPManager:
     ) -> nn.Module:
         """Move a model to the device, and wrap it in DDP if it has something to train; a frozen one is only moved."""
         model.to(self.device)
+
         # DDP refuses a model without trainable parameters.
         if self.world.alone or not any(p.requires_grad for p in model.parameters()):
             return model
+
         # The name of DDP's argument depends on the version of torch.
         buffers: dict[str, Any] = {BUFFERS_OPTION: broadcast_buffers}
         return DistributedDataParallel(
@@ -106,7 +107,7 @@ class DDPManager:
         )
 
     def set_epoch(self, loader: DataLoader, epoch: int) -> None:
-        """Let the next pass over `loader` be `epoch`, on resume. Otherwise passes count themselves."""
+        """Set the epoch of the next pass over `loader`, on resume. Otherwise every pass counts itself."""
         if not isinstance(loader.batch_sampler, RankBatches):
             raise UserError(
                 "set_epoch(loader) got a loader that get_dataloader did not make", "", "make it with get_dataloader"
@@ -119,6 +120,7 @@ class DDPManager:
             raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"type mean, {', '.join(OPERATIONS)}")
         if self.world.alone:
             return tensor
+
         # Not every backend has a mean: it is the sum, divided.
         dist.all_reduce(tensor, OPERATIONS.get(op, dist.ReduceOp.SUM) if isinstance(op, str) else op)
         return tensor.div_(self.world.size) if op == "mean" else tensor
@@ -150,6 +152,7 @@ class RankBatches(Sampler[list[int]]):
                 "",
                 "choose a smaller batch_size, or drop_last=False",
             )
+
         # A rank without a batch would leave the others waiting in their all-reduce.
         if not drop_last and 0 < rest < world.size:
             raise UserError(
@@ -162,15 +165,16 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Passes count themselves: no call of set_epoch is forgotten.
+        # Every pass counts itself: nobody can forget to call set_epoch.
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):
             start = number * self.batch
             stop = min(start + self.batch, self.length)
-            # Samples of one global batch, of which every rank gets a stretch.
-            mine = deal(stop - start, self.world.rank, self.world.size)
-            yield self.order.ids(epoch, start + mine.start, start + mine.stop).tolist()
+
+            # Every rank gets a contiguous range of the global batch.
+            shard = deal(stop - start, self.world.rank, self.world.size)
+            yield self.order.ids(epoch, start + shard.start, start + shard.stop).tolist()
 
 
 def log_gpu_memory(device: torch.device | None = None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,6 @@ class DistributedAMPTrainer(AMPTrainer):
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
         self.distributed = distributed
-        self.rank = distributed.rank
-        self.world_size = distributed.world_size
         self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
 
@@ -66,11 +63,10 @@ class DistributedAMPTrainer(AMPTrainer):
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
             # By the configuration's GPUs, if it names some.
-            index = own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index)
-            device = torch.device("cuda", index)
+            device = torch.device("cuda", own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index))
         backend = self._membership.join(world, device, self.distributed.backend)
 
-        # What was found, where the arguments were left out.
+        # What the launcher or the process group says, where the arguments were left out.
         self.rank = world.rank
         self.world_size = world.size
         return make_runtime(world, device, backend)
@@ -81,10 +77,6 @@ class DistributedAMPTrainer(AMPTrainer):
             "ddp.broadcast_buffers": self.distributed.broadcast_buffers,
             "ddp.gradient_as_bucket_view": self.distributed.gradient_as_bucket_view,
         }
-
-    def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
-        """Save a checkpoint, written by `rank` only. Collective: it returns on every rank when it is committed."""
-        return super().save_checkpoint(path, rank)
 
     def cleanup(self) -> None:
         """Leave the process group that this trainer joined."""
@@ -105,38 +97,39 @@ def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) 
         return usual
     if not of_node:
         return ids[0]
+
     # Where only these are visible, as `DistributedConfig.to_env_dict` asks for, they are counted from 0.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") == ",".join(map(str, ids))
     return world.local_rank if visible else ids[world.local_rank]
 
 
-def _find_world(given: DistributedConfig) -> World:
-    """Return the ranks of the process group, the environment or the arguments, in this order."""
+def _find_world(config: DistributedConfig) -> World:
+    """Return the ranks of the process group, the environment or the configuration, in this order."""
     if dist.is_initialized() or World.launched():
-        return _matching(given, current_world())
+        world = current_world()
+
+        # The defaults contradict nothing.
+        if (config.rank, config.world_size) not in ((0, 1), (world.rank, world.size)):
+            raise UserError(
+                f"rank={config.rank}, world_size={config.world_size} were given to a process that was started as rank "
+                f"{world.rank} of {world.size}",
+                "",
+                "leave rank and world_size out: they are found",
+            )
+        return world
+
     require_world_size()
-    if given.world_size == 1:
+    if config.world_size == 1:
         return World()
 
-    # Without a launcher: the arguments say what torchrun's variables would. Those that are set count.
-    on_nodes = given.world_size == given.num_nodes * given.num_gpus_per_node
-    env = {
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", given.master_addr),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", str(given.master_port)),
-        "RANK": str(given.rank),
-        "WORLD_SIZE": str(given.world_size),
-        "LOCAL_RANK": str(given.local_rank if on_nodes else given.rank),
-    }
-    return World.from_env(env)
-
-
-def _matching(given: DistributedConfig, found: World) -> World:
-    """Refuse arguments that contradict how this process was started; the defaults contradict nothing."""
-    if (given.rank, given.world_size) not in ((0, 1), (found.rank, found.size)):
-        raise UserError(
-            f"rank={given.rank}, world_size={given.world_size} were given to a process that was started as rank "
-            f"{found.rank} of {found.size}",
-            "",
-            "leave rank and world_size out: they are found",
-        )
-    return found
+    # Without a launcher, the configuration says what torchrun's variables would. Variables that are set win.
+    on_nodes = config.world_size == config.num_nodes * config.num_gpus_per_node
+    return World.from_env(
+        {
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR", config.master_addr),
+            "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
+            "RANK": str(config.rank),
+            "WORLD_SIZE": str(config.world_size),
+            "LOCAL_RANK": str(config.local_rank if on_nodes else config.rank),
+        }
+    )

@@ -76,12 +76,8 @@ class DistributedConfig:
         values: dict[str, Any] = {}
         for field in fields(cls):
             name = STANDARD.get(field.name, f"DIST_{field.name.upper()}")
-            if name not in env:
-                continue
-            if field.name == "master_addr":
-                values[field.name] = env[name]
-            else:
-                values[field.name] = _parsed(name, env[name], whole=field.name in STANDARD)
+            if name in env:
+                values[field.name] = _parsed(field.name, name, env[name])
 
         # torchrun does not say how many nodes there are.
         if "num_gpus_per_node" in values and "num_nodes" not in values:
@@ -92,8 +88,9 @@ class DistributedConfig:
     def from_file(cls, path: str | Path) -> DistributedConfig:
         """Read a .yaml, .yml or .json file with some of the fields."""
         values = read_file(path)
-        # A misspelt field must not be ignored.
         known = [f.name for f in fields(cls)]
+
+        # A misspelt field must not be ignored.
         for key in values:
             if key not in known:
                 raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
@@ -103,7 +100,7 @@ class DistributedConfig:
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, which is YAML too."""
+        """Write the fields as JSON, which is also YAML."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def command(self, script: str, arguments: Sequence[str] = ()) -> list[str]:
@@ -128,14 +125,17 @@ class DistributedConfig:
         return True
 
     def _wrong_types(self) -> Iterator[UserError]:
-        # The types of the defaults; annotations are texts here.
+        # The types of the defaults: annotations are only strings in this module.
         defaults = DistributedConfig()
         for field in fields(self):
             value = getattr(self, field.name)
             kind = type(getattr(defaults, field.name))
             if field.name != "device_ids" and type(value) is not kind:
-                problem = f"{field.name}={value!r} is not of type {kind.__name__}"
-                yield UserError(problem, "", f"give it a value of type {kind.__name__}")
+                yield UserError(
+                    f"{field.name}={value!r} is not of type {kind.__name__}",
+                    "",
+                    f"give it a value of type {kind.__name__}",
+                )
 
     def _wrong_ranks(self) -> Iterator[UserError]:
         processes = self.num_nodes * self.num_gpus_per_node
@@ -170,12 +170,10 @@ class DistributedConfig:
                 "on every node it is the address of that node itself",
                 "give the address of node 0",
             )
-        if self.backend not in BACKENDS:
-            yield UserError(f"backend={self.backend} is not supported", "", f"choose from {', '.join(BACKENDS)}")
-        if self.launch_method not in LAUNCHERS:
-            yield UserError(
-                f"launch_method={self.launch_method} is not supported", "", f"choose from {', '.join(LAUNCHERS)}"
-            )
+        for name, known in (("backend", BACKENDS), ("launch_method", LAUNCHERS)):
+            value = getattr(self, name)
+            if value not in known:
+                yield UserError(f"{name}={value} is not supported", "", f"choose from {', '.join(known)}")
 
         # More GPUs than processes are fine.
         ids = self.device_ids
@@ -187,11 +185,15 @@ class DistributedConfig:
             )
 
 
-def _parsed(name: str, text: str, whole: bool) -> Any:
-    """Return the value of an environment variable: a whole number, or JSON."""
+def _parsed(field: str, name: str, text: str) -> Any:
+    """Return the value of the variable `name`: an address, a whole number, or JSON."""
+    if field == "master_addr":
+        return text
+
     try:
-        return int(text) if whole else json.loads(text)
+        return int(text) if field in STANDARD else json.loads(text)
     except ValueError:
-        kind = "a whole number" if whole else "JSON"
-        problem = f"the environment variable {name}={text!r} is not {kind}"
-        raise UserError(problem, "", f"set {name} to {kind}, or unset it") from None
+        kind = "a whole number" if field in STANDARD else "JSON"
+        raise UserError(
+            f"the environment variable {name}={text!r} is not {kind}", "", f"set {name} to {kind}, or unset it"
+        ) from None

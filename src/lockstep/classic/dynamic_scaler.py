@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 
 
 class DynamicScaler(precision.DynamicScaler):
-    """The engine's scaler, and what a loop without a Stepper needs as well: finding overflows on all ranks."""
+    """The engine's scaler for a loop without a Stepper: it looks for overflows itself, on all ranks."""
 
     def __init__(
         self,
@@ -26,40 +26,39 @@ class DynamicScaler(precision.DynamicScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ):
-        config = ScalerConfig(
-            initial=init_scale,
-            growth=growth_factor,
-            backoff=backoff_factor,
-            interval=growth_interval,
-            minimum=min_scale,
-            maximum=max_scale,
-            hysteresis=hysteresis,
+        super().__init__(
+            ScalerConfig(
+                initial=init_scale,
+                growth=growth_factor,
+                backoff=backoff_factor,
+                interval=growth_interval,
+                minimum=min_scale,
+                maximum=max_scale,
+                hysteresis=hysteresis,
+            )
         )
-        super().__init__(config)
-        self._unscaled = False
 
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
 
     def unscale(self, grads: torch.optim.Optimizer | Iterable[Tensor]) -> None:
         """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it."""
-        if self._unscaled:
-            raise UserError(
-                "unscale() was called twice in one step",
-                "",
-                "call it once between backward and step",
-            )
-        found = _gradients(grads) if isinstance(grads, torch.optim.Optimizer) else list(grads)
-        super().unscale(found)
-        self._unscaled = True
+        if self._overflowed is not None:
+            raise UserError("unscale() was called twice in one step", "", "call it once between backward and step")
+
+        if isinstance(grads, torch.optim.Optimizer):
+            parameters = [p for group in grads.param_groups for p in group["params"]]
+            grads = [p.grad for p in parameters if p.grad is not None]
+        grads = list(grads)
+        super().unscale(grads)
 
         # The host waits for the device here, as GradScaler does.
-        finite = all(bool(grad.isfinite().all()) for grad in found)
-        self._overflowed = _on_any_rank(not finite, found)
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        self._overflowed = _on_any_rank(not finite, grads)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer if every gradient of every rank is finite. Returns whether it was."""
-        if not self._unscaled:
+        if self._overflowed is None:
             self.unscale(optimizer)
         if not self._overflowed:
             optimizer.step()
@@ -67,22 +66,17 @@ class DynamicScaler(precision.DynamicScaler):
 
     def update(self, overflowed: bool | None = None) -> None:
         """Adjust the scale, once a step and after `step`. All ranks know of the overflow, so they move together."""
-        # A loop that looks for overflows itself says what it found.
+        # A loop that looks for overflows itself passes the outcome.
         outcome = self._overflowed if overflowed is None else overflowed
         assert outcome is not None, "update() before step()"
         super().update(outcome)
-        self._unscaled = False
         self._overflowed = None
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _on_any_rank(here: bool, grads: list[Tensor]) -> bool:
-    """Return whether `here` is true on any rank. Collective: every rank must call it."""
+def _on_any_rank(overflowed: bool, grads: list[Tensor]) -> bool:
+    """Return whether any rank overflowed. Collective: every rank must call it."""
     if not dist.is_initialized():
-        return here
-    flag = torch.tensor(float(here), device=grads[0].device if grads else "cpu")
+        return overflowed
+    flag = torch.tensor(float(overflowed), device=grads[0].device if grads else "cpu")
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

@@ -37,7 +37,7 @@ class ElasticPlan:
     grad_accum: int
     reason: str
 
-    # The device of the last frozen model, if it is not its process's own.
+    # The device of the last frozen model, if it is not on its process's own GPU.
     last_reader: str | None = None
 
     @property
@@ -76,25 +76,32 @@ class ElasticGPUConfig:
         """Plan for the `processes` that a launcher has started, or for as many as make sense."""
         if processes is not None and not self._divides(processes):
             raise uneven(self.base_batch_size, processes)
+
+        # Processes must divide the batch: for 64 samples only two of three GPUs are used.
         count = len(self.gpus)
-        # Processes must divide the batch: of three GPUs two can, for 64 samples.
         ranks = processes or self._most(count)
         if not count:
             return self._plan(ranks, None, "no GPU here")
 
-        third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
+        # Processes that share a GPU each need room for all models there.
         sharing = -(-ranks // count)
-        if self._fits_replicas(sharing):
+        replica = self._all_models() + self._sample()
+        third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
+        if sharing * replica <= self.target_util * self._memory():
             if third and ranks == 2:
                 return self._shared_third()
             idle = f"; {count - ranks} of {count} GPUs idle" * (ranks < count)
             room = self._room(self._all_models(), self.target_util / sharing)
             return self._plan(ranks, room, "everything fits on each GPU" + idle)
-        if count == ranks == 1:
-            return self._nearly_full()
+
+        # Otherwise the last frozen model moves, unless there is no second GPU to move it to.
         if third:
             return self._shared_third()
-        return self._split(processes or self._most(count // 2))
+        if count > 1 or ranks > 1:
+            return self._split(processes or self._most(count // 2))
+        if replica > NEARLY_FULL * self._memory():
+            raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
+        return self._plan(1, self._room(self._all_models(), NEARLY_FULL), "one GPU, nearly full")
 
     def settings(self, plan: ElasticPlan) -> dict[str, Any]:
         """Return the settings for a run of the recipe latent_wire, and of others where no model is moved."""
@@ -107,23 +114,20 @@ class ElasticGPUConfig:
 
     # ---- kinds of plans ----
 
-    def _nearly_full(self) -> ElasticPlan:
-        """Plan for one GPU: there is no second one to move a model to."""
-        if self._all_models() + self._sample() > NEARLY_FULL * self._memory():
-            raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
-        return self._plan(1, self._room(self._all_models(), NEARLY_FULL), "one GPU, nearly full")
-
     def _split(self, ranks: int) -> ElasticPlan:
-        """Plan a second GPU for every process, `ranks` further on, for its last frozen model."""
+        """Plan a second GPU for the last frozen model of every process: the one `ranks` after its own."""
         if not self.reader_gb:
             raise self._too_large(self._all_models(), "shard the model: strategy=fsdp")
+
         if 2 * ranks > len(self.gpus):
             fewer = self._most(len(self.gpus) // 2)
             raise self._too_large(self._all_models(), f"start {_processes(fewer)}, with two GPUs each")
-        # The fuller one of the two GPUs decides.
+
+        # The fuller of the two GPUs decides.
         largest = max(self._own_models(), self.reader_gb[-1])
         if largest + self._sample() > self.target_util * self._memory():
             raise self._too_large(largest, "use GPUs with more memory, or smaller models")
+
         reason = f"the models do not fit on one GPU, so {'it has' if ranks == 1 else 'each has'} two"
         device = "cuda:1" if ranks == 1 else f"cuda:+{ranks}"
         return self._plan(ranks, self._room(largest, self.target_util), reason, device)
@@ -132,8 +136,9 @@ class ElasticGPUConfig:
         """Plan two processes on three GPUs: the third holds the last frozen model of both."""
         own = self._room(self._own_models(), self.target_util)
         third = self._room(2 * self.reader_gb[-1], self.target_util) // 2
-        reason = "two processes, and the last frozen model of both on the third GPU"
-        return self._plan(2, min(own, third), reason, "cuda:2")
+        return self._plan(
+            2, min(own, third), "two processes, and the last frozen model of both on the third GPU", "cuda:2"
+        )
 
     def _plan(self, ranks: int, room: int | None, reason: str, last_reader: str | None = None) -> ElasticPlan:
         """Divide the batch into the largest forwards of at most `room` samples."""
@@ -143,10 +148,10 @@ class ElasticGPUConfig:
             strategy = "hybrid" if last_reader else "ddp"
 
         # A forward takes a divisor of the process's samples, so that all forwards are equal.
-        mine = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
-        most = mine if room is None else max(1, min(mine, room))
-        batch = next(size for size in range(most, 0, -1) if mine % size == 0)
-        return ElasticPlan(strategy, ranks, batch, mine // batch, reason, last_reader)
+        samples = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
+        most = samples if room is None else max(1, min(samples, room))
+        batch = next(size for size in range(most, 0, -1) if samples % size == 0)
+        return ElasticPlan(strategy, ranks, batch, samples // batch, reason, last_reader)
 
     # ---- arithmetic ----
 
@@ -164,10 +169,6 @@ class ElasticGPUConfig:
     def _sample(self) -> float:
         return self.sample_gb or 0.0
 
-    def _fits_replicas(self, sharing: int) -> bool:
-        """Return whether every GPU holds all models of `sharing` processes."""
-        return sharing * (self._all_models() + self._sample()) <= self.target_util * self._memory()
-
     def _fits_third(self) -> bool:
         """Return whether one GPU holds the last frozen model of two processes, and another the rest of one."""
         if not self.reader_gb:
@@ -183,7 +184,7 @@ class ElasticGPUConfig:
         return next(ranks for ranks in range(max(1, limit), 0, -1) if self._divides(ranks))
 
     def _room(self, held: float, util: float) -> int:
-        """Return how many samples still fit; more than there are, if the size of one is not known."""
+        """Return how many samples fit beside `held` GiB; more than the batch has, if their size is not known."""
         if not self.sample_gb:
             return 2 * self.base_batch_size
         return int((util * self._memory() - held) / self.sample_gb)
@@ -212,7 +213,9 @@ def _processes(count: int) -> str:
 
 def detected() -> list[GPU]:
     """Return the GPUs that this process sees."""
+    # With a driver that is too old, torch counts GPUs that it cannot use.
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [GPU(each.name, each.total_memory / 2**30) for each in found]
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [GPU(gpu.name, gpu.total_memory / 2**30) for gpu in properties]

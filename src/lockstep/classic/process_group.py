@@ -1,7 +1,7 @@
-"""The process group of a script: found if the script has joined one, joined if not, and left again.
+"""The process group of a script: the one that the script has joined, or one that we join and leave again.
 
 `DDPManager` and `DistributedAMPTrainer` share this. Neither makes up a WORLD_SIZE, and neither continues alone after a
-failed start: ranks that each believe to be alone would all train, and all write.
+failed start: ranks that each believe they are alone would all train, and all write.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Membership:
             torch.cuda.set_device(device)
         if dist.is_initialized():
             return dist.get_backend()
-        found = join(world, device, asked="gloo" if backend == "gloo" else "auto", timeout=timeout)
-        self._joined = found != "none"
-        return found
+
+        joined = join(world, device, asked="gloo" if backend == "gloo" else "auto", timeout=timeout)
+        self._joined = joined != "none"
+        return joined
 
     def leave(self, world: World, device: torch.device) -> None:
         """Leave together with the other ranks. Collective, if this process has joined."""
@@ -56,7 +57,7 @@ class Membership:
 def current_world() -> World:
     """Return this process's rank and world, from the environment or the process group it has joined."""
     if dist.is_initialized() and not World.launched():
-        # A script that joined by itself: it may run on one machine only, as far as is known.
+        # The script joined by itself. Without LOCAL_RANK we take all ranks to be on one machine.
         rank, size = dist.get_rank(), dist.get_world_size()
         return World(rank, size, rank, size)
     return World.from_env()
@@ -65,11 +66,11 @@ def current_world() -> World:
 def require_world_size(env: Mapping[str, str] = os.environ) -> None:
     """Refuse an environment that makes this process a rank without saying of how many."""
     # Continuing alone would let every rank train by itself, and all of them write.
-    given = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
+    present = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
     missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
-    if given and missing:
+    if present and missing:
         raise UserError(
-            f"{missing[0]} is not set, but {', '.join(given)} is",
+            f"{missing[0]} is not set, but {', '.join(present)} is",
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK",
         )

@@ -1,4 +1,4 @@
-"""What `train.py` runs: a recipe, on the processes that a launcher has started, or as many as the GPUs ask for."""
+"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep import api
+from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
 from lockstep.classic.process_group import require_world_size
-from lockstep.config import Layer
+from lockstep.config import Layer, flatten, read_layers, resolve_for
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
+from lockstep.targets import load_class
 
 # torch.distributed.launch adds one of these, and sets the variable LOCAL_RANK as well.
 LOCAL_RANK = ("--local-rank", "--local_rank")
 
 # Settings that mean the same as a flag.
 RIVALS = {
-    "batch_size": ("global_batch", "local_batch", "micro_batch"),
-    "save_every": ("checkpoint.every",),
-    "auto_resume": ("resume",),
+    "global_batch": "batch_size",
+    "local_batch": "batch_size",
+    "micro_batch": "batch_size",
+    "checkpoint.every": "save_every",
+    "resume": "auto_resume",
 }
 
 
@@ -30,7 +35,10 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) 
     options, settings = parser.parse_known_args(arguments)
     try:
         check_processes(options.distributed, options.elastic_gpu)
-        _check_elastic_flags(parser, options)
+        for name, value in vars(options).items():
+            if name.startswith("elastic_") and value != parser.get_default(name) and not options.elastic_gpu:
+                raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
+
         # Another launch brings its own LOCAL_RANK.
         typed = [word for word in arguments if word.partition("=")[0] not in LOCAL_RANK]
         return _train(target, options, settings, typed)
@@ -71,6 +79,7 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
         if size > 1 and not distributed and not elastic_gpu:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
         return
+
     require_world_size()
     if distributed:
         raise UserError(
@@ -78,14 +87,6 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK by hand; or leave --distributed out",
         )
-
-
-def _check_elastic_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.elastic_gpu:
-        return
-    for name, value in vars(options).items():
-        if name.startswith("elastic_") and value != parser.get_default(name):
-            raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -96,8 +97,9 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["micro_batch"] = options.batch_size
     elif options.grad_accum_steps != 1:
         raise UserError(
-            "--grad_accum_steps needs --batch_size", "", "type --batch_size N too, the samples of one forward"
+            "--grad_accum_steps needs --batch_size", "", "also type --batch_size N, the samples of one forward"
         )
+
     if options.save_every is not None:
         settings["checkpoint.every"] = options.save_every
     if options.auto_resume:
@@ -107,41 +109,37 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
     """Refuse a flag and a typed setting that contradict each other. A flag may override a file."""
-    # Equal values do not contradict each other.
-    given = settings_of(options)
-    for flag, keys in RIVALS.items():
-        if not getattr(options, flag):
-            continue
-        for key in keys:
-            if key in typed and given.get(key) != typed[key]:
-                raise UserError(
-                    f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
-                )
+    settings = settings_of(options)
+    for key, flag in RIVALS.items():
+        # Equal values do not contradict each other.
+        if getattr(options, flag) and key in typed and settings.get(key) != typed[key]:
+            raise UserError(
+                f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
+            )
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
-    from lockstep.api import Processes, resume_command, train
-    from lockstep.config import flatten, read_layers
-
     layers = read_layers(options.config, settings)
     check_rivals(options, flatten(layers[-1][1]))
     layers.append(("command line", settings_of(options)))
+
     count = None
     if options.elastic_gpu:
         # The weakest layer: everything that was typed or written is stronger.
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
-    return train(target, layers, Processes(count), resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]))
+
+    again = api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"])
+    return api.train(target, layers, api.Processes(count), again)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
     """Return how many processes to start, None if this process trains itself, and the plan's settings."""
-    from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
-    from lockstep.config import resolve_for
-    from lockstep.targets import load_class
-
-    kind, world = load_class(target), World.from_env()
+    kind = load_class(target)
+    world = World.from_env()
     config = resolve_for(kind.defaults, kind.presets, layers).config
+
+    # The plan is for this machine: its samples, and its processes.
     if config.local_batch is not None:
         batch = config.local_batch
     elif config.global_batch is None:
@@ -149,7 +147,7 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     elif config.global_batch % world.size:
         raise uneven(config.global_batch, world.size)
     else:
-        # The part of this machine.
+        # The share of this machine.
         batch = config.global_batch // world.size * world.local_size
 
     elastic = ElasticGPUConfig(
@@ -160,15 +158,16 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
         sample_gb=options.elastic_sample_gb,
         target_util=options.elastic_target_util,
     )
+
+    # Ranks that a launcher has started are neither more nor fewer.
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
         print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)
 
     # Micro-batches are tried out by restarts, which another launcher would not do.
     settings = elastic.settings(plan)
-    if World.launched():
-        if settings.get("micro_batch") == "auto":
-            del settings["micro_batch"]
-        return None, ("--elastic_gpu", settings)
-    start = plan.processes > 1 or settings.get("micro_batch") == "auto"
+    tries_sizes = settings.get("micro_batch") == "auto"
+    if World.launched() and tries_sizes:
+        del settings["micro_batch"]
+    start = not World.launched() and (plan.processes > 1 or tries_sizes)
     return plan.processes if start else None, ("--elastic_gpu", settings)

@@ -26,6 +26,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn the channel pairs (j, j + D/2) of x (..., T, D) by their position, so that q.k depends on distance only."""
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)  # (..., T, D/2) each
+
     # The angles are float32: without the conversion so would be the products.
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -33,6 +34,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 def split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split the output (B, T, 3W) of a joint projection into queries, keys and values (B, H, T, D)."""
     B, T, width = qkv.shape
+
     # Queries, keys and values lie one after another in the channels, and in each of them the heads.
     q, k, v = qkv.view(B, T, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
     return q, k, v
@@ -74,5 +76,6 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
+
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(merge_heads(y))

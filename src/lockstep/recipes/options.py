@@ -51,6 +51,7 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
                     field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
                 )
             )
+
     return inspect.Signature(parameters)
 
 
@@ -80,12 +81,6 @@ class OnlyWith:
     never: tuple[Any, ...] = ()
     found: str = ""
 
-    def applies(self, value: Any) -> bool:
-        """Whether the options count when `of` has this value."""
-        if self.values:
-            return value in self.values
-        return value not in self.never
-
 
 def warn_unused(
     owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.", stacklevel: int = 4
@@ -97,7 +92,8 @@ def warn_unused(
     parameters = inspect.signature(owner).parameters
 
     for rule in rules:
-        if rule.applies(given[rule.of]):
+        value = given[rule.of]
+        if value in rule.values if rule.values else value not in rule.never:
             continue
         changed = [
             f"{prefix}{name}={given[name]}"
@@ -105,6 +101,7 @@ def warn_unused(
             if name in parameters and given[name] != parameters[name].default
         ]
         if changed:
-            switch = f"{prefix}{rule.of}={given[rule.of]}"
             # The fourth frame is the code that makes a task: warn_unused, the constructor, its decorator, its caller.
-            warnings.warn(f"{', '.join(changed)}: no effect with {switch} ({rule.found})", stacklevel=stacklevel)
+            warnings.warn(
+                f"{', '.join(changed)}: no effect with {prefix}{rule.of}={value} ({rule.found})", stacklevel=stacklevel
+            )

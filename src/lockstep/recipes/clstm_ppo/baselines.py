@@ -42,7 +42,8 @@ class Played:
     def report(self) -> dict[str, Tensor]:
         """Return the measures of the trading literature for every episode (n,), with earnings as log-returns."""
         wealth = self.earned.cumsum(dim=1).exp()
-        # The capital at the start counts as a best moment: a fall from it is a pullback too.
+
+        # The initial capital is the first peak: a fall below it is also a pullback.
         best = wealth.cummax(dim=1).values.clamp(min=1.0)
         gained = wealth[:, -1] - 1
         return {
@@ -55,7 +56,7 @@ class Played:
 
 
 def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Played:
-    """Play an episode of `days` in every environment, none of which has begun."""
+    """Play an episode of `days` in every environment. None of them may have begun."""
     earned = []
     trades = torch.zeros(len(market.envs), dtype=torch.float64, device=market.envs.device)
     for _ in range(days):
@@ -74,7 +75,7 @@ class Greedy:
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
-        # The memory is made with the first day, when the number of environments is known.
+        # Only on the first day is the number of environments known.
         self.state = self.state or self.agent.initial_state(len(market.envs), market.envs.device)
         starts = market.day == 0
         logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, starts[None])
@@ -103,8 +104,9 @@ class Oracle:
 
     def __call__(self, market: VectorMarket) -> Tensor:
         # The days of the window come before the first day of trading.
-        day = (market.rules.window + market.day)[:, None, None].expand(-1, 1, market.series.assets)
-        return ((self.regimes.gather(1, day)[:, 0] + 1) * market.rules.lots).long()
+        day = (market.rules.window + market.day)[:, None, None]
+        regime = torch.take_along_dim(self.regimes, day, dim=1)[:, 0]
+        return ((regime + 1) * market.rules.lots).long()
 
 
 class Bayes:
@@ -118,6 +120,7 @@ class Bayes:
         assert isinstance(market.series, RegimeSeries)
         self.series = market.series
         self.threshold = threshold
+
         # (n, K): the logarithm of up against down, for the coming day.
         self.log_odds = torch.zeros_like(market.position)
         self.returns = market.returns
@@ -129,6 +132,8 @@ class Bayes:
         today = int(market.day[0])
         if today:
             self._observe(self.returns[:, market.rules.window + today - 1])
+
+        # Actions count from the lowest position, -1, in steps of 1 / lots.
         lots = market.rules.lots
         up = torch.sigmoid(self.log_odds)
         action = ((market.position + 1) * lots).round().long()
@@ -145,7 +150,7 @@ class Bayes:
 
 
 def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, float]:
-    """Return the mean scores of all policies over the test episodes; of the Bayes filters, the best one's."""
+    """Return the mean scores of all policies over the test episodes. `bayes` is the best of the Bayes filters."""
 
     def score(make: Callable[[VectorMarket], Policy]) -> float:
         market = VectorMarket(series, rules, HELD_OUT + torch.arange(episodes))
@@ -153,7 +158,7 @@ def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, fl
 
     scores = {"hold": score(lambda _: hold), "random": score(lambda _: at_random)}
 
-    # Of prices from a file neither the law nor the regime is known.
+    # For prices from a file neither the law nor the regime is known.
     if isinstance(series, RegimeSeries):
         scores["bayes"] = max(score(lambda market, t=t: Bayes(market, t)) for t in THRESHOLDS)
         scores["oracle"] = score(Oracle)

@@ -15,7 +15,7 @@ from lockstep.recipes.clstm_ppo.series import HELD_OUT, RegimeSeries, Series
 class RegimeMarket(gymnasium.Env):
     """One episode at a time of the market that the recipe trains on.
 
-    The seed of `reset` is the number of the environment. Without a seed it is never one of those held out for tests.
+    The seed of `reset` is the number of the environment. Without a seed, no environment for tests is chosen.
     """
 
     metadata = {"render_modes": []}
@@ -23,6 +23,7 @@ class RegimeMarket(gymnasium.Env):
     def __init__(self, series: Series | None = None, rules: Rules = Rules()):
         self.series: Series = series or RegimeSeries(seed=0)
         self.rules = rules
+
         shape = (rules.window, rules.features(self.series.assets))
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.action_space = gymnasium.spaces.MultiDiscrete([rules.choices] * self.series.assets)
@@ -30,6 +31,7 @@ class RegimeMarket(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         number = int(self.np_random.integers(HELD_OUT)) if seed is None else seed
+
         # A market of one environment: the tensors of the recipe, with n = 1.
         self.market = VectorMarket(self.series, self.rules, torch.tensor([number]))
         return self.market.windows()[0].numpy(), {"env": number}

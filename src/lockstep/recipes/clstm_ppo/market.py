@@ -5,12 +5,12 @@ Shapes in comments: n episodes, W days of window, D days of an episode, K assets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lockstep.recipes.clstm_ppo.game import GameShape, first_days
+from lockstep.recipes.clstm_ppo.game import CueRecall, Environments, GameShape
 from lockstep.recipes.clstm_ppo.series import Series
 
 # Rewards are in percent of the capital; scores are shares of it.
@@ -25,23 +25,23 @@ INDICATORS = 4
 class Rules:
     """Options of trading, in any series."""
 
+    # Days that the agent sees at once.
     window: int = 20
-    """Days that the agent sees at once."""
 
+    # Days of an episode.
     days: int = 252
-    """Days of an episode."""
 
+    # The cost of a trade, as a share of its volume.
     cost: float = 0.0005
-    """What a trade costs, as a share of what changes hands."""
 
+    # Positions are -lots ... +lots, in units of 1/lots of the capital.
     lots: int = 1
-    """Positions are -lots ... +lots, each a part 1/lots of the capital."""
 
+    # Also show MACD, RSI, CCI and ADX. They sum up the past: a policy that sees them needs no memory.
     indicators: bool = False
-    """Show MACD, RSI, CCI and ADX with the returns. They sum up the past: a policy that sees them needs no memory."""
 
+    # Halt trading on the day after one that is more turbulent than this share of all days.
     halt: float | None = None
-    """Halt trading on the day after one that is more turbulent than this share of days."""
 
     @property
     def choices(self) -> int:
@@ -74,33 +74,37 @@ class Trading:
         )
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> VectorMarket:
-        return VectorMarket(self.series.seeded(seed), self.rules, envs, stagger)
+        """Make the environments with the numbers `envs` (n,)."""
+        return VectorMarket(replace(self.series, seed=seed), self.rules, envs, stagger)
 
 
-class VectorMarket:
+Game = CueRecall | Trading
+
+
+class VectorMarket(Environments):
     """The environments `envs` (n,) of a market; each trades one episode after another.
 
-    Tables hold the returns of the current episode and of the next one. An episode can therefore end without a look
-    at which ones do, which on a GPU would make the host wait for the device every day.
+    Tables hold the returns of the current episode and of the next one. So the host need not know which episodes end,
+    for which it would have to wait for the device every day.
     """
 
     def __init__(self, series: Series, rules: Rules, envs: Tensor, stagger: bool = False):
+        super().__init__(Trading(series, rules).shape, series.seed, envs, stagger)
         self.series = series
         self.rules = rules
-        self.envs = envs
-        self.episode = torch.zeros_like(envs)
-        self.day = first_days(series.seed, envs, rules.days, stagger)
-        self.position = torch.zeros(len(envs), series.assets, dtype=torch.float64, device=envs.device)
-        self.moved = self.held = self.gains = self.position
+
+        # Rows of one episode in the tables.
+        self._length = rules.window + rules.days
         self.draw()
 
     def draw(self) -> None:
-        """Draw the tables of the current episodes and of the next ones, after `episode` was set."""
+        """Draw the tables of the current episodes and of the next ones."""
         current = self._tables(slice(None), later=0)
         following = self._tables(slice(None), later=1)
         self._returns, self._shown, self._halts = (
             torch.cat(both, dim=1) for both in zip(current, following, strict=True)
         )
+
         # (n,): the row of the tables with which the current episode begins, 0 or W + D.
         self._begin = torch.zeros_like(self.envs)
         self._span = torch.arange(self.rules.window, device=self.envs.device)
@@ -113,6 +117,7 @@ class VectorMarket:
         self._steps_since_renewal = 0
         if not len(moved_on):
             return
+
         length = self._length
         tables = self._returns, self._shown, self._halts
         for table, fresh in zip(tables, self._tables(moved_on, later=1), strict=True):
@@ -124,13 +129,14 @@ class VectorMarket:
     def returns(self) -> Tensor:
         """The returns of the current episodes, with the windows before their first days (n, W + D, K)."""
         rows = self._begin[:, None] + torch.arange(self._length, device=self.envs.device)
-        return self._returns.gather(1, rows[..., None].expand(-1, -1, self._returns.shape[-1]))
+        return torch.take_along_dim(self._returns, rows[..., None], dim=1)
 
     def windows(self) -> Tensor:
         """Return what a trader sees before the day begins: the last W days and its position (n, W, features)."""
         rows = (self._begin + self.day)[:, None] + self._span
+
         # One gather for all environments, each at its own day.
-        seen = self._shown.gather(1, rows[..., None].expand(-1, -1, self._shown.shape[-1]))
+        seen = torch.take_along_dim(self._shown, rows[..., None], dim=1)
         held = self.position.float()[:, None].expand(-1, self.rules.window, -1)
         return torch.cat([seen, held], dim=-1)
 
@@ -149,7 +155,7 @@ class VectorMarket:
         today = (self._begin + self.rules.window + self.day)[:, None]
         if self.rules.halt is not None:
             wanted = torch.where(self._halts.gather(1, today), self.position, wanted)
-        moved = self._returns.gather(1, today[..., None].expand(-1, 1, wanted.shape[1]))[:, 0]
+        moved = torch.take_along_dim(self._returns, today[..., None], dim=1)[:, 0]
         self.moved = moved / self.series.scale
         fee = costs * self.rules.cost * (wanted - self.position).abs()
         self.gains = wanted * moved - fee
@@ -164,11 +170,6 @@ class VectorMarket:
         self.position = wanted.masked_fill(ended[:, None], 0.0)
         return self.gains.mean(dim=1), ended
 
-    @property
-    def _length(self) -> int:
-        """Rows of one episode in the tables."""
-        return self.rules.window + self.rules.days
-
     def _tables(self, chosen: Tensor | slice, later: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the episodes that come `later` after the current ones of the `chosen` environments.
 
@@ -181,12 +182,13 @@ class VectorMarket:
         parts = [returns / self.series.scale]
         if self.rules.indicators:
             parts += indicators(returns)
-        return returns, torch.cat(parts, dim=-1).float(), self._halted(returns)
+        shown = torch.cat(parts, dim=-1).float()
 
-    def _halted(self, returns: Tensor) -> Tensor:
         if self.rules.halt is None:
-            return torch.zeros(*returns.shape[:2], dtype=torch.bool, device=returns.device)
-        return self.series.turbulence(self.rules.halt).halted(returns)
+            halted = torch.zeros(*returns.shape[:2], dtype=torch.bool, device=returns.device)
+        else:
+            halted = self.series.turbulence(self.rules.halt).halted(returns)
+        return returns, shown, halted
 
 
 # ---- indicators ------------------------------------------------------------------------------------------
@@ -199,37 +201,29 @@ def indicators(returns: Tensor) -> list[Tensor]:
     """
     # Prices relative to the first day: the indicators do not depend on the level.
     log_price = returns.cumsum(dim=1)
-    return [_macd(log_price), _rsi(returns), _cci(log_price), _adx(returns)]
+
+    # The fast average minus the slow one, in tenths.
+    macd = (smoothed(log_price, FAST) - smoothed(log_price, SLOW)) * 10
+
+    # Gains against losses: 1 if there were only gains, -1 if there were only losses.
+    gains = smoothed(returns.clamp(min=0), SPAN)
+    losses = smoothed((-returns).clamp(min=0), SPAN)
+    rsi = (gains - losses) / (gains + losses + 1e-12)
+
+    # The distance of the price from its average, in units of its usual distance.
+    away = log_price - smoothed(log_price, SPAN)
+    cci = away / (smoothed(away.abs(), SPAN) + 1e-12) / 3
+
+    # How much of the movement goes one way: the strength of a trend without its sign.
+    adx = smoothed(rsi.abs(), SPAN)
+    return [macd, rsi, cci, adx]
 
 
 def smoothed(values: Tensor, days: int) -> Tensor:
     """Return the moving average along dim 1 in which a value fades to 1/e in about `days` / 2."""
     keep = 1 - 2 / (days + 1)
-    # A loop over days: torch has no exponential moving average.
     averages = [values[:, 0]]
+    # A loop over days: torch has no exponential moving average.
     for day in range(1, values.shape[1]):
         averages.append(keep * averages[-1] + (1 - keep) * values[:, day])
     return torch.stack(averages, dim=1)
-
-
-def _macd(log_price: Tensor) -> Tensor:
-    """Return the fast average minus the slow one, in tenths."""
-    return (smoothed(log_price, FAST) - smoothed(log_price, SLOW)) * 10
-
-
-def _rsi(returns: Tensor) -> Tensor:
-    """Return gains against losses: 1 if there were only gains, -1 if there were only losses."""
-    gains = smoothed(returns.clamp(min=0), SPAN)
-    losses = smoothed((-returns).clamp(min=0), SPAN)
-    return (gains - losses) / (gains + losses + 1e-12)
-
-
-def _cci(log_price: Tensor) -> Tensor:
-    """Return the distance of the price from its average, in units of its usual distance."""
-    away = log_price - smoothed(log_price, SPAN)
-    return away / (smoothed(away.abs(), SPAN) + 1e-12) / 3
-
-
-def _adx(returns: Tensor) -> Tensor:
-    """Return how much of the movement goes one way: the strength of a trend without its sign."""
-    return smoothed(_rsi(returns).abs(), SPAN)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.recipes.clstm_ppo.game import GameShape
+
 Variant = Literal["clstm", "lstm_only", "mlp"]
 
 # Hidden state and cell of the LSTM across days, (n, memory) each.
@@ -31,41 +33,33 @@ ATTENTION_HEADS = 4
 class AgentOptions:
     """How large an agent is, and which of its stages it has."""
 
+    # `clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
+    # remembers nothing, as a control.
     variant: Variant = "clstm"
-    """`clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
-    remembers nothing, as a control."""
 
+    # Width of the LSTM over the window.
     hidden: int = 32
-    """Width of the LSTM over the window."""
 
+    # Width of the tanh layers between the two LSTMs.
     width: int = 64
-    """Width of the tanh layers between the two LSTMs."""
 
+    # Number of tanh layers.
     linears: int = 1
-    """Number of these layers."""
 
+    # LSTMs over the window, stacked; if there are several, attention follows each.
     cascade: int = 1
-    """LSTMs over the window, one on top of the other, each followed by attention if there are several."""
 
+    # Width of the LSTM across days.
     memory: int = 64
-    """Width of the LSTM across days."""
 
+    # Added to the initial bias of the forget gate: with 0 the memory keeps half of its content from day to day, with 3
+    # nineteen twentieths.
     remember: float = 0.0
-    """Added to the bias of the forget gate at the start: at 0 the memory keeps half of itself from day to day, at 3
-    nineteen twentieths."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentShape(AgentOptions):
+class AgentShape(AgentOptions, GameShape):
     """The options of an agent, and what the game asks of it: F, W, K and A."""
-
-    features: int
-    window: int
-    assets: int
-    choices: int
-
-    # Days of an episode: no two episodes begin within fewer days.
-    episode: int
 
     # A value for every asset, in place of one for all together.
     value_per_asset: bool = False
@@ -98,7 +92,7 @@ class Agent(nn.Module):
                 # torch orders the gates: input, forget, cell, output.
                 self.recall.bias_hh[memory : 2 * memory] += shape.remember
 
-        # With so small a gain the policy begins by choosing everything about equally often.
+        # The small gain lets the policy begin with nearly equal probabilities.
         self.policy = nn.Linear(memory, shape.assets * shape.choices)
         self.value = nn.Linear(memory, shape.assets if shape.value_per_asset else 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):
@@ -124,10 +118,9 @@ class Agent(nn.Module):
             recall = self.recall_at_once if seen.is_cuda and T > 1 else self.recall_daily
             seen, state = recall(seen, state, starts)
 
-        shape = self.shape
-        logits = self.policy(seen).unflatten(-1, (shape.assets, shape.choices))
+        logits = self.policy(seen).unflatten(-1, (self.shape.assets, self.shape.choices))
         values = self.value(seen)
-        if not shape.value_per_asset:
+        if not self.shape.value_per_asset:
             values = values.squeeze(-1)
         return logits, values, state, *predicted
 
@@ -139,10 +132,10 @@ class Agent(nn.Module):
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
         assert self.recall is not None
-        kept = (~starts)[..., None].to(seen.dtype)
+        keep = (~starts)[..., None].to(seen.dtype)
         outputs = []
         for day in range(len(seen)):
-            state = self.recall(seen[day], (state[0] * kept[day], state[1] * kept[day]))
+            state = self.recall(seen[day], (state[0] * keep[day], state[1] * keep[day]))
             outputs.append(state[0])
         return torch.stack(outputs), state
 
@@ -151,7 +144,7 @@ class Agent(nn.Module):
 
         Such a call cannot clear its memory on the way. So before each start we insert a day that closes the gates for
         input, memory and output, after which nothing is left. The number of starts differs between environments; there
-        is room for as many as there can be, and unused days stay at the end.
+        is room for one every `episode` days, and unused days stay at the end.
         """
         cell = self.recall
         assert cell is not None
@@ -165,29 +158,27 @@ class Agent(nn.Module):
         inputs = nn.functional.pad(seen, (0, EXTRA_INPUTS))
         inputs = closing.scatter(0, rows[..., None].expand(-1, -1, width + EXTRA_INPUTS), inputs)
 
+        # Weights of the extra inputs. The first input closes the gates for input, memory and output.
+        memory = self.shape.memory
+        columns = cell.weight_ih.new_zeros(4 * memory, EXTRA_INPUTS)
+        columns[: 2 * memory, 0] = CLOSED
+        columns[3 * memory :, 0] = CLOSED
+
         # Behind the weights: has biases, layers, dropout, training, bidirectional, batch first.
         outputs, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
             inputs,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
-            contiguous([self._with_closing_column(cell.weight_ih), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
+            contiguous([torch.cat([cell.weight_ih, columns], dim=1), cell.weight_hh, cell.bias_ih, cell.bias_hh]),
             True, 1, 0.0, torch.is_grad_enabled(), False, False,
         )  # fmt: skip
         return outputs.gather(0, rows[..., None].expand(-1, -1, outputs.shape[-1])), state
-
-    def _with_closing_column(self, weight: Tensor) -> Tensor:
-        """Append columns for the extra inputs; the first of these closes the gates input, forget and output."""
-        memory = self.shape.memory
-        columns = weight.new_zeros(len(weight), EXTRA_INPUTS)
-        columns[: 2 * memory, 0] = CLOSED
-        columns[3 * memory :, 0] = CLOSED
-        return torch.cat([weight, columns], dim=1)
 
 
 def contiguous(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights as views of one block of memory, as cuDNN wants them; it would warn and copy them itself."""
     sizes = [weight.numel() for weight in weights]
-    pieces = torch.cat([weight.flatten() for weight in weights]).split(sizes)
-    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
+    copies = torch.cat([weight.flatten() for weight in weights]).split(sizes)
+    return [copy.view_as(weight) for copy, weight in zip(copies, weights, strict=True)]
 
 
 class WindowReader(nn.Module):

@@ -18,14 +18,13 @@ from lockstep.recipes.clstm_ppo.market import REWARD_SCALE
 from lockstep.recipes.clstm_ppo.model import Agent, State
 
 Days = dict[str, Tensor]
-DAILY = ("windows", "starts", "actions", "logp", "values", "rewards", "moved")
 
 
 @dataclass
-class Block:
+class Cohort:
     """The environments of one micro-batch, which go through every forward together.
 
-    A block is the same on every rank that may hold it: with a fixed `micro_batch` it trades bit for bit alike on any
+    A cohort is the same on every rank that may hold it: with a fixed `micro_batch` it trades to the same bits on any
     number of ranks.
     """
 
@@ -52,11 +51,11 @@ class Block:
         assets = torch.arange(market.position.shape[1], device=device)
         drawn = counter_rng.uniform(seed, counter_rng.EXPLORE, update, market.envs[:, None, None], clock, assets)
 
-        found: dict[str, list[Tensor]] = {name: [] for name in DAILY}
+        # One day at a time: what the agent does decides what it sees next.
+        traded: list[Days] = []
         for day in range(days):
             windows = market.windows()
             starts = market.day == 0
-            # One day at a time: what the agent does decides what it sees next.
             logits, value, self.state, *_ = agent(windows[None], self.state, starts[None])
             actions = sampled(logits[0], drawn[:, day])
             reward, _ = market.step(actions, costs)
@@ -66,30 +65,36 @@ class Block:
                 reward = market.gains
             else:
                 logp = logp.sum(-1)
-            parts = windows, starts, actions, logp, value[0], reward * REWARD_SCALE, market.moved
-            for name, part in zip(DAILY, parts, strict=True):
-                found[name].append(part)
+            traded.append(
+                {
+                    "windows": windows,
+                    "starts": starts,
+                    "actions": actions,
+                    "logp": logp,
+                    "values": value[0],
+                    "rewards": reward * REWARD_SCALE,
+                    "moved": market.moved,
+                }
+            )
 
         # The value of the day after the rollout, unless the episode has ended with it.
         over = market.day == 0
         _, after, *_ = agent(market.windows()[None], self.state, over[None])
-        traded = {name: torch.stack(parts, dim=1) for name, parts in found.items()}
-        return traded | {"hidden": hidden, "cell": cell, "after": after[0], "over": over}
+        stacked = {name: torch.stack([day[name] for day in traded], dim=1) for name in traded[0]}
+        return stacked | {"hidden": hidden, "cell": cell, "after": after[0], "over": over}
 
     def running_sums(self, days: Days, discount: float) -> Tensor:
         """Return the discounted sum of rewards up to each day, within its episode."""
-        found = []
-        for day in range(days["rewards"].shape[1]):
-            reward = days["rewards"][:, day]
-            continues = _like(~days["starts"][:, day], reward)
-            self.discounted = self.discounted * discount * continues + reward
-            found.append(self.discounted)
-        return torch.stack(found, dim=1)
+        sums = []
+        for reward, starts in zip(days["rewards"].unbind(1), days["starts"].unbind(1), strict=True):
+            self.discounted = self.discounted * discount * _like(~starts, reward) + reward
+            sums.append(self.discounted)
+        return torch.stack(sums, dim=1)
 
 
 def sampled(logits: Tensor, drawn: Tensor) -> Tensor:
     """Return actions (n, K) from logits (n, K, A) and one uniform number for each, `drawn` (n, K)."""
-    # The last probability is not needed. A loop, since a cumulative sum of so few is slow on a GPU.
+    # The last probability is not needed. A loop is faster on a GPU than a cumulative sum of a few numbers.
     *chances, _ = logits.double().softmax(-1).unbind(-1)
     reached = torch.zeros_like(drawn)
     actions = torch.zeros_like(drawn, dtype=torch.int64)
@@ -108,15 +113,17 @@ def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, tra
     """Return generalised advantage estimates in the shape of `rewards`; `values` has one day more."""
     # A start ends the episode on the day before it.
     ends = torch.cat([days["starts"][:, 1:], days["over"][:, None]], dim=1)
-    found = []
+    estimates = []
     later = torch.zeros_like(values[:, 0])
     for day in reversed(range(rewards.shape[1])):
         continues = _like(~ends[:, day], later)
+
         # The temporal-difference error; beyond the end of an episode nothing is expected.
         error = rewards[:, day] + discount * values[:, day + 1] * continues - values[:, day]
         later = error + discount * trace * later * continues
-        found.append(later)
-    return torch.stack(found[::-1], dim=1)
+        estimates.append(later)
+
+    return torch.stack(estimates[::-1], dim=1)
 
 
 def _like(flags: Tensor, values: Tensor) -> Tensor:
@@ -136,26 +143,26 @@ class RunningStats:
     # The sum of squared distances from the mean.
     squares: float = 0.0
 
-    def merged(self, other: RunningStats) -> RunningStats:
-        if other.count == 0:
-            return self
-        count = self.count + other.count
+    def merged(self, parts: Iterable[list[float]]) -> RunningStats:
+        """Merge the `stats_of` further parts. Their order decides the last bits, so it must not depend on the ranks."""
+        count, mean, squares = astuple(self)
+        for part_count, part_mean, part_squares in parts:
+            if part_count == 0:
+                continue
+            total = count + part_count
 
-        # Differences of means, and never sums of squares, which would lose their digits.
-        away = other.mean - self.mean
-        mean = self.mean + away * other.count / count
-        squares = self.squares + other.squares + away**2 * self.count * other.count / count
+            # Differences of means, and never sums of squares, which would lose their digits.
+            away = part_mean - mean
+            mean = mean + away * part_count / total
+            squares = squares + part_squares + away**2 * count * part_count / total
+            count = total
+
         return RunningStats(count, mean, squares)
 
     @property
     def std(self) -> float:
         """The standard deviation, or 1 if there is none yet: it is divided by."""
-        if self.count and self.squares > 0:
-            return (self.squares / self.count) ** 0.5
-        return 1.0
-
-    def as_list(self) -> list[float]:
-        return list(astuple(self))
+        return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
 
 
 def stats_of(values: Tensor) -> Tensor:
@@ -163,10 +170,3 @@ def stats_of(values: Tensor) -> Tensor:
     exact = values.double().flatten()
     mean = exact.mean()
     return torch.stack([torch.full_like(mean, exact.numel()), mean, (exact - mean).square().sum()])
-
-
-def merge_all(parts: Iterable[list[float]], begin: RunningStats = RunningStats()) -> RunningStats:
-    """Merge one part after the other. Their order decides the last bits, so it must not depend on the ranks."""
-    for part in parts:
-        begin = begin.merged(RunningStats(*part))
-    return begin

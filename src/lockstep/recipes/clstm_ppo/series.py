@@ -1,5 +1,6 @@
 """Series of daily log-returns: generated ones, prices from a CSV file, and what counts as a turbulent day.
 
+The returns of an episode are a pure function of the series, the environment and the episode.
 A CSV file has the columns date, symbol, open, high, low, close, volume, with one row for each day and symbol.
 
 Shapes in comments: n episodes, K assets.
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,40 +21,13 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo import counter_rng
 
-# Environments with numbers from here on are for tests: no training run has that many.
+# Environments from this number on are for tests: no training run has that many.
 HELD_OUT = 1_000_000_000
 
 REQUIRED_COLUMNS = ("date", "close")
 
-# The last part of the days of a file is for tests: a policy must not have seen its future.
+# The last fifth of a file's days is for tests: a policy must not have seen its future.
 TEST_SHARE = 0.2
-
-
-class Series(Protocol):
-    """A source of returns. The returns of an episode are a pure function of (environment, episode)."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def assets(self) -> int: ...
-
-    @property
-    def scale(self) -> float:
-        """The size of a usual daily return; returns are divided by it to be about 1."""
-        ...
-
-    def seeded(self, seed: int) -> Series:
-        """Return the same kind of series with other days in it."""
-        ...
-
-    def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
-        ...
-
-    def turbulence(self, share: float) -> Turbulence:
-        """Return the measure of turbulence that `share` of all days stay below."""
-        ...
 
 
 # ---- turbulent days --------------------------------------------------------------------------------------
@@ -71,11 +45,10 @@ class Turbulence:
 
     @classmethod
     def fitted(cls, returns: Tensor, share: float) -> Turbulence:
-        """Fit to `returns` (days, K), of which `share` are below the limit."""
-        mean = returns.mean(dim=0)
+        """Fit to `returns` (days, K), so that `share` of the days stay below the limit."""
         # torch.cov of a single asset is a number, not a matrix.
         covariance = torch.atleast_2d(torch.cov(returns.T))
-        usual = cls(mean, torch.linalg.pinv(covariance))
+        usual = cls(returns.mean(dim=0), torch.linalg.pinv(covariance))
         return replace(usual, limit=float(usual.index(returns).quantile(share)))
 
     def index(self, returns: Tensor) -> Tensor:
@@ -84,7 +57,7 @@ class Turbulence:
         return ((away @ self.precision.to(returns.device)) * away).sum(dim=-1)
 
     def halted(self, returns: Tensor) -> Tensor:
-        """Return which days (n, days) have no trading, given `returns` (n, days, K): those after a turbulent day."""
+        """Return on which days (n, days) trading halts: those after a turbulent day of `returns` (n, days, K)."""
         turbulent = self.index(returns) > self.limit
         return torch.cat([torch.zeros_like(turbulent[:, :1]), turbulent[:, :-1]], dim=1)
 
@@ -110,20 +83,19 @@ class RegimeSeries:
 
     @property
     def scale(self) -> float:
+        """The size of a usual daily return; returns are divided by it to be about 1."""
         return self.volatility
 
-    def seeded(self, seed: int) -> RegimeSeries:
-        return replace(self, seed=seed)
-
     def turbulence(self, share: float) -> Turbulence:
+        """Return the measure of turbulence that `share` of all days stay below."""
         # With a fixed seed, so that the rules of the market do not depend on the seed of the run.
         return _regime_turbulence(replace(self, seed=0), share)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        keys = self._keys(envs, episodes, length)
-        shock = counter_rng.normal(self.seed, counter_rng.RETURN, *keys)
+        """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
+        shock = counter_rng.normal(self.seed, counter_rng.RETURN, *self._keys(envs, episodes, length))
         if self.correlation:
-            # -1 is not the number of an asset: the factor is drawn apart from all of them.
+            # No asset has the number -1, so the factor has random numbers of its own.
             days = torch.arange(length, device=envs.device)
             factor = counter_rng.normal(self.seed, counter_rng.RETURN, envs[:, None], episodes[:, None], days, -1)
             shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * factor[..., None]
@@ -139,15 +111,18 @@ class RegimeSeries:
 
     def _keys(self, envs: Tensor, episodes: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return keys that broadcast to (n, length, K)."""
-        days = torch.arange(length, device=envs.device)
-        assets = torch.arange(self.assets, device=envs.device)
-        return envs[:, None, None], episodes[:, None, None], days[:, None], assets
+        return (
+            envs[:, None, None],
+            episodes[:, None, None],
+            torch.arange(length, device=envs.device)[:, None],
+            torch.arange(self.assets, device=envs.device),
+        )
 
 
 @lru_cache
 def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
-    episodes = torch.arange(64)
-    returns = series.draw(episodes, torch.zeros_like(episodes), 256)
+    envs = torch.arange(64)
+    returns = series.draw(envs, torch.zeros_like(envs), 256)
     return Turbulence.fitted(returns.flatten(0, 1), share)
 
 
@@ -156,7 +131,7 @@ def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
 
 @dataclass(frozen=True)
 class PriceSeries:
-    """Episodes are stretches of the days of a file, with all its symbols; test episodes come from its last part."""
+    """Prices from a CSV file. An episode is a range of its days, with all symbols; test episodes are at its end."""
 
     path: str
     seed: int = 0
@@ -172,6 +147,7 @@ class PriceSeries:
 
     @property
     def scale(self) -> float:
+        """The deviation of a daily return."""
         return float(self.returns[: self.split].std()) or 1.0
 
     @property
@@ -183,49 +159,48 @@ class PriceSeries:
     def test_days(self) -> int:
         return len(self.returns) - self.split
 
-    def seeded(self, seed: int) -> PriceSeries:
-        return replace(self, seed=seed)
-
     def turbulence(self, share: float) -> Turbulence:
         return Turbulence.fitted(self.returns[: self.split], share)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
+        """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
         test = envs >= HELD_OUT
-        if bool((~test).any()):
-            self._require("training", self.split, length)
-        if bool(test.any()):
-            self._require("testing", self.test_days, length)
+        available = torch.where(test, self.test_days, self.split)
+        if bool((available < length).any()):
+            most = int(available.min())
+            raise UserError(
+                f"an episode takes {length} days (task.window + task.days), more than there are",
+                self._days(),
+                f"type a task.window and a task.days of {most} together at most, or add days to the file",
+            )
 
-        # An episode may begin on any day of its part from which `length` days are left.
-        lowest = torch.where(test, self.split, 0)
-        room = torch.where(test, self.test_days, self.split) - length + 1
+        # An episode may begin on any day that has `length` days left, for training or for testing.
         drawn = counter_rng.uniform(self.seed, counter_rng.EPISODE, envs, episodes)
-        first = lowest + (drawn * room).long()
+        first = torch.where(test, self.split, 0) + (drawn * (available - length + 1)).long()
         rows = first[:, None] + torch.arange(length, device=envs.device)
         return self.returns.to(envs.device)[rows]
 
-    def _require(self, part: str, days: int, length: int) -> None:
-        if days < length:
-            raise UserError(
-                f"an episode takes {length} days (task.window + task.days); {self.path} has {days} days for {part}",
-                "",
-                f"type a task.window and a task.days of {days} together at most, or add days to the file",
-            )
-
     def too_short(self, window: int, days: int) -> list[UserError]:
-        """Return a problem if one of the two parts cannot hold a whole episode."""
-        # The window of the first day comes before it, from the same part.
+        """Return a problem if the days for training, or those for testing, are too few for an episode."""
+        # The window of the first day comes before it, from the same days.
         room = min(self.split, self.test_days) - window
         if days <= room:
             return []
+
         shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
         return [
             UserError(
                 f"an episode takes {window + days} days (task.window={window}, task.days={days}), more than there are",
-                f"{self.path} has {self.split} days for training and {self.test_days} for testing",
+                self._days(),
                 f"{shorter}, or add days to the file",
             )
         ]
+
+    def _days(self) -> str:
+        return f"{self.path} has {self.split} days for training and {self.test_days} for testing"
+
+
+Series = RegimeSeries | PriceSeries
 
 
 def read_prices(path: Path) -> Tensor:
@@ -250,30 +225,32 @@ def read_prices(path: Path) -> Tensor:
             f"its symbols are {', '.join(symbols) or 'none'}",
             "give it a row for every day and symbol",
         )
+
     return torch.tensor([[prices[symbol] for symbol in symbols] for prices in complete], dtype=torch.float64)
 
 
 def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
     """Return (date, symbol, close, line) of every row. Dates as YYYY-MM-DD sort by themselves."""
+    rows = []
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or ())
-            _check_columns(path, columns)
-            rows = []
+            _check_columns(path, reader.fieldnames or ())
             for row in reader:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))
-            return rows
     except FileNotFoundError:
-        fix = f"check the path; a relative one starts at {Path.cwd()}"
-        raise UserError(f"the price file {path} does not exist", "", fix) from None
+        raise UserError(
+            f"the price file {path} does not exist", "", f"check the path; a relative one starts at {Path.cwd()}"
+        ) from None
     except OSError as error:
-        problem = f"the price file {path} cannot be read: {error.strerror}"
-        raise UserError(problem, "", "give it a CSV file that can be read") from error
+        raise UserError(
+            f"the price file {path} cannot be read: {error.strerror}", "", "give it a CSV file that can be read"
+        ) from error
+    return rows
 
 
-def _check_columns(path: Path, columns: list[str]) -> None:
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
     for name in REQUIRED_COLUMNS:
         if name not in columns:
             raise UserError(
@@ -287,10 +264,11 @@ def _price(path: Path, text: str, line: int) -> float:
     try:
         price = float(text)
     except (TypeError, ValueError):
-        # Refused below, with the same words as a number that is no price.
+        # Refused below, in the same words as a number that cannot be a price.
         price = math.nan
     if not 0 < price < math.inf:
         raise UserError(
             f"the close {text!r} in line {line} of {path} is not a price", "", "give every row a price above 0"
         )
+
     return price

@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo.baselines import Greedy, Played, baseline_scores, play
-from lockstep.recipes.clstm_ppo.game import CueRecall, Game
-from lockstep.recipes.clstm_ppo.market import Rules, Trading
+from lockstep.recipes.clstm_ppo.game import CueRecall
+from lockstep.recipes.clstm_ppo.market import Game, Rules, Trading
 from lockstep.recipes.clstm_ppo.model import ATTENTION_HEADS, Agent, AgentOptions, AgentShape
 from lockstep.recipes.clstm_ppo.rollout import log_probs
-from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries, Series
+from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries
 from lockstep.recipes.clstm_ppo.source import RolloutOptions, Rollouts
 from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
 from lockstep.task import Loss, Task
@@ -35,10 +35,10 @@ CPU: dict[str, Any] = {
     "checks": {"every": 16},
 }
 
-# So few days that memory is needed; with 20 of them an MLP does as well.
+# Two days show so little that memory is needed; with a window of 20 days an MLP does equally well.
 CPU_WINDOW = 2
 
-# Seconds: an agent that remembers names the cue, one that does not guesses.
+# Takes seconds. An agent with memory names the cue; one without guesses.
 CUE: dict[str, Any] = {
     "steps": 240,
     "global_batch": 64,
@@ -114,6 +114,12 @@ MARKET_OPTIONS = (
     "foresight", "credit",
 )  # fmt: skip
 
+# Options that must be at least 1.
+COUNTS = (
+    "hidden", "width", "linears", "cascade", "memory", "window", "days", "lots", "rollout", "minibatches", "epochs",
+    "test_episodes",
+)  # fmt: skip
+
 # Parts of a batch with the shape (n, T, ...).
 DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")
 
@@ -122,54 +128,51 @@ DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targe
 class GameOptions:
     """What is played, and how often for a test."""
 
+    # `cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them.
     game: Literal["market", "cue"] = "market"
-    """`cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them."""
 
+    # A CSV file to trade in, in place of the generated market.
     prices: str | None = None
-    """A CSV file to trade in, in place of the generated market."""
 
+    # Assets of the generated market.
     assets: int = 1
-    """Assets of the generated market."""
 
+    # Correlation of the noise of any two of them.
     correlation: float = 0.0
-    """Correlation of the noise of any two of them."""
 
+    # Held-out episodes of an evaluation.
     test_episodes: int = 256
-    """Held-out episodes of an evaluation."""
 
     def make(self, rules: Rules) -> Game:
         if self.game == "cue":
             return CueRecall()
-        series: Series
         if self.prices:
-            series = PriceSeries(self.prices, TEST_SEED)
-        else:
-            series = RegimeSeries(TEST_SEED, self.assets, correlation=self.correlation)
-        return Trading(series, rules)
+            return Trading(PriceSeries(self.prices, TEST_SEED), rules)
+        return Trading(RegimeSeries(TEST_SEED, self.assets, correlation=self.correlation), rules)
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """The terms of PPO's loss."""
 
+    # How far the ratio of the new policy to the old one may move from 1 and still be rewarded.
     clip: float = 0.2
-    """How far the ratio of the new policy to the old one may move from 1 and still be rewarded."""
 
+    # Weight of the squared error of the value.
     value_weight: float = 0.5
-    """Weight of the squared error of the value."""
 
+    # Weight of the entropy of the policy, which keeps it exploring.
     entropy: float = 0.02
-    """Weight of the entropy of the policy, which keeps it exploring."""
 
+    # With `each`, the choice for an asset is judged by what that asset earned. With `all`, every choice is judged by
+    # what all assets earned together, which is mostly due to the other choices.
     credit: Literal["all", "each"] = "all"
-    """With `each`, the choice for an asset is judged by what that asset earned; with `all`, by what all assets earned
-    together, most of which is due to the other choices."""
 
 
 class ClstmPpo(Task):
     """A trader with memory. `global_batch` counts environments; `task.minibatches` times as many trade at once.
 
-    Set `micro_batch`: it decides which environments act together, so that any number of ranks trades alike.
+    Set `micro_batch`: it decides which environments act together, so that the number of ranks makes no difference.
     """
 
     unit = "day"
@@ -192,8 +195,8 @@ class ClstmPpo(Task):
     def __init__(
         self, game: GameOptions, rules: Rules, agent: AgentOptions, rollouts: RolloutOptions, loss: LossOptions
     ):
-        given = vars(game) | vars(rules) | vars(agent) | vars(rollouts) | vars(loss)
-        warn_unused(ClstmPpo, self.option_rules, given)
+        options = vars(game) | vars(rules) | vars(agent) | vars(rollouts) | vars(loss)
+        warn_unused(ClstmPpo, self.option_rules, options)
 
         # Options of the market, which a preset may hold.
         if game.game != "market":
@@ -208,7 +211,7 @@ class ClstmPpo(Task):
             value_per_asset=loss.credit == "each",
             foresight=rollouts.foresight > 0,
         )
-        self._check(rollouts, rules)
+        self._check(rules, below_one({name: options[name] for name in COUNTS}))
         self.source = Rollouts(self.game, rollouts)
 
     def model(self) -> Agent:
@@ -224,6 +227,7 @@ class ClstmPpo(Task):
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
         """Return PPO's loss of `batch`: n environments with T days each, (n, T, ...)."""
         options, per_asset = self.loss_options, self.shape.value_per_asset
+
         # The model wants the days first: (T, n, ...).
         days = {name: part.transpose(0, 1) for name, part in batch.items() if name in DAILY}
         logits, values, _, *predicted = model(days["windows"], (batch["hidden"], batch["cell"]), days["starts"])
@@ -248,8 +252,8 @@ class ClstmPpo(Task):
             taught = foresight_loss(predicted[0], days["moved"])
             total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
         if not batch["teaching"]:
-            # Teaching moves the policy too, and must not be cut short by that.
-            self.source.note_kl(batch["block"], kl, weight)
+            # Teaching also moves the policy, and must not be cut short by that.
+            self.source.note_kl(batch["cohort"], kl, weight)
         metrics = {
             "kl": kl,
             "clipped": ((ratio - 1).abs() > options.clip).sum() / assets,
@@ -292,16 +296,9 @@ class ClstmPpo(Task):
             return baseline_scores(self.game.series, self.game.rules, self.test_episodes)
         return {"guessing": 1 / self.shape.choices, "remembering": 1.0}
 
-    def _check(self, rollouts: RolloutOptions, rules: Rules) -> None:
-        """Raise every problem of the options at once."""
-        shape = self.shape
-        counts = {name: getattr(shape, name) for name in ("hidden", "width", "linears", "cascade", "memory")}
-        counts |= {name: getattr(rules, name) for name in ("window", "days", "lots")}
-        counts |= {name: getattr(rollouts, name) for name in ("rollout", "minibatches", "epochs")}
-        counts["test_episodes"] = self.test_episodes
-        problems = below_one(counts)
-
-        heads = ATTENTION_HEADS
+    def _check(self, rules: Rules, problems: list[UserError]) -> None:
+        """Raise `problems`, together with every other problem of the options."""
+        shape, heads = self.shape, ATTENTION_HEADS
         if shape.cascade > 1 and shape.hidden % heads:
             problems.append(
                 UserError(
@@ -316,9 +313,8 @@ class ClstmPpo(Task):
             problems.append(
                 UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
             )
-        series = self.game.series if isinstance(self.game, Trading) else None
-        if isinstance(series, PriceSeries):
-            problems += series.too_short(rules.window, rules.days)
+        if isinstance(self.game, Trading) and isinstance(self.game.series, PriceSeries):
+            problems += self.game.series.too_short(rules.window, rules.days)
         if problems:
             raise ConfigError(problems)
 

@@ -23,10 +23,13 @@ COLOURS = {
     "cyan": (0.1, 0.95, 0.95),
 }
 
+# The same as arrays (3, 1, 1).
+RGB = {name: np.asarray(rgb, np.float32)[:, None, None] for name, rgb in COLOURS.items()}
+
 # Standard deviation of the noise on every pixel.
 NOISE = 0.06
 
-# No shape reaches further from its centre, in radii: the foot of a triangle does.
+# The farthest point of any shape from its centre, in radii: a foot of the triangle.
 REACH = 1.03
 
 Mask = NDArray[np.bool_]
@@ -68,20 +71,15 @@ def _put(thing: Thing, image: Plane) -> None:
     reach = REACH * thing.radius + 1
     columns = _span(thing.x, reach, size)
     rows = _span(thing.y, reach, size)
+
     # Relative to the centre of the thing, in float32 like the mask's formulas.
     across, down = _grid(size)
     mask = _textured(thing, across[:, columns] - np.float32(thing.x), down[rows] - np.float32(thing.y))
-    rgb = _rgb(thing.colour) * np.float32(thing.brightness)
-    np.copyto(image[:, rows, columns], rgb, where=mask)
+    np.copyto(image[:, rows, columns], RGB[thing.colour] * np.float32(thing.brightness), where=mask)
 
 
 def _span(middle: float, reach: float, size: int) -> slice:
     return slice(max(0, int(middle - reach)), min(size, int(middle + reach) + 1))
-
-
-@cache
-def _rgb(colour: str) -> Plane:
-    return np.asarray(COLOURS[colour], np.float32)[:, None, None]
 
 
 @cache
@@ -98,33 +96,37 @@ def _textured(thing: Thing, x: Plane, y: Plane) -> Mask:
         # Stripes of less than a pixel would be grey.
         period = max(2.0, thing.radius * 0.55)
         return mask & (np.floor((x + y) / np.float32(period)) % 2 == 0)
-    if thing.texture == "outlined":
-        return mask & ~_hollow(thing.shape, x, y, thing.radius)
-    return mask
 
+    if thing.texture != "outlined":
+        return mask
 
-def _hollow(shape: str, x: Plane, y: Plane, r: float) -> Mask:
-    """Return what an outlined shape lacks: a smaller copy of it."""
-    # A ring has two edges. A smaller copy of it would leave the very pixels of an outlined circle.
-    if shape == "ring":
+    # An outlined shape is the shape without a smaller copy of itself. A ring has two edges, and without a smaller ring
+    # it would look exactly like an outlined circle.
+    if thing.shape == "ring":
+        r = thing.radius
         square = x * x + y * y
-        return (square > 0.3 * r * r) & (square < 0.64 * r * r)
-    return _inside(shape, x, y, r * 0.6)
+        return mask & ~((square > 0.3 * r * r) & (square < 0.64 * r * r))
+
+    return mask & ~_inside(thing.shape, x, y, thing.radius * 0.6)
 
 
 def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
     """Return the points of a shape of radius `r` around the origin; y points down."""
     if shape == "circle":
         return x * x + y * y <= r * r
+
     if shape == "square":
         return np.maximum(np.abs(x), np.abs(y)) <= 0.85 * r
+
     if shape == "triangle":
         # Its tip is up.
         return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
+
     if shape == "cross":
         near = np.minimum(np.abs(x), np.abs(y))
         far = np.maximum(np.abs(x), np.abs(y))
         return (near <= 0.3 * r) & (far <= r)
+
     if shape == "ring":
         square = x * x + y * y
         return (square <= r * r) & (square >= 0.16 * r * r)

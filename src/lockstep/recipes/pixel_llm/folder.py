@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -38,7 +37,7 @@ class Entry:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation. Its name decides, so that it stays there when other pictures come or go."""
+        """Whether it is for evaluation. Only its name decides, so other pictures may be added or removed."""
         digest = blake2b(self.image.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % HELD_OUT == 0
 
@@ -57,33 +56,39 @@ class ImageFolder(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         entry = self.entries[index]
         image = torch.from_numpy(read_png(entry.image))
-        # An exported scene keeps its very bytes.
-        if image.shape[1:] != (self.size, self.size):
-            image = _resized(image, self.size)
-        ids = self.words.encode(entry.caption.split())
 
-        # Which words the picture decides, and how many things it shows, is not known.
+        # The bytes of an exported scene stay as they are.
+        if image.shape[1:] != (self.size, self.size):
+            scaled = F.interpolate(image[None].float(), (self.size, self.size), mode="bilinear", antialias=True)
+            image = scaled[0].round().clamp(0, 255).to(torch.uint8)
+        ids = torch.tensor(self.words.ids(entry.caption.split()), dtype=torch.int32)
+
+        # We do not know which words the picture decides, or how many things it shows.
         no_slots = torch.zeros(self.words.length, dtype=torch.int64)
         return Sample(image, ids, no_slots, torch.tensor(False), torch.tensor(0))
 
 
-def _resized(image: Tensor, size: int) -> Tensor:
-    scaled = F.interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)
-    return scaled[0].round().clamp(0, 255).to(torch.uint8)
-
-
 def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
-    # The list wins where there are both.
+    # If there are both, the list counts.
     listed = folder / LIST
-    entries = _from_list(listed) if listed.exists() else _from_pairs(folder)
+    if listed.exists():
+        entries = _from_list(listed)
+    else:
+        # By name: the order of a folder differs from machine to machine.
+        texts = sorted(folder.glob("*.txt"))
+        entries = [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
+
     fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
     if not entries:
         raise UserError(f"task.folder={folder} holds no picture with a caption", "", fix)
+
     missing = [entry.image for entry in entries if not entry.image.exists()]
     if missing:
-        problem = f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}"
-        raise UserError(problem, "", fix)
+        raise UserError(
+            f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
+        )
+
     return entries
 
 
@@ -98,12 +103,6 @@ def _from_list(path: Path) -> list[Entry]:
         ) from None
 
 
-def _from_pairs(folder: Path) -> list[Entry]:
-    # By name: the order of a folder differs from machine to machine.
-    texts = sorted(folder.glob("*.txt"))
-    return [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
-
-
 def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
     """Write generated scenes as files that `read_folder` reads: the same pictures, byte by byte."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,11 +111,12 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         name = f"{data.split}-{index:06d}.png"
         caption = " ".join(data.scene(index).caption)
         write_png(folder / name, data[index].image.numpy())
-        rows.append({"image": name, "caption": caption})
 
         # One text for each picture, or one list for all of them.
+        rows.append({"image": name, "caption": caption})
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
+
     if form == "json":
         (folder / LIST).write_text(json.dumps(rows, indent=1))
 
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--split", choices=[TRAIN, IID, COMP], default=TRAIN)
     parser.add_argument("--form", choices=["json", "txt"], default="json")
     options = parser.parse_args()
+
     scenes = ShapeScenes(KINDS[options.scenes], options.image, options.split, options.count)
     export(scenes, options.folder, options.form)
     print(f"{options.count} pictures in {options.folder}")

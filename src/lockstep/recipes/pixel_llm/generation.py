@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,9 +9,6 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.recipes.pixel_llm.model import Cache
 from lockstep.recipes.pixel_llm.words import BOS, EOS, PAD
-
-# From logits (B, V) to the next word (B,).
-Choose = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -33,37 +28,33 @@ def generate(
     """
     assert beam == 1 or temperature == 0.0, "a beam looks for the likeliest caption: there is nothing to sample"
 
-    def choose(logits: Tensor) -> Tensor:
-        if temperature == 0.0:
-            return logits.argmax(-1)
-        return _sampled(logits, temperature, top_k, top_p, generator)
-
     with lockstep.run_eagerly(model):
         if beam > 1:
             return _beam_search(model, images, max_len, beam)
-        return _one_by_one(model, images, max_len, choose)
+
+        # With a cache the model reads only the newest word.
+        cache = Cache()
+        word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
+        ended = torch.zeros_like(word, dtype=torch.bool)
+        written = []
+        for _ in range(max_len):
+            logits = next_word(model(images, word, cache))
+            chosen = _sampled(logits, temperature, top_k, top_p, generator) if temperature else logits.argmax(-1)
+
+            # Every caption is written to the end: a batch ends as a whole.
+            word = chosen[:, None].masked_fill(ended, PAD)
+            ended = ended | (word == EOS)
+            written.append(word)
+        return torch.cat(written, dim=1)
 
 
 def next_word(logits: Tensor) -> Tensor:
     """Return the logits of the last position, (B, T, V) -> (B, V)."""
     last = logits[:, -1].float()
-    # They are no words, and their logits were never trained.
+
+    # These are not words, and their logits were never trained.
     last[:, [PAD, BOS]] = float("-inf")
     return last
-
-
-def _one_by_one(model: nn.Module, images: Tensor, max_len: int, choose: Choose) -> Tensor:
-    cache = Cache()
-    word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
-    ended = torch.zeros_like(word, dtype=torch.bool)
-    written = []
-    for _ in range(max_len):
-        word = choose(next_word(model(images, word, cache)))[:, None]
-        # Every caption is written to the end: a batch ends as a whole.
-        word = word.masked_fill(ended, PAD)
-        ended = ended | (word == EOS)
-        written.append(word)
-    return torch.cat(written, dim=1)
 
 
 def _sampled(
@@ -112,4 +103,5 @@ def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> T
         came_from, word = best // vocabulary, best % vocabulary
         written = torch.cat((written[rows, came_from], word[:, :, None]), dim=2)
         cache.pick((rows * beam + came_from).flatten())
+
     return written[:, 0]

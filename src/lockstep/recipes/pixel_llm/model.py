@@ -5,51 +5,55 @@ Shapes in comments: B images of S x S pixels, M memory tokens, T words, W width,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.recipes.layers import merge_heads, split_heads
+
 # Pixels on each side of a token of the convolutional stem.
 CONV_STRIDE = 8
 
-KeysAndValues = tuple[Tensor, Tensor]
+# Keys and values, (B, H, N, D) each; empty where nothing was computed yet.
+KeysAndValues = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """How large the model is, and what its encoder begins with."""
 
+    # Pixels on each side of a picture.
     image: int = 32
-    """Pixels on each side of a picture."""
 
+    # `conv`: three convolutions with 8 x 8 pixels a token; `patch`: one linear map of each patch.
     stem: str = "conv"
-    """`conv`: three convolutions with 8 x 8 pixels a token; `patch`: one linear map of each patch."""
 
+    # Pixels on each side of a patch, for the stem `patch`.
     patch: int = 8
-    """Pixels on each side of a patch, for the stem `patch`."""
 
+    # Width of encoder and decoder.
     width: int = 96
-    """Width of encoder and decoder."""
 
+    # Attention heads of both.
     heads: int = 4
-    """Attention heads of both."""
 
+    # Layers of the encoder.
     vision_layers: int = 2
-    """Layers of the encoder."""
 
+    # Layers of the decoder.
     text_layers: int = 2
-    """Layers of the decoder."""
 
+    # Rows of the embedding, if it should have more than the captions have words.
     vocabulary: int | None = None
-    """Rows of the embedding, if more than the captions have words."""
 
+    # Whether the memory attends to itself once more before the decoder reads it.
     spatial_pool: bool = False
-    """One more attention of the memory to itself, before the decoder reads it."""
 
+    # Initial standard deviation of the vectors that tell the encoder where in the picture a token lies.
     place_std: float = 0.02
-    """Standard deviation, at the start, of the vectors that tell the encoder where in the picture a token lies."""
 
     @property
     def pixels_per_token(self) -> int:
@@ -65,45 +69,37 @@ class Sizes(ModelOptions):
     # Positions of the decoder.
     words: int
 
-    @property
-    def tokens(self) -> int:
-        return (self.image // self.pixels_per_token) ** 2
-
 
 @dataclass
 class LayerCache:
-    """What one decoder layer has computed so far: its own keys and values, and those of the memory; (B, H, ., D)."""
+    """What one decoder layer has computed so far: its own keys and values, and those of the memory."""
 
-    own: KeysAndValues | None = None
-    memory: KeysAndValues | None = None
+    own: KeysAndValues = ()
+    memory: KeysAndValues = ()
 
     def append(self, new: KeysAndValues) -> KeysAndValues:
         """Append the keys and values of a word to the layer's own. Returns all of them."""
-        if self.own is not None:
-            new = torch.cat((self.own[0], new[0]), dim=2), torch.cat((self.own[1], new[1]), dim=2)
+        if self.own:
+            new = tuple(torch.cat(both, dim=2) for both in zip(self.own, new, strict=True))
         self.own = new
         return new
-
-    def pick(self, rows: Tensor) -> None:
-        if self.own is not None:
-            self.own = self.own[0][rows], self.own[1][rows]
-        if self.memory is not None:
-            self.memory = self.memory[0][rows], self.memory[1][rows]
 
 
 @dataclass
 class Cache:
     """The cache of a caption that is being written: a word costs one position, and the image is encoded once."""
 
-    layers: list[LayerCache] = field(default_factory=list)
+    # By number of the decoder layer.
+    layers: dict[int, LayerCache] = field(default_factory=lambda: defaultdict(LayerCache))
 
     # Words read so far.
     length: int = 0
 
     def pick(self, rows: Tensor) -> None:
         """Keep these rows of the batch in this order, as a beam search does after every word."""
-        for layer in self.layers:
-            layer.pick(rows)
+        for layer in self.layers.values():
+            layer.own = tuple(part[rows] for part in layer.own)
+            layer.memory = tuple(part[rows] for part in layer.memory)
 
 
 class Attention(nn.Module):
@@ -119,16 +115,16 @@ class Attention(nn.Module):
     def keys_and_values(self, source: Tensor) -> KeysAndValues:
         """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
         B, N, W = source.shape
+
         # (2, B, H, N, D): keys first, then values.
         both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
         """Attend from `x` (B, T, W) to keys and values (B, H, N, D)."""
-        B, T, W = x.shape
-        query = self.query(x).view(B, T, self.heads, W // self.heads).transpose(1, 2)
+        query = split_heads(self.query(x), self.heads)
         y = F.scaled_dot_product_attention(query, keys, values, is_causal=causal)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+        return self.out(merge_heads(y))
 
 
 def mlp(width: int) -> nn.Sequential:
@@ -142,6 +138,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
+
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp(width)
 
@@ -159,8 +156,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_norm = nn.LayerNorm(width)
         self.self_attention = Attention(width, heads)
+
         self.cross_norm = nn.LayerNorm(width)
         self.cross_attention = Attention(width, heads)
+
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp(width)
 
@@ -177,18 +176,20 @@ class DecoderLayer(nn.Module):
             # The one new word may look at every word before it: nothing has to be masked.
             x = x + self.self_attention(normed, *cache.append(own))
 
-        seen = None if cache is None else cache.memory
-        if seen is None:
+        # The keys and values of the memory are the same for every word.
+        seen = cache.memory if cache is not None else ()
+        if not seen:
             assert memory is not None
             seen = self.cross_attention.keys_and_values(memory)
-            if cache is not None:
-                cache.memory = seen
+        if cache is not None:
+            cache.memory = seen
         x = x + self.cross_attention(self.cross_norm(x), *seen)
+
         return x + self.mlp(self.mlp_norm(x))
 
 
 class SpatialPool(nn.Module):
-    """One more attention of the memory (B, M, W) to itself."""
+    """Attention of the memory (B, M, W) to itself, normed."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -210,7 +211,11 @@ class Encoder(nn.Module):
             self.stem: nn.Module = _conv_stem(width)
         else:
             self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
-        self.positions = nn.Parameter(torch.empty(sizes.tokens, width))
+
+        # `reset_parameters` fills the positions, also after the model was made on the device `meta`.
+        tokens = (sizes.image // sizes.pixels_per_token) ** 2
+        self.positions = nn.Parameter(torch.empty(tokens, width))
+
         self.layers = nn.ModuleList(EncoderLayer(width, sizes.heads) for _ in range(sizes.vision_layers))
         self.norm = nn.LayerNorm(width)
         self.pool = SpatialPool(width, sizes.heads) if sizes.spatial_pool else nn.Identity()
@@ -222,6 +227,7 @@ class Encoder(nn.Module):
         # Scenes are dark: the mean of a pixel is about 0.25. Centred like this the stem learns about twice as fast.
         x = self.stem((images.float() / 255 - 0.25) / 0.25)  # (B, W, rows, columns)
         x = x.flatten(2).transpose(1, 2) + self.positions  # (B, M, W)
+
         for layer in self.layers:
             x = layer(x)
         return self.pool(self.norm(x))
@@ -235,13 +241,15 @@ class Captioner(nn.Module):
         width = sizes.width
         self.sizes = sizes
         self.encoder = Encoder(sizes)
+
+        # The decoder.
         self.embed = nn.Embedding(sizes.vocabulary, width)
         self.positions = nn.Parameter(torch.empty(sizes.words, width))
         self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, sizes.vocabulary)
 
-        # The order of these two decides which random numbers each of them draws.
+        # The order decides which random numbers each of the two draws.
         self.reset_parameters()
         self.encoder.reset_parameters()
 
@@ -255,9 +263,6 @@ class Captioner(nn.Module):
         With a cache, `ids` is the one next word (B, 1), and `images` is read the first time only.
         """
         start = 0 if cache is None else cache.length
-        # The caller makes an empty cache, without knowing how many layers there are.
-        if cache is not None and not cache.layers:
-            cache.layers = [LayerCache() for _ in self.layers]
 
         # The picture is encoded for the first word; from then on every layer has its keys and values.
         memory = self.encoder(images) if start == 0 else None
@@ -265,6 +270,7 @@ class Captioner(nn.Module):
         x = self.embed(ids) + self.positions[start : start + ids.shape[1]]  # (B, T, W)
         for number, layer in enumerate(self.layers):
             x = layer(x, memory, None if cache is None else cache.layers[number])
+
         if cache is not None:
             cache.length += ids.shape[1]
         return self.head(self.norm(x))

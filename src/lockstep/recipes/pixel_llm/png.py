@@ -1,7 +1,7 @@
 """PNG files without a library: 8 bits a channel, not interlaced; grey, RGB and palette; alpha is dropped.
 
-zlib is part of Python, and a PNG needs nothing else. Other files are refused with what to do about them. Rows with
-the filters 3 and 4 are decoded byte by byte in Python: about 0.1 s for a picture of 256 x 256.
+zlib is part of Python, and a PNG needs nothing else. Other files are refused, with advice. Rows with the filters 3
+and 4 are decoded byte by byte in Python: about 0.1 s for a picture of 256 x 256.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ Bytes = NDArray[np.uint8]
 def write_png(path: Path, image: Bytes) -> None:
     """Write `image` (3, height, width) as RGB."""
     _, height, width = image.shape
+
     # The first byte of a row is its filter; 0 is none.
     rows = np.zeros((height, 1 + 3 * width), np.uint8)
     rows[:, 1:] = image.transpose(1, 2, 0).reshape(height, -1)
@@ -64,6 +65,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield kind and content of every chunk, up to the end of the picture."""
     if not data.startswith(SIGNATURE):
         raise ValueError("it does not begin as a PNG does")
+
     at = len(SIGNATURE)
     kind = b""
     while kind != b"IEND":
@@ -72,6 +74,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         kind = data[at + 4 : at + 8]
         body = data[at + 8 : at + 8 + length]
         (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
+
+        # A damaged picture must not be trained on.
         if zlib.crc32(kind + body) != checksum:
             raise ValueError(f"its part {kind.decode('latin-1')} is damaged")
         yield kind, body
@@ -87,25 +91,24 @@ def _decode(data: bytes) -> Bytes:
     width, height, depth, colour, _, _, interlaced = struct.unpack(HEADER, parts.get(b"IHDR", b""))
     if depth != 8 or interlaced or colour not in CHANNELS:
         raise ValueError(f"{depth} bits, colour type {colour}{', interlaced' * bool(interlaced)}")
+
+    # Every row is one byte for its filter, then the pixels.
     channels = CHANNELS[colour]
     raw = np.frombuffer(zlib.decompress(parts.get(b"IDAT", b"")), np.uint8)
     if raw.size != height * (1 + width * channels):
-        raise ValueError("it holds another number of pixels than it says")
+        raise ValueError("it does not hold the number of pixels that its header says")
 
     rows = raw.reshape(height, 1 + width * channels)
     pixels = _unfiltered(rows, channels).reshape(height, width, channels)
     if colour == PALETTE:
-        pixels = _from_palette(pixels, parts.get(b"PLTE", b""))
-    # Grey, with or without alpha, becomes three equal channels; of colours, alpha is dropped.
+        palette = np.frombuffer(parts.get(b"PLTE", b""), np.uint8).reshape(-1, 3)
+        if pixels.size and int(pixels.max()) >= len(palette):
+            raise ValueError("a pixel has a colour that is not in its palette")
+        pixels = palette[pixels[:, :, 0]]
+
+    # Grey becomes three equal channels; alpha is dropped.
     picked = [0, 0, 0] if pixels.shape[2] < 3 else [0, 1, 2]
     return np.ascontiguousarray(pixels[:, :, picked].transpose(2, 0, 1))
-
-
-def _from_palette(pixels: Bytes, palette: bytes) -> Bytes:
-    colours = np.frombuffer(palette, np.uint8).reshape(-1, 3)
-    if pixels.size and int(pixels.max()) >= len(colours):
-        raise ValueError("a pixel has a colour that is not in its palette")
-    return colours[pixels[:, :, 0]]
 
 
 def _unfiltered(rows: Bytes, step: int) -> Bytes:
@@ -127,6 +130,7 @@ def _unfiltered(rows: Bytes, step: int) -> Bytes:
         else:
             raise ValueError(f"a row has the filter {kind}, which does not exist")
         pixels[number] = above
+
     return pixels
 
 
@@ -140,11 +144,12 @@ def _byte_by_byte(line: list[int], above: list[int], step: int, kind: int) -> By
         if kind == 3:
             guess = (a + up) // 2
         else:
-            # Whichever of left, above and corner is nearest to left + above - corner; the earlier one of equals.
+            # The nearest of left, above and corner to left + above - corner; the first of them on a tie.
             to_left, to_above, to_corner = abs(up - c), abs(a - c), abs(a + up - 2 * c)
             if to_left <= to_above and to_left <= to_corner:
                 guess = a
             else:
                 guess = up if to_above <= to_corner else c
         left[i + step] = (line[i] + guess) & 255
+
     return np.array(left[step:], np.uint8)

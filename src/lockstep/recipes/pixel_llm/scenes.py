@@ -63,7 +63,7 @@ class Kind:
     def slots(self) -> tuple[str, ...]:
         """The members of SLOTS that its captions have."""
         has = (self.says_size, bool(self.textures), True, True, self.fewest == 1, self.most > 1)
-        return tuple(slot for slot, here in zip(SLOTS, has, strict=True) if here)
+        return tuple(slot for slot, present in zip(SLOTS, has, strict=True) if present)
 
     @property
     def words(self) -> Words:
@@ -73,10 +73,10 @@ class Kind:
         words = ("a", *places, *sizes, *self.textures, *self.colours, *self.shapes, *relations)
 
         # A thing takes: a, size, texture, colour, shape. Between two things is a relation, and one thing has a place.
-        each = 3 + self.says_size + bool(self.textures)
-        several = self.most * each + self.most - 1
-        one = each + 3 if self.fewest == 1 else 0
-        return Words(words, max(several, one))
+        per_thing = 3 + self.says_size + bool(self.textures)
+        several = self.most * per_thing + self.most - 1
+        single = per_thing + 3 if self.fewest == 1 else 0
+        return Words(words, max(several, single))
 
 
 COLOUR_NAMES = tuple(COLOURS)
@@ -120,7 +120,7 @@ class Sample(NamedTuple):
     # (3, size, size) uint8
     image: Tensor
 
-    # (length + 1,) int32
+    # (length + 1,) int32: embeddings take it, and it is half of int64.
     ids: Tensor
 
     # (length,) int64: SLOT_NUMBERS of the words to write.
@@ -144,6 +144,8 @@ class ShapeScenes(Dataset[Sample]):
         self.length = length
         self.seed = seed
         self.unrelated_captions = unrelated_captions
+
+        # Made once: every sample needs them.
         self.words = kind.words
 
     def __len__(self) -> int:
@@ -153,10 +155,12 @@ class ShapeScenes(Dataset[Sample]):
         return Sample(*(rows[0] for rows in self.__getitems__([index])))
 
     def __getitems__(self, indices: Sequence[int]) -> Sample:
-        """Return a collated batch, of the very samples that `__getitem__` gives."""
+        """Return a collated batch of the samples that `__getitem__` returns one by one."""
         for index in indices:
             if not 0 <= index < self.length:
                 raise IndexError(index)
+
+        # Arrays for the whole batch: nothing is left to collate.
         count, length = len(indices), self.words.length
         images = np.empty((count, 3, self.size, self.size), np.uint8)
         ids = np.empty((count, length + 1), np.int32)
@@ -164,15 +168,16 @@ class ShapeScenes(Dataset[Sample]):
         things = np.empty(count, np.int64)
 
         shown = Stream(self.seed, self.split)
-        other = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
+        unrelated = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
         for row, index in enumerate(indices):
             scene = self._draw(index, shown)
             images[row] = draw(scene.things, self.size, shown.rng)
             things[row] = len(scene.things)
 
-            described = self._draw(index, other) if other else scene
+            described = self._draw(index, unrelated) if unrelated else scene
             ids[row] = self.words.ids(described.caption)
             slots[row, : len(described.parts)] = [SLOT_NUMBERS[part.slot] for part in described.parts]
+
         held_out = np.full(count, self.split == COMP)
         return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
 
@@ -220,6 +225,8 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     shapes = choices(kind.shapes, count, rng)
     size_names = choices(tuple(kind.radii), count, rng)
     textures = choices(kind.textures, count, rng) if kind.textures else ["solid"] * count
+
+    # A single thing is near a named place; several are anywhere, apart from each other.
     scale = size / REFERENCE_SIZE
     radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
@@ -231,6 +238,8 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     for i, (x, y) in enumerate(spots):
         thing = Thing(kind.colours[colours[i]], shapes[i], textures[i], x, y, radii[i], brightness[i])
         things.append(thing)
+
+        # The caption: the relation to the thing before, then the thing itself.
         if i:
             parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
         parts.append(Part("a"))
@@ -239,18 +248,19 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
         if kind.textures:
             parts.append(Part(thing.texture, "texture"))
         parts += [Part(thing.colour, "colour"), Part(thing.shape, "shape")]
+
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
     return Scene(tuple(things), tuple(parts))
 
 
 def choices(names: tuple[str, ...], count: int, rng: np.random.Generator) -> list[str]:
-    """Choose `count` names, one after another: for so few, an array of random numbers takes longer."""
+    """Choose `count` names one by one: for a handful, an array of random numbers takes longer."""
     return [names[rng.integers(len(names))] for _ in range(count)]
 
 
 def between(low: float, high: float, share: float) -> float:
-    """Return what `Generator.uniform` computes; numpy takes longer to look at its arguments."""
+    """Return what `Generator.uniform` computes; numpy takes longer to check its arguments."""
     return low + (high - low) * share
 
 
@@ -271,12 +281,13 @@ def _near(place: str, size: int, rng: np.random.Generator) -> Spot:
 
 
 def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot]:
-    """Draw spots where nothing overlaps or leaves the picture, and where neighbours in the caption relate plainly."""
+    """Draw spots so that nothing overlaps or leaves the picture, and neighbours in the caption relate clearly."""
     while True:
         spots: list[Spot] = []
         for radius in radii:
             fitting = (spot for spot in _candidates(radius, size, rng) if _fits(spot, radius, spots, radii, size))
             spot = next(fitting, None)
+
             # There is no room left: begin again with the first thing.
             if spot is None:
                 break
@@ -291,14 +302,16 @@ def _candidates(radius: float, size: int, rng: np.random.Generator, tries: int =
 
 
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:
+    # The things that were placed before, with their radii.
     gap = size / REFERENCE_SIZE
-    for other, its_radius in zip(spots, radii, strict=False):
-        if math.dist(spot, other) < radius + its_radius + gap:
+    for placed, placed_radius in zip(spots, radii, strict=False):
+        if math.dist(spot, placed) < radius + placed_radius + gap:
             return False
+
     if not spots:
         return True
 
-    # Neither "above" nor "left-of" would be plain for things that lie diagonally.
+    # For things that lie diagonally, neither "above" nor "left-of" would be clear.
     right = abs(spots[-1][0] - spot[0])
     down = abs(spots[-1][1] - spot[1])
     return abs(right - down) > 2 * gap

@@ -29,28 +29,31 @@ if TYPE_CHECKING:
 SCENE_OPTIONS = ("scenes", "train_size", "eval_size", "data_seed", "unrelated_captions")
 STEMS = ("conv", "patch")
 
+# Options that must be at least 1.
+COUNTS = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
+
 
 @dataclass(frozen=True)
 class DataOptions:
     """Which pictures there are, and how many."""
 
+    # The kind of generated scenes: few, one, pair or many.
     scenes: str = "one"
-    """The kind of generated scenes: few, one, pair or many."""
 
+    # Scenes to train on.
     train_size: int = 57_600
-    """Scenes to train on."""
 
+    # Scenes of each test set: combinations that training shows, and held-out ones.
     eval_size: int = 500
-    """Scenes of each test set: combinations that training shows, and held-out ones."""
 
+    # The seed of the scenes.
     data_seed: int = 0
-    """The seed of the scenes."""
 
+    # Give every picture the caption of another one: a control that must learn nothing from pictures.
     unrelated_captions: bool = False
-    """Give every picture the caption of another one: a control, which must learn nothing from pictures."""
 
+    # A folder with pictures and captions of your own, instead of generated scenes.
     folder: Path | None = None
-    """A folder with pictures and captions of your own, in place of scenes."""
 
 
 class PixelLLM(Task):
@@ -72,14 +75,16 @@ class PixelLLM(Task):
     def __init__(self, data: DataOptions, model: ModelOptions):
         from lockstep.recipes.pixel_llm.folder import read_folder
 
-        warn_unused(PixelLLM, self.option_rules, vars(data) | vars(model))
+        options = vars(data) | vars(model)
+        warn_unused(PixelLLM, self.option_rules, options)
+
         # The vocabulary of a preset is for the words of scenes; a folder brings words of its own.
         sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
         if data.folder is not None and model.vocabulary in sizes:
             model = replace(model, vocabulary=None)
         self.data_options = data
         self.model_options = model
-        self._check()
+        self._check(below_one({name: options[name] for name in COUNTS}))
 
         # A folder brings words of its own; scenes have those of their kind.
         self.entries = read_folder(data.folder) if data.folder is not None else None
@@ -93,13 +98,14 @@ class PixelLLM(Task):
             )
 
     def model(self) -> Captioner:
-        options = vars(self.model_options)
-        options = options | {"vocabulary": self.model_options.vocabulary or len(self.words)}
-        return Captioner(Sizes(**options, words=self.words.length))
+        vocabulary = self.model_options.vocabulary or len(self.words)
+        sizes = vars(self.model_options) | {"vocabulary": vocabulary, "words": self.words.length}
+        return Captioner(Sizes(**sizes))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW. Only matrices decay: no norm, no bias, no vector that stands for a word or a position."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+
         # By identity, since comparing parameters would compare their numbers.
         decaying = {id(p) for p in decay}
         rest = [p for p in model.parameters() if id(p) not in decaying]
@@ -129,15 +135,16 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        # There are few batches, of another size than those of the training.
+        # There are only a few batches, and their size is not that of training.
         with lockstep.run_eagerly(model):
             total, weight = self._cross_entropy(model, sample)
-        # What the model writes by itself, and not what it would write after the right words.
+
+        # What the model writes by itself, not what it would write after the right words.
         written = generate(model, sample.image, self.words.length)
         return Loss(total, weight, self._score(written, sample))
 
     def _cross_entropy(self, model: nn.Module, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the summed cross entropy of the words to write, and their number; <pad> is none of them."""
+        """Return the summed cross entropy of the words to write, and their number. <pad> does not count."""
         targets = sample.ids[:, 1:].long()
         logits = model(sample.image, sample.ids[:, :-1]).float()  # (B, T, V)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
@@ -150,30 +157,32 @@ class PixelLLM(Task):
         if self.entries is not None:
             return {"exact": (exact.sum(), len(exact))}
 
-        found: dict[str, Metric] = {}
+        scores: dict[str, Metric] = {}
         counts = range(self.kind.fewest, self.kind.most + 1) if self.kind.most > 1 else ()
         for split, rows in ((IID, ~sample.held_out), (COMP, sample.held_out)):
-            found[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
+            scores[f"{split}_exact"] = ((exact & rows).sum(), rows.sum())
+
             # A slot is judged at the positions where the right caption has it.
             for slot in self.kind.slots:
                 places = (sample.slots == SLOT_NUMBERS[slot]) & rows[:, None]
-                found[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
+                scores[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
             for count in counts:
-                these = rows & (sample.things == count)
-                found[f"{split}_exact_{count}"] = ((exact & these).sum(), these.sum())
-        return found
+                with_count = rows & (sample.things == count)
+                scores[f"{split}_exact_{count}"] = ((exact & with_count).sum(), with_count.sum())
+
+        return scores
 
     def show(self, model: nn.Module) -> str:
         """Return captions that the model writes for pictures it was not trained on."""
-        # Held-out combinations, or the pictures for evaluation.
+        # Held-out combinations, or pictures for evaluation.
         data = self._pictures(held_out=True) if self.entries is not None else self._scenes(COMP, 4)
         samples = [data[index] for index in range(min(4, len(data)))]
         images = torch.stack([sample.image for sample in samples]).to(next(model.parameters()).device)
         captions = generate(model, images, self.words.length).cpu()
-        lines = []
-        for sample, caption in zip(samples, captions, strict=True):
-            lines.append(f"{self.words.decode(sample.ids[1:]):40} written: {self.words.decode(caption)}")
-        return "\n".join(lines)
+
+        decode = self.words.decode
+        pairs = zip(samples, captions, strict=True)
+        return "\n".join(f"{decode(sample.ids[1:]):40} written: {decode(caption)}" for sample, caption in pairs)
 
     def _scenes(self, split: str, length: int, unrelated: bool = False) -> ShapeScenes:
         return ShapeScenes(self.kind, self.model_options.image, split, length, self.data_options.data_seed, unrelated)
@@ -184,32 +193,37 @@ class PixelLLM(Task):
         assert self.entries is not None
         chosen = [entry for entry in self.entries if entry.held_out == held_out]
         if not chosen:
-            use = "evaluation" if held_out else "training"
             raise UserError(
-                f"task.folder has no picture for {use}",
+                f"task.folder has no picture for {'evaluation' if held_out else 'training'}",
                 f"{len(self.entries)} pictures, whose names decide what they are for",
                 "add pictures: about one in ten is for evaluation",
             )
+
         return ImageFolder(chosen, self.words, self.model_options.image)
 
-    def _check(self) -> None:
-        """Raise every problem of the options at once."""
+    def _check(self, problems: list[UserError]) -> None:
+        """Raise `problems`, numbers that are too small, together with every other problem of the options."""
         model, data = self.model_options, self.data_options
-        names = ("image", "patch", "width", "heads", "vision_layers", "text_layers")
-        counts = {name: getattr(model, name) for name in names}
-        counts |= {"train_size": data.train_size, "eval_size": data.eval_size}
-        # Every later check may meet a number that is reported here already.
-        problems = below_one(counts)
         for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
             if value not in known:
-                fix = f"type task.{name}={' or '.join(known)}"
-                problems.append(UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", fix))
+                problems.append(
+                    UserError(
+                        f"task.{name}={value} is not one of {', '.join(known)}",
+                        "",
+                        f"type task.{name}={' or '.join(known)}",
+                    )
+                )
 
-        # The picture must divide into tokens.
+        # The picture must divide into tokens. A token or head that is too small is reported already.
         step = model.pixels_per_token
         if step >= 1 and (model.image < step or model.image % step):
-            problem = f"task.image={model.image} is not a multiple of {step}, the pixels of a token"
-            problems.append(UserError(problem, "", f"type task.image={max(1, round(model.image / step)) * step}"))
+            problems.append(
+                UserError(
+                    f"task.image={model.image} is not a multiple of {step}, the pixels of a token",
+                    "",
+                    f"type task.image={max(1, round(model.image / step)) * step}",
+                )
+            )
 
         # The convolutional stem normalises its channels in groups of 8.
         groups = 8 if model.stem == "conv" else 1

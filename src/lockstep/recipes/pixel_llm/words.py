@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -17,7 +16,7 @@ class Words:
     """The words of a kind of caption, and the length of its longest caption."""
 
     def __init__(self, words: Iterable[str], longest: int):
-        # Every word once, in the order in which it was given.
+        # Every word once, in the order of its first appearance.
         self.words = (*SPECIAL, *dict.fromkeys(words))
         self._id_of = {word: number for number, word in enumerate(self.words)}
 
@@ -39,10 +38,6 @@ class Words:
         """Positions that a model reads, and positions that it writes: the words and one mark."""
         return self.longest + 1
 
-    def encode(self, caption: Sequence[str]) -> Tensor:
-        """Return the ids of a caption as a tensor (length + 1,). int32: embeddings take it, and it is half of int64."""
-        return torch.tensor(self.ids(caption), dtype=torch.int32)
-
     def ids(self, caption: Sequence[str]) -> list[int]:
         """Return <bos>, the words, <eos>, and <pad> up to length + 1."""
         if len(caption) > self.longest:
@@ -51,6 +46,7 @@ class Words:
                 " ".join(caption),
                 "shorten it",
             )
+
         for word in caption:
             if word not in self._id_of:
                 raise UserError(
@@ -65,6 +61,7 @@ class Words:
 
     def decode(self, ids: Tensor) -> str:
         """Return the words up to <eos>, with ? for ids that no word has."""
+        # A model may have more ids than there are words.
         numbers = ids.tolist()
         end = numbers.index(EOS) if EOS in numbers else len(numbers)
         return " ".join(self.words[number] if number < len(self.words) else "?" for number in numbers[:end])

@@ -1,6 +1,6 @@
 """GPUs for a training script: which there are, how many processes to start, and what time and money it takes.
 
-The engine does what such modules usually switch on as well: TF32 (`precision=tf32`), cuDNN's search for the fastest
+The engine already does what such modules usually switch on: TF32 (`precision=tf32`), cuDNN's search for the fastest
 algorithm (unless `deterministic=true`) and mixed precision (`precision`). Memory caches are not emptied: they would
 only be filled again.
 """
@@ -82,11 +82,11 @@ def launched() -> bool:
 
 def get_gpu_info() -> list[dict[str, Any]]:
     """Return the properties of every GPU that this process may use."""
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(
+        gpus.append(
             {
                 "index": index,
                 "name": properties.name,
@@ -98,7 +98,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
                 "tf32": properties.major >= 8,
             }
         )
-    return found
+    return gpus
 
 
 def print_gpu_info() -> None:
@@ -106,7 +106,7 @@ def print_gpu_info() -> None:
     if not gpus:
         print("no GPU here")
     for gpu in gpus:
-        # Every GPU has fp16; it is named where nothing better is there.
+        # Every GPU has fp16; we mention it only if there is nothing better.
         formats = ", ".join(name for name in ("bf16", "tf32") if gpu[name]) or "fp16"
         print(
             f"GPU {gpu['index']}: {gpu['name']}, capability {gpu['capability']}, {gpu['free_gb']:.1f} of "
