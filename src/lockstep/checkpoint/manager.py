@@ -3,12 +3,11 @@
     check_space, resume, begin      before the first step
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
-    give_up                         when the control word says that some rank's part has failed
+    give_up                         when the control word says that a rank has failed to write its part
     rewind                          when a step was spoiled, and its policy is rewind
     settle, close                   at the end
 
-Collective: all ranks call every method at the same step, except `poll`,
-`save_is_due_by_clock` and `close`.
+Collective: all ranks call every method at the same step, except `poll`, `save_is_due_by_clock` and `close`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import lockstep
 from lockstep.checkpoint.load import Found, find
 from lockstep.checkpoint.reshard import merge_values, plain_sizes, slices_to_write
 from lockstep.checkpoint.run_state import Change, RunState
-from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -38,6 +37,7 @@ from lockstep.checkpoint.storage import (
     set_aside,
     set_aside_after,
 )
+from lockstep.checkpoint.writer import PendingSave
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED
 from lockstep.config.values import typed
@@ -53,7 +53,7 @@ from lockstep.task import StepResult
 # What the loop adds to the state, with the metrics; `Resumed` has fields of these names.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
-# Settings that may change between two parts of a run without being reported.
+# Settings that may change when a run is resumed without being reported.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
@@ -65,22 +65,12 @@ class Resumed:
 
     step: int
     path: Path
-
-    # The number of ranks that wrote it.
-    world: int
-
-    # The settings that have changed since; and these with all other changes, as text.
-    settings: list[Change]
-    changes: list[str]
-
-    # The run was preempted before it could evaluate.
-    evaluation_due: bool
-
-    # Sums since the last log line.
-    interval: dict[str, Any]
-
-    # How long the run has taken so far.
-    seconds: float
+    world: int  # the number of ranks that wrote it
+    settings: list[Change]  # those that have changed since
+    changes: list[str]  # these with all other changes, as text
+    evaluation_due: bool  # the run was preempted before it could evaluate
+    interval: dict[str, Any]  # sums since the last log line
+    seconds: float  # how long the run has taken so far
 
 
 class CheckpointManager:
@@ -147,8 +137,8 @@ class CheckpointManager:
         origin = self.folder.origin
         if found is None and origin is not None:
             if is_checkpoint(origin):
-                one = Checkpoint.at(origin)
-                found = self._find(one.store, one.name)
+                checkpoint = Checkpoint.at(origin)
+                found = self._find(checkpoint.store, checkpoint.name)
             else:
                 found = self._find(FileStore(run_of(origin) / "checkpoints"))
             if found is None:
@@ -160,7 +150,7 @@ class CheckpointManager:
         return None if found is None else self._load(found)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint, and leave out the samples that spoiled the step from now on.
+        """Go back to the last checkpoint, and from now on leave out the samples that spoiled the step.
 
         `span`: their positions in the order of the data, as (start, stop).
         """
@@ -186,7 +176,7 @@ class CheckpointManager:
                 "make room on the disk, or choose the policy skip or stop",
             )
 
-        # The checkpoint does not know yet of what was left out since it was written.
+        # The checkpoint does not know what was left out since it was written.
         source: Any = self.state.source
         assert span is not None
         spans = [*source.passed_over, span]
@@ -204,14 +194,14 @@ class CheckpointManager:
         return resumed
 
     def _find(self, store: Store, only: str | None = None) -> Found | None:
-        """Find the newest valid checkpoint, and set newer ones aside that are damaged."""
+        """Find the newest valid checkpoint, and set aside newer ones that are damaged."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
         found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if found is None:
             return None
 
-        # Renamed by rank 0 only; the event is logged from there, too.
+        # Only rank 0 renames; its event is the one that is logged.
         for damage in found.damaged:
             name = aside = damage.checkpoint.name
             if self.runtime.is_main:
@@ -261,7 +251,8 @@ class CheckpointManager:
     def check_space(self) -> None:
         """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
 
-        Asked before any time is spent: the size of the weights is known, that of the optimizers' state is a guess.
+        This runs before training has cost any time: the size of the weights is known, that of the optimizers' state is
+        a guess.
         """
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
@@ -372,9 +363,9 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
-        for report in self.saver.poll():
-            self._log(report)
-        return self.saver.failed
+        for save in self.saver.poll():
+            self._log(save)
+        return self.saver.failure is not None
 
     def settle(self) -> bool:
         """Wait until the save in flight is committed or given up on all ranks.
@@ -389,19 +380,19 @@ class CheckpointManager:
 
         # First the parts: rank 0 would otherwise wait for one that has failed.
         self.saver.wait_part()
-        well = not self._any_failed()
-        if well:
-            for report in self.saver.wait():
-                self._log(report)
+        failed = self._any_failed()
+        if not failed:
+            for save in self.saver.wait():
+                self._log(save)
 
             # Rank 0 may have failed to commit.
-            well = not self._any_failed()
-        if not well:
+            failed = self._any_failed()
+        if failed:
             self.give_up()
 
         self._in_flight = False
         heartbeat.beat(phase_before)
-        return well
+        return not failed
 
     def give_up(self) -> None:
         """Abandon the save in flight, since some rank could not write its part.
@@ -422,7 +413,7 @@ class CheckpointManager:
         self._in_flight = False
         self._saved_step = None
 
-        # Drop this rank's report: the failure is logged here, once, with the reasons of all ranks.
+        # The failure is logged here, once, with the reasons of all ranks; this rank's own is dropped.
         self.saver.poll()
         newest = self.newest_path()
         self.log_event(
@@ -447,35 +438,32 @@ class CheckpointManager:
     def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
         """Return what this rank writes of `tensors`."""
         world = self.runtime.world
-        mine = plain_sizes(tensors)
+        sizes = plain_sizes(tensors)
 
-        # A rank that knows what all others hold need not ask them.
-        if self.state.replicated:
-            sizes = [mine] * world.size
-        else:
-            sizes = self.runtime.collectives.gather_json(mine)
-        return slices_to_write(tensors, world.rank, sizes)
+        # If all ranks hold the same, they need not ask each other.
+        all_sizes = [sizes] * world.size if self.state.replicated else self.runtime.collectives.gather_json(sizes)
+        return slices_to_write(tensors, world.rank, all_sizes)
 
     def _warn_of_differences(self) -> None:
         """Warn if the state of the task or of the user's loop differs between ranks: only rank 0's is saved."""
         digests = self.runtime.collectives.gather_json(self.state.digest_replicated())
         for name in digests[0]:
-            if len({one[name] for one in digests}) > 1:
+            if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, report: Report) -> None:
+    def _log(self, save: PendingSave) -> None:
         # What is not committed is logged by `give_up`, when all ranks know.
-        if report.path is None:
+        if save.checkpoint is None:
             return
-        if report.error:
-            self.log_event("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
+        if save.error:
+            self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
         self.log_event(
             "checkpoint",
-            step=report.step,
-            path=self.folder.as_shown(report.path),
-            mb=report.total_bytes / MIB,
-            stall_s=report.stall_s,
-            write_s=report.write_s,
+            step=save.step,
+            path=self.folder.as_shown(save.checkpoint.path),
+            mb=save.total_bytes / MIB,
+            stall_s=save.stall_s,
+            write_s=save.write_s,
         )
 
     def _seed_host(self, step: int) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.load import Found, Gather, find
-from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
+from lockstep.checkpoint.writer import PendingSave
 
 TOKEN = "a1b2c3"
 
@@ -72,9 +73,8 @@ def commit(
     [report] = team[0].wait()
     for saver in team:
         saver.close()
-    assert report.committed, report
-    assert report.path is not None
-    return Checkpoint(store, report.path.name)
+    assert report.checkpoint is not None, report.error
+    return report.checkpoint
 
 
 def alone(value: Any) -> list[Any]:
@@ -122,6 +122,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[Report]:
-    """Wait for all ranks, and return the one report of each."""
+def end(team: list[Saver]) -> list[PendingSave]:
+    """Wait for all ranks, and return the one save of each."""
     return [report for saver in team for report in saver.wait(60)]
