@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as size_text
+
 from lockstep.checkpoint.format import verify as verify_checkpoint
 from lockstep.checkpoint.manifest import NAME, Damaged, Manifest, check_size, read_manifest
 from lockstep.checkpoint.storage import (
@@ -21,7 +23,6 @@ from lockstep.checkpoint.storage import (
     Store,
     committed,
     remove,
-    size_text,
     to_delete,
 )
 from lockstep.errors import UserError
@@ -38,8 +39,7 @@ def ls(place: Path) -> tuple[str, int]:
     rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
     if not rows:
         return "no checkpoints", 0
-    head = ("step", "when", "size", "tensors", "metrics", "state")
-    return _table([head, *rows]), 0
+    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]), 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -61,13 +61,13 @@ def show(place: Path) -> tuple[str, int]:
     ]
 
     # One row a tensor; a model of thousands would scroll everything else away.
-    rows = [("tensor", "dtype", "shape", "size", "pieces")]
-    for name, entry in sorted(manifest.tensors.items()):
-        rows.append((name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces))))
-
-    lines = [_table(facts), "", _table(rows[: _MANY + 1])]
-    if len(rows) > _MANY + 1:
-        lines.append(f"and {len(rows) - 1 - _MANY} more")
+    rows = [
+        (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
+        for name, entry in sorted(manifest.tensors.items())
+    ]
+    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:_MANY]])]
+    if len(rows) > _MANY:
+        lines.append(f"and {len(rows) - _MANY} more")
     lines += [f"{name} is {target}" for name, target in sorted(manifest.aliases.items())]
     return "\n".join(lines), 0
 
@@ -106,16 +106,17 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     """Write the weights to one file."""
     checkpoint = choose(place, step)
-    default = checkpoint.path.parent.parent / "export" / checkpoint.name
-    lines = [str(export_weights(checkpoint, out or default))]
+    target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
-    # The file is not the whole model if the run keeps frozen parameters out of its checkpoints.
-    missing = _frozen_left_out(read_manifest(checkpoint))
-    if missing:
-        lines.append(
-            f"{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {', '.join(missing)}"
-        )
-    return "\n".join(lines), 0
+    # The run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that is not of a
+    # run may have anything among its values.
+    missing: Any = read_manifest(checkpoint).values
+    for key in ("state", "model", "left_out"):
+        missing = missing.get(key) if isinstance(missing, dict) else None
+    if not missing:
+        return str(target), 0
+    names = ", ".join(sorted(missing))
+    return f"{target}\n{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {names}", 0
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
@@ -166,18 +167,12 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             else:
                 tensors[name] = reader.read(full_name)
     except Damaged as damaged:
-        problem = f"the checkpoint {checkpoint.path} is damaged and cannot be exported"
-        raise UserError(problem, str(damaged), "choose another checkpoint: lockstep ckpt ls RUN") from None
+        raise UserError(
+            f"the checkpoint {checkpoint.path} is damaged and cannot be exported",
+            str(damaged),
+            "choose another checkpoint: lockstep ckpt ls RUN",
+        ) from None
     return tensors, aliases
-
-
-def _frozen_left_out(manifest: Manifest) -> list[str]:
-    """Return the frozen parameters that the run keeps out of its checkpoints (checkpoint.frozen=false)."""
-    # Anything may have written the values: `export` also takes checkpoints that are not of a run.
-    value: Any = manifest.values
-    for key in ("state", "model", "left_out"):
-        value = value.get(key) if isinstance(value, dict) else None
-    return sorted(value or ())
 
 
 def choose(place: Path, step: int | None = None) -> Checkpoint:
@@ -219,8 +214,8 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
             check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
-    count = str(len(manifest.tensors))
-    return step, _when(manifest), size_text(manifest.bytes), count, _metrics(manifest), "not verified"
+    size = size_text(manifest.bytes)
+    return step, _when(manifest), size, str(len(manifest.tensors)), _metrics(manifest), "not verified"
 
 
 def _when(manifest: Manifest) -> str:
@@ -228,8 +223,8 @@ def _when(manifest: Manifest) -> str:
 
 
 def _metrics(manifest: Manifest) -> str:
-    numbers = {name: value for name, value in manifest.metrics.items() if isinstance(value, int | float)}
-    return " ".join(f"{name}={value:.4g}" for name, value in numbers.items())
+    metrics = manifest.metrics.items()
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics if isinstance(value, int | float))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,22 +22,8 @@ from lockstep.errors import UserError
 Gather = Callable[[Any], list[Any]]
 
 
-@dataclass
-class Found:
-    """A checkpoint whose every byte is right."""
-
-    checkpoint: Checkpoint
-    manifest: Manifest
-
-    # One entry for each newer checkpoint that is not valid.
-    damaged: list[Damaged] = field(default_factory=list)
-
-    def reader(self) -> CheckpointReader:
-        return CheckpointReader(self.checkpoint, self.manifest)
-
-
-def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = None) -> Found | None:
-    """Return the newest checkpoint whose every byte is right, or exactly `only`. Return None if the store has none.
+def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
+    """Return a reader of the newest checkpoint whose every byte is right, or of exactly `only`; None if there is none.
 
     Collective: each rank reads its share of the files, and the answer is the same on all ranks.
     """
@@ -69,7 +54,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         if len({digest for _, digest in answers}) > 1:
             raise _not_shared("the ranks read different manifests there")
         assert manifest is not None
-        return Found(checkpoint, manifest, damaged)
+        return CheckpointReader(checkpoint, manifest, damaged)
 
     if damaged:
         raise _nothing_valid(store, damaged, only)
@@ -108,9 +93,11 @@ class CheckpointReader:
     Only the bytes that are needed are read. Digests are not checked again: `find` has done that.
     """
 
-    def __init__(self, checkpoint: Checkpoint, manifest: Manifest):
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):
+        """`damaged`: one entry for each newer checkpoint that `find` has skipped."""
         self.checkpoint = checkpoint
         self.manifest = manifest
+        self.damaged = list(damaged)
 
         # By file. They are read when they are needed.
         self._headers: dict[str, dict[str, Stored]] = {}

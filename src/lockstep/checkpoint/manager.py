@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.checkpoint.load import Found, find
+from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.reshard import merge_values, plain_sizes, slices_to_write
 from lockstep.checkpoint.run_state import Change, RunState
 from lockstep.checkpoint.saver import Saver
@@ -193,7 +193,7 @@ class CheckpointManager:
         )
         return resumed
 
-    def _find(self, store: Store, only: str | None = None) -> Found | None:
+    def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
         """Find the newest valid checkpoint, and set aside newer ones that are damaged."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
@@ -213,7 +213,7 @@ class CheckpointManager:
             )
         return found
 
-    def _load(self, found: Found) -> Resumed:
+    def _load(self, found: CheckpointReader) -> Resumed:
         values = found.manifest.values
         _check_complete(values)
 
@@ -221,18 +221,16 @@ class CheckpointManager:
         settings = config_changes(values["config"], self.config)
         _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
 
-        others = self.state.restore(found.reader(), values["state"], settings)
+        others = self.state.restore(found, values["state"], settings)
         step = self.state.stepper.counters.step
 
         # The run goes back to this step: its later checkpoints belong to another history.
         own = os.path.realpath(found.checkpoint.path.parent) == os.path.realpath(self.store.address)
-
-        def set_later_ones_aside() -> None:
-            if own:
-                set_aside_after(self.store, step)
+        if own and self.runtime.is_main:
+            set_aside_after(self.store, step)
 
         # All ranks wait here: none may save before rank 0 has set them aside.
-        self.runtime.collectives.run_on_rank0(set_later_ones_aside)
+        self.runtime.collectives.gather_json(None)
 
         self._saved_step = step if own else None
         self._saved_at = time.monotonic()
@@ -319,8 +317,7 @@ class CheckpointManager:
     def due(self, step: int, asked: bool) -> bool:
         """Whether to save after `step`: by its number, or because any rank has `asked` for it."""
         every = self.config.checkpoint.every
-        by_step = every is not None and step % every == 0
-        return (asked or by_step) and step != self._saved_step
+        return (asked or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
         """Copy the state, and let it be written while training continues.

@@ -94,12 +94,10 @@ class RunState:
         self._device = next(model.parameters()).device
 
         # Frozen parameters that always come from the same file; a checkpoint has their digests.
-        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        self._left_out = set() if keep_frozen else frozen
+        self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
         # Under all of their names: tied ones have several.
-        parameters = model.named_parameters(remove_duplicate=False)
-        self._trained = {name: p for name, p in parameters if p.requires_grad}
+        self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
         # As the user's code has made them: what differs from this after a resume, the user has changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
@@ -119,7 +117,7 @@ class RunState:
         # Everything that packs state puts its tensors in here.
         tensors: dict[str, Tensor] = {}
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
-        aliases = tied_names(state)
+        aliases = _tied_names(state)
         for name, value in state.items():
             if is_extra(name) or name in aliases or name in self._remote:
                 continue
@@ -130,12 +128,11 @@ class RunState:
                 tensors[f"model.{name}"] = master.detach()
 
         # The names are part of the format on disk.
-        left_out = sorted(self._left_out - self._remote)
         owners = {"data": self.source, **self.others}
         values: Values = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "left_out": {name: digest(full_tensor(self.model.get_parameter(name))) for name in left_out},
+                "left_out": {name: self._digest(name) for name in sorted(self._left_out - self._remote)},
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(owner.state_dict(), f"part.{name}", tensors) for name, owner in owners.items()},
@@ -182,10 +179,8 @@ class RunState:
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
-        tensors = {}
-        for name, tensor in self.model.state_dict().items():
-            if not is_extra(name) and name not in self._left_out:
-                tensors[f"model.{name}"] = tensor
+        left_out = self._left_out | {name for name in self.model.state_dict() if is_extra(name)}
+        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
         for name, owner in self.others.items():
             pack(owner.state_dict(), f"part.{name}", tensors)
         certain = sum(tensor.nbytes for tensor in tensors.values())
@@ -197,8 +192,7 @@ class RunState:
         guess = 0
         for optimizer in self.optimizers.all:
             for group in optimizer.param_groups:
-                copies = state_copies(optimizer, group)
-                guess += sum(int(copies * p.nbytes) for p in group["params"])
+                guess += sum(int(state_copies(optimizer, group) * p.nbytes) for p in group["params"])
         return certain, guess
 
     def digest_replicated(self) -> dict[str, str]:
@@ -283,7 +277,7 @@ class RunState:
         # Frozen parameters that are in no checkpoint must have the same bits now.
         names = {name for name in state if not is_extra(name)}
         for name, expected in left_out.items():
-            if name in names - self._remote and digest(full_tensor(self.model.get_parameter(name))) != expected:
+            if name in names - self._remote and self._digest(name) != expected:
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
@@ -387,7 +381,10 @@ class RunState:
                     changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
         return changed, now
 
-    # ---- names ----
+    # ---- parameters ----
+
+    def _digest(self, name: str) -> str:
+        return digest(full_tensor(self.model.get_parameter(name)))
 
     def _master_of(self, name: str, value: Tensor) -> Tensor | None:
         """Return what is saved of a parameter: its master, if it has one. None means that another rank has it."""
@@ -425,7 +422,7 @@ def full_state(
     """
     # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
     state = model.state_dict()
-    aliases = tied_names(state)
+    aliases = _tied_names(state)
     tensors = {}
     for name, value in state.items():
         if is_extra(name) or name in aliases:
@@ -436,15 +433,16 @@ def full_state(
     return tensors, aliases
 
 
-def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the other names of tied tensors, and for each the first name of its tensor, which has the bytes."""
+    return _aliases({name: _identity(value) for name, value in state.items() if not is_extra(name)})
+
+
+def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that share their identity with an earlier name, and for each the first of these."""
     first_names: dict[Any, str] = {}
-    aliases = {}
-    for name, value in state.items():
-        first = name if is_extra(name) else first_names.setdefault(_identity(value), name)
-        if first != name:
-            aliases[name] = first
-    return aliases
+    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
+    return {name: first for name, first in first_of.items() if first != name}
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -464,27 +462,19 @@ def _group_settings(optimizer: torch.optim.Optimizer) -> list[Values]:
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any:
     """Move a value of an optimizer's state to the device of its parameter, without a cast."""
-    if not isinstance(value, Tensor):
-        return value
-
     # As torch does: the step counts stay on the host, unless the optimizer's kernels read them.
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(parameter.device)
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
-    # Each tensor here has one original in the checkpoint, and each original one tensor here.
-    original_of: dict[Any, str] = {}
-    identity_of: dict[str, Any] = {}
+    here = _aliases({name: _identity(state[name]) for name in saved})
+    in_checkpoint = _aliases({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
-        original = reader.original(f"model.{name}")
-        identity = _identity(state[name])
-        if original_of.setdefault(identity, original) != original:
-            raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
-        if identity_of.setdefault(original, identity) != identity:
-            raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
+        if here.get(name) != in_checkpoint.get(name):
+            places = ("here", "in the checkpoint") if name in here else ("in the checkpoint", "here")
+            raise _other_model(f"{name!r} is tied to another parameter {places[0]}, and is not {places[1]}")
 
 
 def _check_next_samples(saved: str | None, current: str | None, settings: Sequence[Change]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import from_json, to_json
 from lockstep.checkpoint.snapshot import Copying, Slice, Snapshot
 from lockstep.checkpoint.storage import Retention, Store
-from lockstep.checkpoint.writer import Contents, PendingSave, SaveContext
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 
 
 class Saver:
@@ -90,7 +90,12 @@ class Saver:
             pending.refuse(layout.file_size, needed - free)
         else:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
-            self._start(pending, Contents(layout, self._snapshot.data(), self._copying.run, dict(aliases), plain))
+            contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            if self._asynchronous:
+                self._thread = threading.Thread(target=pending.run, args=contents, name="checkpoint", daemon=True)
+                self._thread.start()
+            else:
+                pending.run(*contents)
 
         # Without a thread, the save has ended.
         pending.stall_s = time.perf_counter() - began
@@ -144,13 +149,6 @@ class Saver:
             self.abandon("the run ended before this checkpoint was written")
             self._finish()
         self._snapshot.release()
-
-    def _start(self, pending: PendingSave, contents: Contents) -> None:
-        if self._asynchronous:
-            self._thread = threading.Thread(target=pending.run, args=(contents,), name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            pending.run(contents)
 
     def _finish(self) -> None:
         """Wait for the save in flight."""

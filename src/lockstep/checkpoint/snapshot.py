@@ -39,11 +39,10 @@ class Slice:
 
     def describe(self) -> PieceToWrite:
         shape = tuple(self.tensor.shape)
-        dtype = dtype_name(self.tensor, self.name)
         assert len(shape) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
         bounds = zip(self.offset, shape, self.shape, strict=True)
         assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
-        return PieceToWrite(self.name, dtype, tuple(self.shape), tuple(self.offset), shape)
+        return PieceToWrite(self.name, dtype_name(self.tensor, self.name), tuple(self.shape), tuple(self.offset), shape)
 
 
 class Snapshot:
@@ -108,12 +107,10 @@ class Copying:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If the versions differ before `wait`, the tensors were changed while they were copied.
+        # If the versions differ before `wait`, the tensors were changed while they were copied. None: `wait` has not yet
+        # been called, and has not yet compared them.
         self._versions = self._versions_now()
-        self._torn = False
-
-        # `wait` was called: the tensors may change.
-        self._released = False
+        self._torn: bool | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -132,7 +129,7 @@ class Copying:
         finally:
             # Also after an error: the training thread must not wait for ever.
             with self._lock:
-                torn = self._torn or (not self._released and self._versions_now() != self._versions)
+                torn = self._versions_now() != self._versions if self._torn is None else self._torn
                 self._done.set()
 
         if torn:
@@ -147,7 +144,6 @@ class Copying:
             if self._done.is_set():
                 return
             self._torn = self._versions_now() != self._versions
-            self._released = True
 
         # The device's own stream waits for its copies, the host does not.
         for event in self._on_device:

@@ -169,8 +169,7 @@ def set_aside(store: Store, name: str, why: str) -> Checkpoint:
 
 def set_aside_after(store: Store, step: int) -> list[Checkpoint]:
     """Set all checkpoints after `step` aside: the run goes back to it on purpose."""
-    later = [checkpoint for checkpoint in committed(store) if checkpoint.step > step]
-    return [set_aside(store, checkpoint.name, "undone") for checkpoint in later]
+    return [set_aside(store, later.name, "undone") for later in committed(store) if later.step > step]
 
 
 def remove(store: Store, name: str, token: str) -> None:
@@ -294,16 +293,14 @@ class FileStore:
 
     def claim(self, token: str) -> None:
         # Drafts of `replace` whose writer was killed. A new owner knows that no writer needs them any more.
-        for name in (LATEST, OWNER):
-            for draft in self.root.glob(f".{name}.*"):
-                draft.unlink(missing_ok=True)
+        for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
+            draft.unlink(missing_ok=True)
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
-        try:
+        with suppress(OSError):
             return (self.root / OWNER).read_text(errors="replace").strip()
-        except OSError:
-            return None
+        return None
 
     def free_bytes(self) -> int:
         """What a user may still write to this disk; the folder itself need not exist yet."""
@@ -316,29 +313,14 @@ def split(data: memoryview) -> list[memoryview]:
     """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
     # Two chunks at least: between them, an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
-    if half > PAGE:
-        size = min(CHUNK, half - half % PAGE)
-    else:
-        size = max(half, 1)
+    size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
     # The rest of a page is a chunk of its own: it would keep the one before it from being written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
-        last = chunks.pop()
-        chunks += [last[:-rest], last[-rest:]]
+        chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
     return chunks
-
-
-def size_text(size: float) -> str:
-    """1234567 -> "1.2 MB"."""
-    if size < 1000:
-        return f"{size:.0f} bytes"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
 
 
 def _create(path: Path) -> io.FileIO:
@@ -369,8 +351,7 @@ def _write_chunks(handle: int, chunks: Iterable[memoryview]) -> None:
     position = 0
     for chunk in chunks:
         aligned = len(chunk) >= _DIRECT_FROM and not len(chunk) % PAGE and not position % PAGE
-        done = direct and aligned and _write_directly(handle, chunk, position)
-        if not done:
+        if not (direct and aligned and _write_directly(handle, chunk, position)):
             # If it was tried, this disk cannot do it, and will not be asked again.
             direct = direct and not aligned
             _write_all(handle, chunk, position)
@@ -452,9 +433,9 @@ class MemoryStore:
 
     def delete(self, key: str) -> None:
         with self._lock:
-            for other in list(self._files):
-                if other == key or other.startswith(f"{key}/"):
-                    del self._files[other]
+            for file in list(self._files):
+                if file == key or file.startswith(f"{key}/"):
+                    del self._files[file]
 
     def claim(self, token: str) -> None:
         self._owner = token

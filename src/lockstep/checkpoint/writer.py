@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep import faults
@@ -49,7 +50,6 @@ from lockstep.checkpoint.storage import (
     folder_name,
     remove,
     set_aside,
-    size_text,
     split,
     to_delete,
     update_latest,
@@ -73,20 +73,6 @@ class SaveContext:
     token: str  # of this attempt of the run
     retention: Retention
     timeout_s: float  # how long rank 0 waits for the other ranks' parts
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What this rank has to write. Only rank 0's `aliases` and `values` are used."""
-
-    layout: FileLayout
-
-    # The data section of the file. `complete` finishes it, or raises.
-    data: memoryview
-    complete: Callable[[], None]
-
-    aliases: dict[str, str]
-    values: dict[str, Any]
 
 
 class GivenUp(Exception):
@@ -136,18 +122,29 @@ class PendingSave:
         """Whether this rank has failed, and the other ranks have not yet agreed to abandon the save."""
         return self.error is not None and not self.committed and not self.abandoned
 
-    def run(self, contents: Contents) -> None:
-        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong."""
+    def run(
+        self,
+        layout: FileLayout,
+        data: memoryview,
+        complete: Callable[[], None],
+        aliases: dict[str, str],
+        values: dict[str, Any],
+    ) -> None:
+        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong.
+
+        `data` is the data section of this rank's file; `complete` finishes it, or raises. Only rank 0's `aliases` and
+        `values` are used.
+        """
         self._began = time.perf_counter()
-        self.bytes = contents.layout.file_size
+        self.bytes = layout.file_size
         try:
-            contents.complete()
-            self._write_part(contents)
+            complete()
+            self._write_part(layout, data)
             self.write_s = time.perf_counter() - self._began
             self.part_ended.set()
 
             if self.context.rank == 0:
-                self._commit(contents)
+                self._commit(aliases, values)
             self._check_abandoned()
         except BaseException as error:
             # Raised in a thread, it would be lost.
@@ -181,10 +178,7 @@ class PendingSave:
     def discard(self) -> None:
         """Delete what this rank has staged; rank 0 deletes everything. Does nothing once the save is committed."""
         rank = self.context.rank
-        if rank == 0:
-            keys = [self.folder]
-        else:
-            keys = [self._key(part_name(rank)), self._key(_confirmation(rank))]
+        keys = [self._key(part_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
         # What cannot be deleted now, the next start cleans up.
         for key in keys:
@@ -193,37 +187,32 @@ class PendingSave:
 
     # ---- every rank ----
 
-    def _write_part(self, contents: Contents) -> None:
+    def _write_part(self, layout: FileLayout, data: memoryview) -> None:
         digest = xxhash.xxh3_128()
-        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(contents, digest))
+        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(layout, data, digest))
 
         # Rank 0 makes the manifest from this. It arrives only when the part is durable.
         pieces = [
             [piece.name, piece.dtype, piece.full_shape, key, piece.offset, piece.shape]
-            for key, piece in zip(contents.layout.keys, contents.layout.pieces, strict=True)
+            for key, piece in zip(layout.keys, layout.pieces, strict=True)
         ]
         self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
 
-    def _chunks(self, contents: Contents, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and digest each one. Between two chunks an abandoned save ends."""
-        header = memoryview(contents.layout.header)
-        digest.update(header)
-        yield header
-
-        chunks = split(contents.data)
+        chunks = [memoryview(layout.header), *split(data)]
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
 
-            # For tests: the disk fills up in the middle of the file.
-            if number == len(chunks) // 2 and faults.fire("write", self.step) == "disk full":
+            # For tests: the disk fills up in the middle of the data.
+            if number == (len(chunks) + 1) // 2 and faults.fire("write", self.step) == "disk full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             digest.update(chunk)
             yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
         """Report to rank 0 how this rank's part went."""
-        key = self._key(_confirmation(self.context.rank))
-        self.context.store.replace(key, json.dumps(confirmation).encode())
+        self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned:
@@ -235,10 +224,13 @@ class PendingSave:
 
     # ---- rank 0 ----
 
-    def _commit(self, contents: Contents) -> None:
+    def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> None:
         store = self.context.store
         confirmations = self._confirmations()
-        manifest = encode(self._manifest(contents, confirmations))
+        manifest = encode(self._manifest(confirmations, aliases, values))
+
+        # Nothing is committed that could not be loaded.
+        decode(manifest, Checkpoint(store, self.folder))
 
         # The manifest comes last: when it is durable, the folder is complete, and has its final contents.
         for rank in range(self.context.size):
@@ -308,7 +300,9 @@ class PendingSave:
         if size != confirmation["size"]:
             raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
 
-    def _manifest(self, contents: Contents, confirmations: list[dict[str, Any]]) -> Manifest:
+    def _manifest(
+        self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
+    ) -> Manifest:
         # By tensor: its dtype and shape, and the pieces of all ranks.
         tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
@@ -322,19 +316,15 @@ class PendingSave:
                     raise GivenUp(f"the ranks do not agree on the dtype and shape of {name!r}")
                 pieces.append(Piece(file, key, tuple(offset), tuple(shape)))
 
-        manifest = Manifest(
+        return Manifest(
             step=self.step,
             time=time.time(),
             lockstep=lockstep.__version__,
             files=tuple(files),
             tensors={name: TensorEntry(*kind, tuple(pieces)) for name, (kind, pieces) in tensors.items()},
-            aliases=contents.aliases,
-            values=contents.values,
+            aliases=aliases,
+            values=values,
         )
-
-        # Nothing is committed that could not be loaded.
-        decode(encode(manifest), Checkpoint(self.context.store, self.folder))
-        return manifest
 
     # ---- reasons ----
 

@@ -69,6 +69,6 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         )
 
     # No rank may save there before all have read.
-    state.restore(found.reader(), found.manifest.values["state"])
+    state.restore(found, found.manifest.values["state"])
     gather(None)
     return state.stepper.counters.step

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import Found, Gather, find
+from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
@@ -82,11 +82,10 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-def load(place: Path | Store) -> tuple[Found, dict[str, torch.Tensor]]:
-    found = find(as_store(place), 0, 1, alone)
-    assert found is not None
-    reader = found.reader()
-    return found, {name: reader.read(name) for name in reader.names()}
+def load(place: Path | Store) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
+    reader = find(as_store(place), 0, 1, alone)
+    assert reader is not None
+    return reader, {name: reader.read(name) for name in reader.names()}
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from checkpoints import TOKEN, commit, end, load, same, savers, shard, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
@@ -23,7 +24,7 @@ from lockstep.checkpoint.format import part_name
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import NAME, read_manifest
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean, size_text
+from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean
 from lockstep.errors import UserError
 
 DTYPES = [
@@ -234,7 +235,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
     [report] = saver.poll()
     assert not report.committed
     assert "no space left" in report.error
-    assert report.error.endswith(f"{size_text(10 + size // 100)} too little")
+    assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
     assert same(load(store)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
