@@ -56,9 +56,14 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         assert manifest is not None
         return CheckpointReader(checkpoint, manifest, damaged)
 
-    if damaged:
-        raise _nothing_valid(store, damaged, only)
-    return None
+    if not damaged:
+        return None
+    found = "; ".join(map(str, damaged))
+    if only:
+        problem = f"the checkpoint {damaged[0].checkpoint.path} is damaged"
+        raise UserError(problem, found, "choose another checkpoint: lockstep ckpt ls RUN")
+    problem = f"every checkpoint in {store.address} is damaged"
+    raise UserError(problem, found, "start again in a new run_dir, or restore these files")
 
 
 def _check_shared(answers: list[Any], any_listed: bool) -> None:
@@ -76,15 +81,6 @@ def _not_shared(found: str) -> UserError:
         found,
         "set run_dir to a folder on a file system that all machines share",
     )
-
-
-def _nothing_valid(store: Store, damaged: list[Damaged], only: str | None) -> UserError:
-    found = "; ".join(map(str, damaged))
-    if only:
-        problem = f"the checkpoint {Checkpoint(store, only).path} is damaged"
-        return UserError(problem, found, "choose another checkpoint: lockstep ckpt ls RUN")
-    problem = f"every checkpoint in {store.address} is damaged"
-    return UserError(problem, found, "start again in a new run_dir, or restore these files")
 
 
 class CheckpointReader:

@@ -377,29 +377,27 @@ class CheckpointManager:
 
         # First the parts: rank 0 would otherwise wait for one that has failed.
         self.saver.wait_part()
-        failed = self._any_failed()
-        if not failed:
+        given_up = self.give_up()
+        if not given_up:
             for save in self.saver.wait():
                 self._log(save)
 
             # Rank 0 may have failed to commit.
-            failed = self._any_failed()
-        if failed:
-            self.give_up()
+            given_up = self.give_up()
 
         self._in_flight = False
         heartbeat.beat(phase_before)
-        return not failed
+        return not given_up
 
-    def give_up(self) -> None:
-        """Abandon the save in flight, since some rank could not write its part.
+    def give_up(self) -> bool:
+        """Abandon the save in flight if it has failed on some rank. Return whether it has.
 
         Training continues: a full disk costs a checkpoint, and not the run.
         """
+        # The control word comes a step late: the failure may have been dealt with already.
         reasons = self.runtime.collectives.gather_json(self.saver.failure)
-        # The control word comes a step late: it may have been dealt with already.
         if not any(reasons):
-            return
+            return False
 
         # Rank 0 repeats the reasons of others as "rank N: ...": take each from the rank that has it.
         own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
@@ -418,6 +416,7 @@ class CheckpointManager:
             reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {reason}. Training continues; the last good one "
             f"is {newest.name if newest else 'none: there is no checkpoint yet'}",
         )
+        return True
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saver. A save in flight gets `timeout` seconds: after an error it may be all that is left."""
@@ -428,9 +427,6 @@ class CheckpointManager:
     def newest_path(self) -> Path | None:
         newest = committed(self.store)[:1]
         return newest[0].path if newest else None
-
-    def _any_failed(self) -> bool:
-        return any(self.runtime.collectives.gather_json(self.saver.failure))
 
     def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
         """Return what this rank writes of `tensors`."""

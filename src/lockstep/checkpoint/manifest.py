@@ -53,14 +53,13 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 
+@dataclass(eq=False)
 class Damaged(Exception):
     """A checkpoint must not be loaded: `file` says which of its files is bad, and `why` the reason."""
 
-    def __init__(self, checkpoint: Checkpoint, file: str, why: str):
-        super().__init__(checkpoint, file, why)
-        self.checkpoint = checkpoint
-        self.file = file
-        self.why = why
+    checkpoint: Checkpoint
+    file: str
+    why: str
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
@@ -190,27 +189,24 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
 
 def to_json(value: Any, where: str = "values") -> Any:
     """Return a copy that JSON can hold. Raise an error that names the place of what it cannot hold."""
-    if value is None or isinstance(value, bool | str):
-        return value
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            # Subclasses, such as enums, become plain numbers.
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        case list() | tuple():
+            return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        case dict():
+            for key in value:
+                if not isinstance(key, str):
+                    raise _not_json(f"the key {key!r} of {where}", key)
 
-    # Subclasses, such as enums, become plain numbers.
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-
-    if isinstance(value, list | tuple):
-        return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise _not_json(f"the key {key!r} of {where}", key)
-
-        # A dict that looks like one of ours gets one more "$".
-        inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-        return {f"${key}": item for key, item in inner.items()} if _is_marked(inner) else inner
-
+            # A dict that looks like one of ours gets one more "$".
+            inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+            return {f"${key}": item for key, item in inner.items()} if _is_marked(inner) else inner
     raise _not_json(where, value)
 
 
@@ -224,20 +220,20 @@ def _not_json(where: str, value: object) -> UserError:
 
 def from_json(value: Any) -> Any:
     """Undo `to_json`, but tuples become lists. Raise ValueError where the encoding is wrong."""
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if not _is_marked(value):
-        return {key: from_json(item) for key, item in value.items()}
-
-    [(key, item)] = value.items()
-    if key.startswith("$$"):
-        return {key[1:]: from_json(item)}
-
-    if key != "$float" or not isinstance(item, str) or item not in _FLOATS:
-        raise ValueError(f"{key} = {str(item)[:40]!r} stands for no number")
-    return _FLOATS[item]
+    match value:
+        case list():
+            return [from_json(item) for item in value]
+        case dict() if _is_marked(value):
+            [(key, item)] = value.items()
+            if key.startswith("$$"):
+                return {key[1:]: from_json(item)}
+            if key != "$float" or not isinstance(item, str) or item not in _FLOATS:
+                raise ValueError(f"{key} = {str(item)[:40]!r} stands for no number")
+            return _FLOATS[item]
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def _is_marked(value: dict[str, Any]) -> bool:

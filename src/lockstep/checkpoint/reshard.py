@@ -60,25 +60,17 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     """Return which rank writes each replicated tensor. Every rank computes the same answer."""
-    # The ranks that hold each tensor, and its bytes.
-    holders: dict[str, list[int]] = {}
-    bytes_of: dict[str, int] = {}
-    for rank, held in enumerate(sizes):
-        for name, size in held.items():
-            holders.setdefault(name, []).append(rank)
-            bytes_of[name] = size
+    bytes_of = {name: size for held in sizes for name, size in held.items()}
 
     # The largest first, each to the rank with the least to write.
     loads = [0] * len(sizes)
     writers = {}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
         # The user's own state may differ between ranks: all of it is rank 0's.
-        if name.startswith("part."):
-            writer = 0
-        else:
-            writer = min(holders[name], key=lambda holder: (loads[holder], holder))
-        loads[writer] += size
-        writers[name] = writer
+        own = name.startswith("part.")
+        holders = [0] if own else [rank for rank, held in enumerate(sizes) if name in held]
+        writers[name] = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[writers[name]] += size
     return writers
 
 

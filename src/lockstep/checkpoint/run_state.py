@@ -179,8 +179,11 @@ class RunState:
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
-        left_out = self._left_out | {name for name in self.model.state_dict() if is_extra(name)}
-        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
+        tensors = {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
+            if not is_extra(name) and name not in self._left_out
+        }
         for name, owner in self.others.items():
             pack(owner.state_dict(), f"part.{name}", tensors)
         certain = sum(tensor.nbytes for tensor in tensors.values())
@@ -229,13 +232,13 @@ class RunState:
         for name, owner in self.others.items():
             saved = states.pop(name, None)
             current = owner.state_dict()
-            if saved:
-                owner.load_state_dict(saved)
 
             # A task may gain or lose state when its run is resumed; the user should know.
-            if saved and not current:
-                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
-            elif current and not saved:
+            if saved:
+                owner.load_state_dict(saved)
+                if not current:
+                    changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+            elif current:
                 changed.append(f"{name}: has no state in the checkpoint, starts afresh")
         return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
 

@@ -151,7 +151,6 @@ class Saver:
         self._snapshot.release()
 
     def _finish(self) -> None:
-        """Wait for the save in flight."""
         if self._thread is not None and self._pending is not None:
             self._thread.join()
             self._thread = None

@@ -107,8 +107,8 @@ class Copying:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If the versions differ before `wait`, the tensors were changed while they were copied. None: `wait` has not yet
-        # been called, and has not yet compared them.
+        # If the versions differ before `wait`, the tensors were changed while they were copied. `_torn` is None until
+        # `wait` has compared them.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()

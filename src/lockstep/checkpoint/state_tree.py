@@ -58,32 +58,30 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     while name in tensors:
         name += "'"
 
-    # Whether a tensor was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach()
-        return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        tensors[name] = torch.from_numpy(np.array(value))
-        return {"$array": name}
-    if isinstance(value, np.generic):
-        return value.item()
-
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-
-    if isinstance(value, list | tuple):
-        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-        return {"$tuple": items} if isinstance(value, tuple) else items
-
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+    match value:
+        case Tensor():
+            # Whether it was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
+            tensors[name] = value.detach()
+            return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
+        case np.ndarray() if value.dtype != object:
+            tensors[name] = torch.from_numpy(np.array(value))
+            return {"$array": name}
+        case np.generic():
+            return value.item()
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": pack(list(value), name, tensors)}
+        case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
-
-        # JSON has no such keys, or one of them looks like our marks.
-        pairs = []
-        for i, (key, item) in enumerate(value.items()):
-            pairs.append([pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)])
-        return {"$items": pairs}
+        case dict():
+            # JSON has no such keys, or one of them looks like our marks.
+            pairs = []
+            for i, (key, item) in enumerate(value.items()):
+                pairs.append([pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)])
+            return {"$items": pairs}
 
     raise UserError(
         f"{name} cannot be saved: a {type(value).__name__} is neither a tensor nor a plain value",
@@ -123,19 +121,20 @@ def digest(data: Any) -> str:
 
 
 def _feed(sha: Any, data: Any) -> None:
-    if isinstance(data, Tensor):
-        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+    match data:
+        case Tensor():
+            sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
 
-        # Every rank holds another shard of a DTensor: only what they have in common counts.
-        if not isinstance(data, DTensor):
-            sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(data, dict):
-        # Two ranks may have filled it in different orders.
-        for key in sorted(data, key=str):
-            sha.update(str(key).encode())
-            _feed(sha, data[key])
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _feed(sha, value)
-    else:
-        sha.update(repr(data).encode())
+            # Every rank holds another shard of a DTensor: only what they have in common counts.
+            if not isinstance(data, DTensor):
+                sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        case dict():
+            # Two ranks may have filled it in different orders.
+            for key in sorted(data, key=str):
+                sha.update(str(key).encode())
+                _feed(sha, data[key])
+        case list() | tuple():
+            for value in data:
+                _feed(sha, value)
+        case _:
+            sha.update(repr(data).encode())

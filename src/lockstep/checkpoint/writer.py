@@ -55,9 +55,6 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 
-# The disk is full, or the user's quota is used up.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 # Between two looks for the other ranks' confirmations: short at first, since ranks save at the same moment.
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
@@ -329,24 +326,25 @@ class PendingSave:
     # ---- reasons ----
 
     def _reason(self, error: BaseException) -> str:
-        if self.abandoned:
-            return self._why_stopped
-        if isinstance(error, GivenUp | Damaged):
-            return str(error)
-
-        # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
-        if isinstance(error, FileNotFoundError) and self._folder_is_gone():
-            return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
-
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return f"{self._no_room()} while writing {size_text(self.bytes)}"
-        return f"{type(error).__name__}: {error}"
+        match error:
+            case _ if self.abandoned:
+                return self._why_stopped
+            case GivenUp() | Damaged():
+                return str(error)
+            case FileNotFoundError() if self._folder_is_gone():
+                # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
+                return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+                # The disk is full, or the user's quota is used up.
+                return f"{self._no_room()} while writing {size_text(self.bytes)}"
+            case _:
+                return f"{type(error).__name__}: {error}"
 
     def _folder_is_gone(self) -> bool:
-        try:
+        # If the file system cannot even list its folders, the error itself says more.
+        with suppress(OSError):
             return not self.committed and self.folder not in self.context.store.folders()
-        except OSError:
-            return False  # a file system that cannot even list it: the error itself says more
+        return False
 
     def _no_room(self) -> str:
         return f"no space left on the disk of {self.context.store.address}"
@@ -363,11 +361,10 @@ def apply_retention(store: Store, retention: Retention, token: str) -> None:
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    try:
+    # A damaged checkpoint has no score; its age decides whether it is deleted.
+    with suppress(Damaged):
         return read_manifest(checkpoint).metrics
-    except Damaged:
-        # It has no score; its age decides whether it is deleted.
-        return {}
+    return {}
 
 
 def _confirmation(rank: int) -> str:
