@@ -95,7 +95,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.damaged = list(damaged)
 
-        # By file. They are read when they are needed.
+        # The headers that have been read so far, by file.
         self._headers: dict[str, dict[str, Stored]] = {}
 
     def names(self) -> list[str]:

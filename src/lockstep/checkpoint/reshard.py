@@ -115,12 +115,12 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
     if not isinstance(parameter, DTensor) or not shape:
         return reader.read(name)
 
-    # Such as a moment.
+    # A moment, for example.
     shard = block_of(parameter)
     if shape == tuple(parameter.shape):
         return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 
-    # Such as a row's statistics: they are sharded with the rows.
+    # The statistics of each row, for example, are sharded with the rows.
     if shape[0] == parameter.shape[0] and only_rows(parameter):
         offset = (shard.offset[0], *[0] * (len(shape) - 1))
         size = (len(shard.local), *shape[1:])

@@ -96,10 +96,10 @@ class RunState:
         # Frozen parameters that always come from the same file; a checkpoint has their digests.
         self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
-        # Under all of their names: tied ones have several.
+        # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # As the user's code has made them: what differs from this after a resume, the user has changed.
+        # The groups as the user's code has made them. What differs from this after a resume, the user has changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
@@ -472,11 +472,11 @@ def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
-    here = _aliases({name: _identity(state[name]) for name in saved})
-    in_checkpoint = _aliases({name: reader.original(f"model.{name}") for name in saved})
+    tied_here = _aliases({name: _identity(state[name]) for name in saved})
+    tied_there = _aliases({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
-        if here.get(name) != in_checkpoint.get(name):
-            places = ("here", "in the checkpoint") if name in here else ("in the checkpoint", "here")
+        if tied_here.get(name) != tied_there.get(name):
+            places = ("here", "in the checkpoint") if name in tied_here else ("in the checkpoint", "here")
             raise _other_model(f"{name!r} is tied to another parameter {places[0]}, and is not {places[1]}")
 
 

@@ -46,10 +46,10 @@ class Saver:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # Until `wait_for_copy`, if some of the state is copied while training continues.
+        # Set until `wait_for_copy` if some of the state is copied while training continues.
         self._copying: Copying | None = None
 
-        # Ended, and not yet polled for.
+        # Saves that have ended, and that `poll` has not returned yet.
         self._ended: list[PendingSave] = []
 
         # Numbers the staged folders: the same step may be saved again after a failure.

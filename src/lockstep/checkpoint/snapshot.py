@@ -59,7 +59,7 @@ class Snapshot:
         self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-        # Of the buffer, one for each piece.
+        # Views of the buffer, one for each piece.
         self._views: list[torch.Tensor] = []
 
     def fit(self, slices: Sequence[Slice]) -> FileLayout:
@@ -127,7 +127,7 @@ class Copying:
             for event in self._on_device:
                 event.synchronize()
         finally:
-            # Also after an error: the training thread must not wait for ever.
+            # Also after an error: the training thread must not wait forever.
             with self._lock:
                 torn = self._versions_now() != self._versions if self._torn is None else self._torn
                 self._done.set()

@@ -32,7 +32,7 @@ CHUNK = 16 << 20
 # Direct writes begin and end at multiples of this, in memory and in the file.
 PAGE = 4096
 
-# Two small files at the top: the newest checkpoint's name, and the attempt that may commit.
+# Two small files at the top level: the newest checkpoint's name, and the attempt that may commit.
 LATEST = "latest"
 OWNER = "owner"
 
@@ -244,7 +244,7 @@ class FileStore:
         return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
 
     def open(self, key: str) -> io.BufferedIOBase:
-        # Opening a pipe that took the place of a file would wait for ever.
+        # Opening a pipe that took the place of a file would wait forever.
         if not stat.S_ISREG(os.stat(self.root / key).st_mode):
             raise OSError(errno.EINVAL, "not a file")
         return open(self.root / key, "rb")
@@ -393,7 +393,7 @@ class MemoryStore:
         self.name = name
         self.capacity = capacity
 
-        # By key. Folders are only the first part of the keys.
+        # The contents of each file by its key. A folder is only the beginning of the keys of its files.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()

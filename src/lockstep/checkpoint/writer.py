@@ -260,7 +260,7 @@ class PendingSave:
     def _confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations of all ranks, by rank.
 
-        Wait for them, but not for ever: a rank may have died. Raise GivenUp at the first that reports an error.
+        Wait for them, but not forever: a rank may have died. Raise GivenUp at the first that reports an error.
         """
         ranks = set(range(self.context.size))
         confirmations: dict[int, dict[str, Any]] = {}
@@ -300,7 +300,7 @@ class PendingSave:
     def _manifest(
         self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
     ) -> Manifest:
-        # By tensor: its dtype and shape, and the pieces of all ranks.
+        # For each tensor: its dtype and shape, and the pieces of all ranks.
         tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
         for rank, confirmation in enumerate(confirmations):
