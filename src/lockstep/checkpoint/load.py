@@ -58,6 +58,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
 
     if not damaged:
         return None
+
     found = "; ".join(map(str, damaged))
     if only:
         problem = f"the checkpoint {damaged[0].checkpoint.path} is damaged"
@@ -116,6 +117,7 @@ class CheckpointReader:
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read the slice of `shape` that begins at `offset` in the full tensor. Raise Damaged if a file has changed."""
         entry = self._entry(name)
+
         ends = [start + length for start, length in zip(offset, shape, strict=True)]
         bounds = zip(offset, ends, entry.shape, strict=True)
         if not all(0 <= start <= end <= limit for start, end, limit in bounds):
@@ -144,10 +146,11 @@ class CheckpointReader:
 
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:
         """Read some rows of a piece, which lie together in the file."""
-        # The file is read into the tensor's own memory.
         stored = self._locate(piece, dtype)
         row_shape = piece.shape[1:]
         row_bytes = math.prod(row_shape) * SIZES[dtype]
+
+        # The file is read into the tensor's own memory, possibly a part at a time.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         rest = data.numpy().data
         with open_file(self.checkpoint, piece.file) as file:
@@ -156,6 +159,7 @@ class CheckpointReader:
                 rest = rest[count:]
         if rest:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
+
         return data.view(DTYPES[dtype]).view(last - first, *row_shape)
 
     def _locate(self, piece: Piece, dtype: str) -> Stored:

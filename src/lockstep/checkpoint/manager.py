@@ -133,21 +133,21 @@ class CheckpointManager:
             clean(self.store, self.folder.token)
 
         # The run's own checkpoints come first: a restarted attempt must not begin at the origin again.
-        found = self._find(self.store) if self.folder.continues else None
+        reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
-        if found is None and origin is not None:
+        if reader is None and origin is not None:
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
-                found = self._find(checkpoint.store, checkpoint.name)
+                reader = self._find(checkpoint.store, checkpoint.name)
             else:
-                found = self._find(FileStore(run_of(origin) / "checkpoints"))
-            if found is None:
+                reader = self._find(FileStore(run_of(origin) / "checkpoints"))
+            if reader is None:
                 raise UserError(
                     f"--resume {origin} cannot be used: that run has no checkpoint",
                     "",
                     "leave --resume out to start from the beginning",
                 )
-        return None if found is None else self._load(found)
+        return None if reader is None else self._load(reader)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Go back to the last checkpoint, and from now on leave out the samples that spoiled the step.
@@ -168,8 +168,8 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
-        found = self._find(self.store)
-        if found is None:
+        reader = self._find(self.store)
+        if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
                 result.skip_reason or "",
@@ -180,7 +180,7 @@ class CheckpointManager:
         source: Any = self.state.source
         assert span is not None
         spans = [*source.passed_over, span]
-        resumed = self._load(found)
+        resumed = self._load(reader)
         for spoiled in spans:
             source.pass_over(spoiled)
 
@@ -197,35 +197,41 @@ class CheckpointManager:
         """Find the newest valid checkpoint, and set aside newer ones that are damaged."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
-        found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
-        if found is None:
+        reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if reader is None:
             return None
 
         # Only rank 0 renames; its event is the one that is logged.
-        for damage in found.damaged:
+        for damage in reader.damaged:
             name = aside = damage.checkpoint.name
             if self.runtime.is_main:
                 aside = set_aside(store, name, "damaged").name
             self.log_event(
                 "warning",
                 reason=f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from "
-                f"{found.checkpoint.name}. The damaged one is kept as {aside}",
+                f"{reader.checkpoint.name}. The damaged one is kept as {aside}",
             )
-        return found
+        return reader
 
-    def _load(self, found: CheckpointReader) -> Resumed:
-        values = found.manifest.values
-        _check_complete(values)
+    def _load(self, reader: CheckpointReader) -> Resumed:
+        values = reader.manifest.values
+        missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
+        if missing:
+            raise UserError(
+                f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
+                "",
+                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
+            )
 
         # Refuse before anything is changed.
         settings = config_changes(values["config"], self.config)
         _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
 
-        others = self.state.restore(found, values["state"], settings)
+        others = self.state.restore(reader, values["state"], settings)
         step = self.state.stepper.counters.step
 
         # The run goes back to this step: its later checkpoints belong to another history.
-        own = os.path.realpath(found.checkpoint.path.parent) == os.path.realpath(self.store.address)
+        own = os.path.realpath(reader.checkpoint.path.parent) == os.path.realpath(self.store.address)
         if own and self.runtime.is_main:
             set_aside_after(self.store, step)
 
@@ -237,7 +243,7 @@ class CheckpointManager:
         self._seed_host(step)
         return Resumed(
             step=step,
-            path=found.checkpoint.path,
+            path=reader.checkpoint.path,
             world=values["world"],
             settings=settings,
             changes=[*map(str, settings), *others],
@@ -360,8 +366,7 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
-        for save in self.saver.poll():
-            self._log(save)
+        self._log(self.saver.poll())
         return self.saver.failure is not None
 
     def settle(self) -> bool:
@@ -379,8 +384,7 @@ class CheckpointManager:
         self.saver.wait_part()
         given_up = self.give_up()
         if not given_up:
-            for save in self.saver.wait():
-                self._log(save)
+            self._log(self.saver.wait())
 
             # Rank 0 may have failed to commit.
             given_up = self.give_up()
@@ -429,7 +433,6 @@ class CheckpointManager:
         return newest[0].path if newest else None
 
     def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
-        """Return what this rank writes of `tensors`."""
         world = self.runtime.world
         sizes = plain_sizes(tensors)
 
@@ -444,20 +447,21 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, save: PendingSave) -> None:
-        # What is not committed is logged by `give_up`, when all ranks know.
-        if save.checkpoint is None:
-            return
-        if save.error:
-            self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
-        self.log_event(
-            "checkpoint",
-            step=save.step,
-            path=self.folder.as_shown(save.checkpoint.path),
-            mb=save.total_bytes / MIB,
-            stall_s=save.stall_s,
-            write_s=save.write_s,
-        )
+    def _log(self, saves: list[PendingSave]) -> None:
+        for save in saves:
+            # What is not committed is logged by `give_up`, when all ranks know.
+            if save.checkpoint is None:
+                continue
+            if save.error:
+                self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
+            self.log_event(
+                "checkpoint",
+                step=save.step,
+                path=self.folder.as_shown(save.checkpoint.path),
+                mb=save.total_bytes / MIB,
+                stall_s=save.stall_s,
+                write_s=save.write_s,
+            )
 
     def _seed_host(self, step: int) -> None:
         """Seed Python's and numpy's generators again with every checkpoint, so that a resumed run draws the same."""
@@ -492,13 +496,3 @@ def _check_lasting(settings: list[Change], lasting: Collection[str]) -> None:
                 "",
                 f"type {key}={before}, or start a new run from the exported weights",
             )
-
-
-def _check_complete(values: dict[str, Any]) -> None:
-    missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
-    if missing:
-        raise UserError(
-            f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
-            "",
-            "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
-        )

@@ -34,7 +34,6 @@ class Slice:
 
     @classmethod
     def full(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """Return a slice that is the full tensor."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def describe(self) -> PieceToWrite:
@@ -55,7 +54,6 @@ class Snapshot:
         self.release()
 
     def release(self) -> None:
-        """Free the buffer."""
         self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -74,6 +72,7 @@ class Snapshot:
         pinned = any(source.tensor.is_cuda for source in slices)
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
             self._views = []
+
             # Free the old buffer before asking for more.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(self.layout.size, pinned)
@@ -117,8 +116,6 @@ class Copying:
         # One event for each GPU, recorded after its copies.
         devices = {source.device for _, source in self._pairs if source.is_cuda}
         self._on_device = [self._enqueue(device) for device in devices]
-        if not self._pairs:
-            self._done.set()
 
     def run(self) -> None:
         """Complete the copy, or raise. Called in the writing thread."""

@@ -42,8 +42,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def dtype_name(tensor: Tensor, name: str) -> str:
     """Return the file's name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    if not dense or tensor.dtype not in _NAMES:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
         raise UserError(
             f"the tensor {name!r} cannot be saved in a checkpoint",
             f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
