@@ -170,12 +170,12 @@ def test_aliases_share_bytes(store):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
+def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     size = data.draw(st.integers(1, 4))
     axis = data.draw(st.integers(0, len(shape) - 1))
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    root = tmp_path_factory.mktemp("blocks")
+    root = tmp_path_factory.mktemp("slices")
     team = savers(root, size)
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
@@ -185,12 +185,12 @@ def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    block = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])
-    assert torch.equal(block, whole[tuple(slice(low, high) for low, high in corners)])
+    part = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])
+    assert torch.equal(part, whole[tuple(slice(low, high) for low, high in corners)])
     shutil.rmtree(root)
 
 
-def test_a_block_outside_and_an_unknown_name_are_refused(store):
+def test_a_slice_outside_and_an_unknown_name_are_refused(store):
     checkpoint = commit(store, 1)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     with pytest.raises(ValueError, match="no slice"):
