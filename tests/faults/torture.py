@@ -113,9 +113,8 @@ def digests(run: Path) -> dict[str, str]:
     from lockstep.checkpoint.load import find
     from lockstep.checkpoint.storage import FileStore
 
-    found = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
-    assert found is not None
-    reader = found.reader()
+    reader = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
+    assert reader is not None
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 

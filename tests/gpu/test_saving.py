@@ -34,9 +34,8 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
-    assert found is not None
-    reader = found.reader()
+    reader = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
+    assert reader is not None
     return {name: reader.read(name) for name in reader.names()}
 
 

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.manifest import SIZES, Damaged, File, Manifest, parse_json, verify_file
+from lockstep.checkpoint.manifest import (
+    SIZES,
+    Damaged,
+    File,
+    Manifest,
+    Piece,
+    check_counts,
+    check_fields,
+    open_file,
+    parse_json,
+    read_manifest,
+    verify_file,
+)
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
 # Bytes; what the safetensors library accepts.
@@ -20,18 +32,14 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of a tensor as it will be written: everything the manifest says of it but the file."""
+class PieceToWrite:
+    """A piece of the tensor `name`, before it is written: everything that the manifest says of it but the file."""
 
     name: str
     dtype: str
-
-    # Of the full tensor, and where in it this block begins.
-    full_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    # Of the block itself.
-    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]  # of the tensor
+    offset: tuple[int, ...]  # where in the tensor the piece begins
+    shape: tuple[int, ...]  # of the piece
 
     @property
     def bytes(self) -> int:
@@ -39,19 +47,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each block lies in a file: a header, and a data section without gaps."""
+class FileLayout:
+    """Where each piece lies in a file: a header, and a data section without gaps."""
 
-    # `order[i]` is the number of the block that comes i-th; `keys` and `starts` have the same order.
-    order: tuple[int, ...]
-
-    # The names of the blocks in the file, and where they begin in the data section.
+    # `keys` are the names in the file, `starts` count from the beginning of the data section; one for each piece.
+    pieces: tuple[PieceToWrite, ...]
     keys: tuple[str, ...]
     starts: tuple[int, ...]
 
-    # Bytes of the data section.
-    size: int
-
+    size: int  # of the data section
     header: bytes
 
     @property
@@ -72,36 +76,74 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
-def arrange(blocks: Sequence[Block]) -> Layout:
-    """Lay out `blocks`, wide elements first: the format allows no gaps, and this way every tensor is still aligned."""
-    order = tuple(sorted(range(len(blocks)), key=lambda index: -SIZES[blocks[index].dtype]))
+# ---- writing ----
+
+
+def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
+    """Lay out `pieces`, wide elements first: the format allows no gaps, and this way every tensor is still aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    keys = []
-    starts = []
+    keys = [piece.name for piece in pieces]
+    starts = [0] * len(pieces)
     position = 0
 
-    for index in order:
-        block = blocks[index]
+    for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
+        # A rank may hold several pieces of one tensor, and a tensor may be called "__metadata__".
+        if keys[index] in header:
+            keys[index] += f"#{index}"
 
-        # A rank may hold several blocks of one tensor, and a tensor may be called "__metadata__".
-        key = block.name if block.name not in header else f"{block.name}#{index}"
-
-        end = position + block.bytes
-        header[key] = {"dtype": block.dtype, "shape": block.shape, "data_offsets": [position, end]}
-        keys.append(key)
-        starts.append(position)
-        position = end
+        piece = pieces[index]
+        starts[index] = position
+        position += piece.bytes
+        header[keys[index]] = {
+            "dtype": piece.dtype,
+            "shape": piece.shape,
+            "data_offsets": [starts[index], position],
+        }
 
     # The data begin at a page, where direct writes may begin.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return Layout(order, tuple(keys), tuple(starts), position, len(text).to_bytes(8, "little") + text)
+    header_bytes = len(text).to_bytes(8, "little") + text
+    return FileLayout(tuple(pieces), tuple(keys), tuple(starts), position, header_bytes)
+
+
+# ---- reading ----
+
+
+def verify(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
+    """Return the manifest, and what is wrong with it or with its files. Of `size` ranks, each reads its own share."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except Damaged as damaged:
+        return None, [damaged]
+    return manifest, find_problems(checkpoint, manifest, manifest.files[rank::size])
+
+
+def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
+    """Return what is wrong with `files`: a size, a digest, or a piece that the manifest expects and a file lacks."""
+    # The pieces that the manifest expects in each file, with their dtypes.
+    expected: dict[str, list[tuple[Piece, str]]] = {}
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            expected.setdefault(piece.file, []).append((piece, entry.dtype))
+
+    # One problem a file is enough: a wrong digest explains a wrong header.
+    problems = []
+    for file in files:
+        try:
+            verify_file(checkpoint, file)
+            header = read_header(checkpoint, file.name)
+            for piece, dtype in expected.get(file.name, []):
+                locate(checkpoint, header, piece, dtype)
+        except Damaged as damaged:
+            problems.append(damaged)
+    return problems
 
 
 def read_header(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
     """Return the tensors of one file by key, or raise Damaged."""
     try:
-        with checkpoint.open(name) as stream:
+        with open_file(checkpoint, name) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
 
@@ -114,61 +156,30 @@ def read_header(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
         if not isinstance(entries, dict):
             raise ValueError("the header is not an object")
         entries.pop("__metadata__", None)
-        return {key: _stored(key, item, 8 + length, size) for key, item in entries.items()}
-    except OSError as error:
-        raise Damaged(checkpoint, name, f"cannot be read: {error.strerror or error}") from None
+        return {key: _stored(repr(key), item, 8 + length, size) for key, item in entries.items()}
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, name, f"not a safetensors file: {error}"[:300]) from None
 
 
-def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
-    """Return what is wrong with `files`: a size, a digest, or a piece that the manifest expects and a file lacks."""
-    # What the manifest expects of each file: key, dtype and shape of its pieces.
-    expected: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
-    for entry in manifest.tensors.values():
-        for piece in entry.pieces:
-            expected.setdefault(piece.file, []).append((piece.key, entry.dtype, piece.shape))
-
-    # One problem a file is enough: a wrong digest explains a wrong header.
-    found = []
-    for file in files:
-        try:
-            verify_file(checkpoint, file)
-            stored = read_header(checkpoint, file.name)
-            for key, dtype, shape in expected.get(file.name, []):
-                locate(checkpoint, file.name, key, stored, dtype, shape)
-        except Damaged as damaged:
-            found.append(damaged)
-    return found
-
-
-def locate(
-    checkpoint: Checkpoint, file: str, key: str, stored: dict[str, Stored], dtype: str, shape: tuple[int, ...]
-) -> Stored:
-    """Return where the piece `key` lies. Raise Damaged if the file holds no such piece, or another one by that name."""
-    found = stored.get(key)
-    if found is None or (found.dtype, found.shape) != (dtype, shape):
-        raise Damaged(checkpoint, file, f"does not hold the piece {key!r} that the manifest expects there")
-    return found
-
-
-def _stored(key: str, item: Any, data: int, size: int) -> Stored:
+def _stored(what: str, item: Any, data: int, size: int) -> Stored:
     """Check one entry of a header. `data` is where the data section begins, `size` that of the file."""
-    if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{key!r} is described wrongly")
-    dtype = item["dtype"]
-    shape = item["shape"]
-    offsets = item["data_offsets"]
-
-    if not isinstance(dtype, str) or dtype not in SIZES:
-        raise ValueError(f"{key!r} has an unknown dtype")
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{key!r} has no shape or no offsets")
-    if any(type(number) is not int or number < 0 for number in (*shape, *offsets)):
-        raise ValueError(f"{key!r} has a number that is not a count")
+    fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
+    dtype = fields["dtype"]
+    shape = check_counts(fields["shape"], f"the shape of {what}")
+    offsets = check_counts(fields["data_offsets"], f"an offset of {what}")
+    if dtype not in SIZES or len(offsets) != 2:
+        raise ValueError(f"{what} has an unknown dtype, or not two offsets")
 
     # Python's integers do not overflow: a huge shape is simply not as long as its data.
     begin, end = offsets
     if begin + math.prod(shape) * SIZES[dtype] != end or data + end > size:
-        raise ValueError(f"{key!r} does not lie in the file")
-    return Stored(dtype, tuple(shape), data + begin)
+        raise ValueError(f"{what} does not lie in the file")
+    return Stored(dtype, shape, data + begin)
+
+
+def locate(checkpoint: Checkpoint, header: dict[str, Stored], piece: Piece, dtype: str) -> Stored:
+    """Return where `piece` lies. Raise Damaged if its file holds no such piece, or another one by that name."""
+    stored = header.get(piece.key)
+    if stored is None or (stored.dtype, stored.shape) != (dtype, piece.shape):
+        raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
+    return stored

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.format import find_problems
+from rich.filesize import decimal as size_text
+
+from lockstep.checkpoint.format import verify as verify_checkpoint
 from lockstep.checkpoint.manifest import NAME, Damaged, Manifest, check_size, read_manifest
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -21,15 +23,14 @@ from lockstep.checkpoint.storage import (
     Store,
     committed,
     remove,
-    size_text,
     to_delete,
 )
 from lockstep.errors import UserError
 
-# So many tensors are listed by `show`.
+# How many tensors `show` lists.
 _MANY = 200
 
-# Of the tensors that `export` writes.
+# `export` writes the tensors whose names begin with this.
 _PREFIX = "model."
 
 
@@ -38,8 +39,7 @@ def ls(place: Path) -> tuple[str, int]:
     rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
     if not rows:
         return "no checkpoints", 0
-    head = ("step", "when", "size", "tensors", "metrics", "state")
-    return _table([head, *rows]), 0
+    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]), 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -61,29 +61,24 @@ def show(place: Path) -> tuple[str, int]:
     ]
 
     # One row a tensor; a model of thousands would scroll everything else away.
-    rows = [("tensor", "dtype", "shape", "size", "pieces")]
-    for name, entry in sorted(manifest.tensors.items()):
-        rows.append((name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces))))
-
-    lines = [_table(facts), "", _table(rows[: _MANY + 1])]
-    if len(rows) > _MANY + 1:
-        lines.append(f"and {len(rows) - 1 - _MANY} more")
+    rows = [
+        (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
+        for name, entry in sorted(manifest.tensors.items())
+    ]
+    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:_MANY]])]
+    if len(rows) > _MANY:
+        lines.append(f"and {len(rows) - _MANY} more")
     lines += [f"{name} is {target}" for name, target in sorted(manifest.aliases.items())]
     return "\n".join(lines), 0
 
 
 def verify(place: Path) -> tuple[str, int]:
     """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
-    if _is_checkpoint(place):
-        chosen = [Checkpoint.at(place)]
-    else:
-        chosen = committed(_store(place))
-
     # One row a checkpoint, and below it one for each bad file.
     rows = []
     code = 0
-    for checkpoint in chosen:
-        problems = _problems(checkpoint)
+    for checkpoint in [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place)):
+        _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
         for problem in problems:
             rows.append(("", f"{problem.file}: {problem.why}"))
@@ -98,37 +93,36 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 
     # Every byte is read: only valid checkpoints count.
     store = _store(place)
-    found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
-    damaged = {step for step, checkpoint in found.items() if _problems(checkpoint)}
-    doomed = to_delete([(step, {}) for step in found if step not in damaged], retention)
-
-    lines = [f"{found[step].name} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
-    for step in doomed:
+    names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
+    damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
+    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
+    for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
         if not dry_run:
-            remove(store, found[step].name, secrets.token_hex(8))
-        lines.append(f"{'would delete' if dry_run else 'deleted'} {found[step].name}")
+            remove(store, names[step], secrets.token_hex(8))
+        lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
     return "\n".join(lines) or "nothing to delete", 0
 
 
 def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     """Write the weights to one file."""
     checkpoint = choose(place, step)
-    default = checkpoint.path.parent.parent / "export" / checkpoint.name
-    lines = [str(export_weights(checkpoint, out or default))]
+    target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
-    # The file is not the whole model if the run keeps frozen parameters out of its checkpoints.
-    missing = _frozen_left_out(read_manifest(checkpoint))
-    if missing:
-        lines.append(
-            f"{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {', '.join(missing)}"
-        )
-    return "\n".join(lines), 0
+    # The run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that is not of a
+    # run may have anything among its values.
+    missing: Any = read_manifest(checkpoint).values
+    for key in ("state", "model", "left_out"):
+        missing = missing.get(key) if isinstance(missing, dict) else None
+    if not missing:
+        return str(target), 0
+    names = ", ".join(sorted(missing))
+    return f"{target}\n{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {names}", 0
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     """Write the tensors `model.*` to `out`, or to `out`/model.safetensors. Every byte is verified first.
 
-    Tied weights are written once; the metadata say under which name to find the others.
+    Tied weights are written once; the metadata map their other names to the one that is written.
     """
     from safetensors.torch import save_file  # needs torch
 
@@ -159,16 +153,13 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
     tensors = {}
     aliases = {}
     try:
-        manifest = read_manifest(checkpoint)
-        problems = find_problems(checkpoint, manifest, manifest.files)
-        if problems:
+        manifest, problems = verify_checkpoint(checkpoint)
+        if manifest is None or problems:
             raise problems[0]
 
-        # A tensor may be tied to one outside the model; then it is not an alias here.
         reader = CheckpointReader(checkpoint, manifest)
-        for full_name in reader.names():
-            if not full_name.startswith(_PREFIX):
-                continue
+        for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
+            # A tensor that is tied to one outside the model is written itself.
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
             if original != full_name and original.startswith(_PREFIX):
@@ -176,18 +167,12 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             else:
                 tensors[name] = reader.read(full_name)
     except Damaged as damaged:
-        problem = f"the checkpoint {checkpoint.path} is damaged and cannot be exported"
-        raise UserError(problem, str(damaged), "choose another checkpoint: lockstep ckpt ls RUN") from None
+        raise UserError(
+            f"the checkpoint {checkpoint.path} is damaged and cannot be exported",
+            str(damaged),
+            "choose another checkpoint: lockstep ckpt ls RUN",
+        ) from None
     return tensors, aliases
-
-
-def _frozen_left_out(manifest: Manifest) -> list[str]:
-    """Return the frozen parameters that the run keeps out of its checkpoints (checkpoint.frozen=false)."""
-    # Anything may have written the values: `export` also takes checkpoints that are not of a run.
-    found: Any = manifest.values
-    for key in ("state", "model", "left_out"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return sorted(found or ())
 
 
 def choose(place: Path, step: int | None = None) -> Checkpoint:
@@ -195,16 +180,15 @@ def choose(place: Path, step: int | None = None) -> Checkpoint:
     if _is_checkpoint(place) and step is None:
         return Checkpoint.at(place)
 
-    # A checkpoint's folder and a step: any step of the same run.
-    found = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
-    if not found:
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
+    if not checkpoints:
         raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
     if step is None:
-        return found[max(found)]
-    if step not in found:
-        steps = ", ".join(map(str, sorted(found)))
+        return checkpoints[max(checkpoints)]
+    if step not in checkpoints:
+        steps = ", ".join(map(str, sorted(checkpoints)))
         raise UserError(f"{place} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
-    return found[step]
+    return checkpoints[step]
 
 
 def _store(place: Path) -> Store:
@@ -217,20 +201,12 @@ def _store(place: Path) -> Store:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    # One that has lost its manifest is still meant to be a checkpoint, and a damaged one.
+    # A folder that has lost its manifest is still meant to be a checkpoint, and a damaged one.
     return (place / NAME).exists() or place.parent.name == "checkpoints"
 
 
-def _problems(checkpoint: Checkpoint) -> Sequence[Damaged]:
-    try:
-        manifest = read_manifest(checkpoint)
-    except Damaged as damaged:
-        return [damaged]
-    return find_problems(checkpoint, manifest, manifest.files)
-
-
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the row of `ls`, without reading any part."""
+    """Return the row of `ls`. Only the manifest is read."""
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)
@@ -238,8 +214,8 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
             check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
-    count = str(len(manifest.tensors))
-    return step, _when(manifest), size_text(manifest.bytes), count, _metrics(manifest), "not verified"
+    size = size_text(manifest.bytes)
+    return step, _when(manifest), size, str(len(manifest.tensors)), _metrics(manifest), "not verified"
 
 
 def _when(manifest: Manifest) -> str:
@@ -247,14 +223,11 @@ def _when(manifest: Manifest) -> str:
 
 
 def _metrics(manifest: Manifest) -> str:
-    numbers = {name: value for name, value in manifest.metrics.items() if isinstance(value, int | float)}
-    return " ".join(f"{name}={value:.4g}" for name, value in numbers.items())
+    metrics = manifest.metrics.items()
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics if isinstance(value, int | float))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    line = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(line.format(*row).rstrip() for row in rows)

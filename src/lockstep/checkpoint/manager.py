@@ -3,12 +3,11 @@
     check_space, resume, begin      before the first step
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
-    give_up                         when the control word says that some rank's part has failed
+    give_up                         when the control word says that a rank has failed to write its part
     rewind                          when a step was spoiled, and its policy is rewind
     settle, close                   at the end
 
-Collective: all ranks call every method at the same step, except `poll`,
-`save_is_due_by_clock` and `close`.
+Collective: all ranks call every method at the same step, except `poll`, `save_is_due_by_clock` and `close`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.checkpoint.load import Found, find
+from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.reshard import merge_values, plain_sizes, slices_to_write
 from lockstep.checkpoint.run_state import Change, RunState
-from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -38,6 +37,7 @@ from lockstep.checkpoint.storage import (
     set_aside,
     set_aside_after,
 )
+from lockstep.checkpoint.writer import PendingSave
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED
 from lockstep.config.values import typed
@@ -53,7 +53,7 @@ from lockstep.task import StepResult
 # What the loop adds to the state, with the metrics; `Resumed` has fields of these names.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
-# Settings that may change between two parts of a run without being reported.
+# Settings that may change when a run is resumed without being reported.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
@@ -65,22 +65,12 @@ class Resumed:
 
     step: int
     path: Path
-
-    # The number of ranks that wrote it.
-    world: int
-
-    # The settings that have changed since; and these with all other changes, as text.
-    settings: list[Change]
-    changes: list[str]
-
-    # The run was preempted before it could evaluate.
-    evaluation_due: bool
-
-    # Sums since the last log line.
-    interval: dict[str, Any]
-
-    # How long the run has taken so far.
-    seconds: float
+    world: int  # the number of ranks that wrote it
+    settings: list[Change]  # those that have changed since
+    changes: list[str]  # these with all other changes, as text
+    evaluation_due: bool  # the run was preempted before it could evaluate
+    interval: dict[str, Any]  # sums since the last log line
+    seconds: float  # how long the run has taken so far
 
 
 class CheckpointManager:
@@ -143,24 +133,24 @@ class CheckpointManager:
             clean(self.store, self.folder.token)
 
         # The run's own checkpoints come first: a restarted attempt must not begin at the origin again.
-        found = self._find(self.store) if self.folder.continues else None
+        reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
-        if found is None and origin is not None:
+        if reader is None and origin is not None:
             if is_checkpoint(origin):
-                one = Checkpoint.at(origin)
-                found = self._find(one.store, one.name)
+                checkpoint = Checkpoint.at(origin)
+                reader = self._find(checkpoint.store, checkpoint.name)
             else:
-                found = self._find(FileStore(run_of(origin) / "checkpoints"))
-            if found is None:
+                reader = self._find(FileStore(run_of(origin) / "checkpoints"))
+            if reader is None:
                 raise UserError(
                     f"--resume {origin} cannot be used: that run has no checkpoint",
                     "",
                     "leave --resume out to start from the beginning",
                 )
-        return None if found is None else self._load(found)
+        return None if reader is None else self._load(reader)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint, and leave out the samples that spoiled the step from now on.
+        """Go back to the last checkpoint, and from now on leave out the samples that spoiled the step.
 
         `span`: their positions in the order of the data, as (start, stop).
         """
@@ -178,19 +168,19 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
-        found = self._find(self.store)
-        if found is None:
+        reader = self._find(self.store)
+        if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
                 result.skip_reason or "",
                 "make room on the disk, or choose the policy skip or stop",
             )
 
-        # The checkpoint does not know yet of what was left out since it was written.
+        # The checkpoint does not know what was left out since it was written.
         source: Any = self.state.source
         assert span is not None
         spans = [*source.passed_over, span]
-        resumed = self._load(found)
+        resumed = self._load(reader)
         for spoiled in spans:
             source.pass_over(spoiled)
 
@@ -203,53 +193,57 @@ class CheckpointManager:
         )
         return resumed
 
-    def _find(self, store: Store, only: str | None = None) -> Found | None:
-        """Find the newest valid checkpoint, and set newer ones aside that are damaged."""
+    def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
+        """Find the newest valid checkpoint, and set aside newer ones that are damaged."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
-        found = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
-        if found is None:
+        reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if reader is None:
             return None
 
-        # Renamed by rank 0 only; the event is logged from there, too.
-        for damage in found.damaged:
+        # Only rank 0 renames; its event is the one that is logged.
+        for damage in reader.damaged:
             name = aside = damage.checkpoint.name
             if self.runtime.is_main:
                 aside = set_aside(store, name, "damaged").name
             self.log_event(
                 "warning",
                 reason=f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from "
-                f"{found.checkpoint.name}. The damaged one is kept as {aside}",
+                f"{reader.checkpoint.name}. The damaged one is kept as {aside}",
             )
-        return found
+        return reader
 
-    def _load(self, found: Found) -> Resumed:
-        values = found.manifest.values
-        _check_complete(values)
+    def _load(self, reader: CheckpointReader) -> Resumed:
+        values = reader.manifest.values
+        missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
+        if missing:
+            raise UserError(
+                f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
+                "",
+                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
+            )
 
         # Refuse before anything is changed.
         settings = config_changes(values["config"], self.config)
         _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
 
-        others = self.state.restore(found.reader(), values["state"], settings)
+        others = self.state.restore(reader, values["state"], settings)
         step = self.state.stepper.counters.step
 
         # The run goes back to this step: its later checkpoints belong to another history.
-        own = os.path.realpath(found.checkpoint.path.parent) == os.path.realpath(self.store.address)
-
-        def set_later_ones_aside() -> None:
-            if own:
-                set_aside_after(self.store, step)
+        own = os.path.realpath(reader.checkpoint.path.parent) == os.path.realpath(self.store.address)
+        if own and self.runtime.is_main:
+            set_aside_after(self.store, step)
 
         # All ranks wait here: none may save before rank 0 has set them aside.
-        self.runtime.collectives.run_on_rank0(set_later_ones_aside)
+        self.runtime.collectives.gather_json(None)
 
         self._saved_step = step if own else None
         self._saved_at = time.monotonic()
         self._seed_host(step)
         return Resumed(
             step=step,
-            path=found.checkpoint.path,
+            path=reader.checkpoint.path,
             world=values["world"],
             settings=settings,
             changes=[*map(str, settings), *others],
@@ -261,7 +255,8 @@ class CheckpointManager:
     def check_space(self) -> None:
         """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
 
-        Asked before any time is spent: the size of the weights is known, that of the optimizers' state is a guess.
+        This runs before training has cost any time: the size of the weights is known, that of the optimizers' state is
+        a guess.
         """
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
@@ -328,8 +323,7 @@ class CheckpointManager:
     def due(self, step: int, asked: bool) -> bool:
         """Whether to save after `step`: by its number, or because any rank has `asked` for it."""
         every = self.config.checkpoint.every
-        by_step = every is not None and step % every == 0
-        return (asked or by_step) and step != self._saved_step
+        return (asked or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
         """Copy the state, and let it be written while training continues.
@@ -372,9 +366,8 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
-        for report in self.saver.poll():
-            self._log(report)
-        return self.saver.failed
+        self._log(self.saver.poll())
+        return self.saver.failure is not None
 
     def settle(self) -> bool:
         """Wait until the save in flight is committed or given up on all ranks.
@@ -389,29 +382,26 @@ class CheckpointManager:
 
         # First the parts: rank 0 would otherwise wait for one that has failed.
         self.saver.wait_part()
-        well = not self._any_failed()
-        if well:
-            for report in self.saver.wait():
-                self._log(report)
+        given_up = self.give_up()
+        if not given_up:
+            self._log(self.saver.wait())
 
             # Rank 0 may have failed to commit.
-            well = not self._any_failed()
-        if not well:
-            self.give_up()
+            given_up = self.give_up()
 
         self._in_flight = False
         heartbeat.beat(phase_before)
-        return well
+        return not given_up
 
-    def give_up(self) -> None:
-        """Abandon the save in flight, since some rank could not write its part.
+    def give_up(self) -> bool:
+        """Abandon the save in flight if it has failed on some rank. Return whether it has.
 
         Training continues: a full disk costs a checkpoint, and not the run.
         """
+        # The control word comes a step late: the failure may have been dealt with already.
         reasons = self.runtime.collectives.gather_json(self.saver.failure)
-        # The control word comes a step late: it may have been dealt with already.
         if not any(reasons):
-            return
+            return False
 
         # Rank 0 repeats the reasons of others as "rank N: ...": take each from the rank that has it.
         own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
@@ -422,7 +412,7 @@ class CheckpointManager:
         self._in_flight = False
         self._saved_step = None
 
-        # Drop this rank's report: the failure is logged here, once, with the reasons of all ranks.
+        # The failure is logged here, once, with the reasons of all ranks; this rank's own is dropped.
         self.saver.poll()
         newest = self.newest_path()
         self.log_event(
@@ -430,6 +420,7 @@ class CheckpointManager:
             reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {reason}. Training continues; the last good one "
             f"is {newest.name if newest else 'none: there is no checkpoint yet'}",
         )
+        return True
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saver. A save in flight gets `timeout` seconds: after an error it may be all that is left."""
@@ -441,42 +432,36 @@ class CheckpointManager:
         newest = committed(self.store)[:1]
         return newest[0].path if newest else None
 
-    def _any_failed(self) -> bool:
-        return any(self.runtime.collectives.gather_json(self.saver.failure))
-
     def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
-        """Return what this rank writes of `tensors`."""
         world = self.runtime.world
-        mine = plain_sizes(tensors)
+        sizes = plain_sizes(tensors)
 
-        # A rank that knows what all others hold need not ask them.
-        if self.state.replicated:
-            sizes = [mine] * world.size
-        else:
-            sizes = self.runtime.collectives.gather_json(mine)
-        return slices_to_write(tensors, world.rank, sizes)
+        # If all ranks hold the same, they need not ask each other.
+        all_sizes = [sizes] * world.size if self.state.replicated else self.runtime.collectives.gather_json(sizes)
+        return slices_to_write(tensors, world.rank, all_sizes)
 
     def _warn_of_differences(self) -> None:
         """Warn if the state of the task or of the user's loop differs between ranks: only rank 0's is saved."""
         digests = self.runtime.collectives.gather_json(self.state.digest_replicated())
         for name in digests[0]:
-            if len({one[name] for one in digests}) > 1:
+            if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, report: Report) -> None:
-        # What is not committed is logged by `give_up`, when all ranks know.
-        if report.path is None:
-            return
-        if report.error:
-            self.log_event("warning", reason=f"the checkpoint of step {report.step} is safe, but then: {report.error}")
-        self.log_event(
-            "checkpoint",
-            step=report.step,
-            path=self.folder.as_shown(report.path),
-            mb=report.total_bytes / MIB,
-            stall_s=report.stall_s,
-            write_s=report.write_s,
-        )
+    def _log(self, saves: list[PendingSave]) -> None:
+        for save in saves:
+            # What is not committed is logged by `give_up`, when all ranks know.
+            if save.checkpoint is None:
+                continue
+            if save.error:
+                self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
+            self.log_event(
+                "checkpoint",
+                step=save.step,
+                path=self.folder.as_shown(save.checkpoint.path),
+                mb=save.total_bytes / MIB,
+                stall_s=save.stall_s,
+                write_s=save.write_s,
+            )
 
     def _seed_host(self, step: int) -> None:
         """Seed Python's and numpy's generators again with every checkpoint, so that a resumed run draws the same."""
@@ -511,13 +496,3 @@ def _check_lasting(settings: list[Change], lasting: Collection[str]) -> None:
                 "",
                 f"type {key}={before}, or start a new run from the exported weights",
             )
-
-
-def _check_complete(values: dict[str, Any]) -> None:
-    missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
-    if missing:
-        raise UserError(
-            f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
-            "",
-            "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
-        )

@@ -1,6 +1,6 @@
 """What each rank writes of a checkpoint, and what it reads: a checkpoint of any world can be loaded by any other.
 
-A DTensor is sharded: every rank writes its shard, and reads the block that is its shard here. A plain tensor is
+A DTensor is sharded: every rank writes its shard, and reads the slice that is its shard now. A plain tensor is
 replicated: one of the ranks that hold it writes it, and all that need it read it.
 """
 
@@ -25,16 +25,13 @@ def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
-    """Drop the shards that another rank saves, too: those of the parameters `duplicates`, and of their state."""
-    if not duplicates:
-        return tensors
-
+    """Drop the shards that another rank saves as well: those of the parameters `duplicates`, and of their state."""
     # A replicated tensor is written once anyway (`slices_to_write`).
-    kept = {}
-    for key, tensor in tensors.items():
-        if not isinstance(tensor, DTensor) or _parameter_of(key) not in duplicates:
-            kept[key] = tensor
-    return kept
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not isinstance(tensor, DTensor) or _parameter_of(key) not in duplicates
+    }
 
 
 def _parameter_of(key: str) -> str:
@@ -45,45 +42,35 @@ def _parameter_of(key: str) -> str:
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
-    """Return what this rank writes: its shards, and its part of the replicated tensors, balanced by bytes.
+    """Return what this rank writes: its shards, and its share of the replicated tensors, balanced by bytes.
 
     `sizes` has the `plain_sizes` of each rank.
     """
     # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
-    mine = []
+    slices = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            block = block_of(tensor)
-            if block.first_copy and block.local.numel():
-                mine.append(Slice(name, block.local, block.shape, block.offset))
+            shard = block_of(tensor)
+            if shard.first_copy and shard.local.numel():
+                slices.append(Slice(name, shard.local, shard.shape, shard.offset))
 
-    for name, writer in _writers(sizes).items():
-        if writer == rank:
-            mine.append(Slice.full(name, tensors[name]))
-    return mine
+    plain = [name for name, writer in _writers(sizes).items() if writer == rank]
+    return slices + [Slice.full(name, tensors[name]) for name in plain]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Return which rank writes each replicated tensor. Every rank computes the same."""
-    # The ranks that hold each tensor, and its bytes.
-    holders: dict[str, list[int]] = {}
-    bytes_of: dict[str, int] = {}
-    for rank, held in enumerate(sizes):
-        for name, size in held.items():
-            holders.setdefault(name, []).append(rank)
-            bytes_of[name] = size
+    """Return which rank writes each replicated tensor. Every rank computes the same answer."""
+    bytes_of = {name: size for held in sizes for name, size in held.items()}
 
     # The largest first, each to the rank with the least to write.
     loads = [0] * len(sizes)
     writers = {}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
         # The user's own state may differ between ranks: all of it is rank 0's.
-        if name.startswith("part."):
-            writer = 0
-        else:
-            writer = min(holders[name], key=lambda holder: (loads[holder], holder))
-        loads[writer] += size
-        writers[name] = writer
+        own = name.startswith("part.")
+        holders = [0] if own else [rank for rank, held in enumerate(sizes) if name in held]
+        writers[name] = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[writers[name]] += size
     return writers
 
 
@@ -91,22 +78,17 @@ def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the values of all ranks. They differ only in which parameters they hold, and have optimizer state of."""
     merged = dict(everybody[0])
 
-    # In a pipeline, each rank knows the extra state of its own stage. Of several ranks, the lowest counts.
-    model: dict[str, dict[str, Any]] = {}
-    for key in merged["model"]:
-        model[key] = {}
-        for values in reversed(everybody):
-            model[key].update(values["model"][key])
-    merged["model"] = model
+    # In a pipeline, each rank knows the extra state of its own stage. If several ranks know it, the lowest counts.
+    merged["model"] = {key: {} for key in merged["model"]}
+    for values in reversed(everybody):
+        for key, entries in merged["model"].items():
+            entries.update(values["model"][key])
 
     # With ZeRO-1, each rank has the state of its own parameters.
-    optimizers = []
-    for number, optimizer in enumerate(merged["optimizers"]):
-        state = {}
-        for values in everybody:
-            state.update(values["optimizers"][number]["state"])
-        optimizers.append({**optimizer, "state": state})
-    merged["optimizers"] = optimizers
+    merged["optimizers"] = [{**optimizer, "state": {}} for optimizer in merged["optimizers"]]
+    for values in everybody:
+        for optimizer, saved in zip(merged["optimizers"], values["optimizers"], strict=True):
+            optimizer["state"].update(saved["state"])
     return merged
 
 
@@ -117,8 +99,8 @@ def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
     """Read this rank's shard of `target` (any shape), or all of it if it is replicated, into its memory."""
     with torch.no_grad():
         if isinstance(target, DTensor):
-            block = block_of(target)
-            block.local.copy_(reader.read_block(name, block.offset, tuple(block.local.shape)))
+            shard = block_of(target)
+            shard.local.copy_(reader.read_slice(name, shard.offset, tuple(shard.local.shape)))
         else:
             target.copy_(reader.read(name))
 
@@ -126,22 +108,22 @@ def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
 def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
     """Read a tensor of an optimizer's state, sharded like its parameter if it has its shape.
 
-    If the parameter is sharded by rows only, it is enough that the state has as many rows. Any other state is
-    replicated: every rank reads all of it.
+    If the parameter is sharded by rows only, state with the same number of rows is sharded with them. Any other state
+    is replicated: every rank reads all of it.
     """
     shape = reader.shape(name)
     if not isinstance(parameter, DTensor) or not shape:
         return reader.read(name)
 
-    # Such as a moment.
-    block = block_of(parameter)
+    # A moment, for example.
+    shard = block_of(parameter)
     if shape == tuple(parameter.shape):
-        return like(reader.read_block(name, block.offset, tuple(block.local.shape)), parameter)
+        return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 
-    # Such as a row's statistics: they are sharded with the rows.
+    # The statistics of each row, for example, are sharded with the rows.
     if shape[0] == parameter.shape[0] and only_rows(parameter):
-        offset = (block.offset[0], *[0] * (len(shape) - 1))
-        size = (len(block.local), *shape[1:])
-        return laid_out(reader.read_block(name, offset, size), parameter, shape)
+        offset = (shard.offset[0], *[0] * (len(shape) - 1))
+        size = (len(shard.local), *shape[1:])
+        return laid_out(reader.read_slice(name, offset, size), parameter, shape)
 
     return laid_out(reader.read(name), parameter, shape, whole=True)

@@ -4,11 +4,13 @@ Nothing in it knows a rank or a number of ranks: any world can resume from what 
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
-    extra.NAME, part.NAME         tensors of a module's extra state; of the data source, the task, the user's loop
+    extra.NAME                    tensors in a module's extra state
+    part.NAME                     tensors in the state of the data source, the task, the user's loop
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,16 +23,14 @@ from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.registry import state_copies
 from lockstep.runtime.layout import full_tensor, local
 from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
 
-# Settings that decide which samples come next; those that end in a dot are prefixes.
+# Settings that decide which samples come next. Those that end in a dot are prefixes.
 DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
-
-# State that common optimizers allocate with their first update, in copies of the parameters.
-STATE_COPIES = {"AdamW8bit": 0.5, "Adafactor": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
 
 
 class Stateful(Protocol):
@@ -39,16 +39,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
-class Counted(Stateful, Protocol):
-    """The stepper, as far as a checkpoint needs it."""
-
-    # Has `step` and `applied`.
-    counters: Any
-
-    # Has `before`, a list of functions to call before parameters change: a snapshot may still be under way.
-    update: Any
 
 
 class Change(NamedTuple):
@@ -66,14 +56,14 @@ class RunState:
     """Captures the state of a run, and restores it.
 
     Values and tensors are named by parameters, not by ranks or positions: `reshard` decides which rank writes which
-    tensor, and reads for each rank what it holds here.
+    tensor, and reads for each rank what it holds now.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        stepper: Counted,
+        stepper: Any,
         source: BatchSource,
         others: Mapping[str, Stateful],
         keep_frozen: bool,
@@ -81,8 +71,9 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """Keep references to the parts of a run; nothing is copied.
+        """Keep references to what a run consists of; nothing is copied.
 
+        `stepper`: the engine's. It has state, counts steps, and calls `update.before` before parameters change.
         `others`: the task, and what the user's loop has registered.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, where not all do.
@@ -103,15 +94,12 @@ class RunState:
         self._device = next(model.parameters()).device
 
         # Frozen parameters that always come from the same file; a checkpoint has their digests.
-        self._left_out = set()
-        if not keep_frozen:
-            self._left_out = {name for name, p in model.named_parameters() if not p.requires_grad}
+        self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
-        # Under all of their names: tied ones have several.
-        parameters = model.named_parameters(remove_duplicate=False)
-        self._trained = {name: p for name, p in parameters if p.requires_grad}
+        # Tied parameters are in here under all of their names.
+        self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # As the user's code has made them: what differs from this after a resume, the user has changed.
+        # The groups as the user's code has made them. What differs from this after a resume, the user has changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
@@ -126,52 +114,32 @@ class RunState:
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
         """Return the same without the stepper, whose last outcome may still be on its way from the device."""
-        # Whatever packs state puts its tensors in here.
+        # Everything that packs state puts its tensors in here.
         tensors: dict[str, Tensor] = {}
-        aliases, extra = self._capture_model(tensors)
-
-        left_out = sorted(self._left_out - self._remote)
-        parts = {"data": self.source.state_dict()}
-        parts |= {name: other.state_dict() for name, other in self.others.items()}
-
-        # The names are part of the format on disk.
-        values: Values = {
-            "model": {
-                "extra": extra,
-                "left_out": {name: digest(full_tensor(self.model.get_parameter(name))) for name in left_out},
-            },
-            "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
-            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in parts.items()},
-            "next_samples": next_samples(self.source),
-        }
-        return without_duplicates(tensors, self._duplicates), aliases, values
-
-    def _capture_model(self, tensors: dict[str, Tensor]) -> tuple[dict[str, str], Values]:
-        """Put the model's tensors into `tensors`. Return aliases of tied ones, and the modules' extra state."""
-        aliases: dict[str, str] = {}
-        extra: Values = {}
-        seen: dict[Any, str] = {}
-        for name, value in self.model.state_dict().items():
-            if name in self._left_out:
-                continue
-
-            # Extra state may be anything, and is packed like the user's own.
-            full_name = f"model.{name}"
-            if is_extra(name):
-                extra[name] = pack(value, f"extra.{name}", tensors)
-                continue
-
-            # Of tied weights, the first name has the bytes.
-            first = seen.setdefault(_identity(value), full_name)
-            if first != full_name:
-                aliases[full_name] = first
+        state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
+        aliases = _tied_names(state)
+        for name, value in state.items():
+            if is_extra(name) or name in aliases or name in self._remote:
                 continue
 
             # The master has all bits of the parameter, and more.
-            master = None if name in self._remote else self._master_of(name, value)
+            master = self._master_of(name, value)
             if master is not None:
-                tensors[full_name] = master.detach()
-        return aliases, extra
+                tensors[f"model.{name}"] = master.detach()
+
+        # The names are part of the format on disk.
+        owners = {"data": self.source, **self.others}
+        values: Values = {
+            "model": {
+                "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
+                "left_out": {name: self._digest(name) for name in sorted(self._left_out - self._remote)},
+            },
+            "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
+            "parts": {name: pack(owner.state_dict(), f"part.{name}", tensors) for name, owner in owners.items()},
+            "next_samples": next_samples(self.source),
+        }
+        full_aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
+        return without_duplicates(tensors, self._duplicates), full_aliases, values
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
@@ -188,7 +156,7 @@ class RunState:
 
         # The settings now, and as the user's code has made them: some optimizers change them as they go.
         prefix = f"optimizer.{number}"
-        state = {names[id(p)]: kept for p, kept in optimizer.state.items() if kept}
+        state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
         return {
             "kind": type(optimizer).__name__,
             "state": pack(state, prefix, tensors),
@@ -203,46 +171,41 @@ class RunState:
         A model's own tensors may change in any forward, and its parameters in any code of the user's.
         """
         names = self._names()
-        found = set()
+        changed = set()
         for number, optimizer in enumerate(self.optimizers.all):
             for p, state in optimizer.state.items():
-                found |= {f"optimizer.{number}.{names[id(p)]}.{key}" for key in state}
-        return found
+                changed |= {f"optimizer.{number}.{names[id(p)]}.{key}" for key in state}
+        return changed
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
-        # The model.
-        certain = 0
-        for name, tensor in self.model.state_dict().items():
-            if not is_extra(name) and name not in self._left_out:
-                certain += tensor.nbytes
+        tensors = {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
+            if not is_extra(name) and name not in self._left_out
+        }
+        for name, owner in self.others.items():
+            pack(owner.state_dict(), f"part.{name}", tensors)
+        certain = sum(tensor.nbytes for tensor in tensors.values())
 
         # Masters are saved in place of parameters: float32, where the model has bfloat16.
         if self.optimizers.masters:
             certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
 
-        user_tensors: dict[str, Tensor] = {}
-        for name, other in self.others.items():
-            pack(other.state_dict(), name, user_tensors)
-        certain += sum(tensor.nbytes for tensor in user_tensors.values())
-
-        # An optimizer that is not in the table has one copy with momentum, else none.
         guess = 0
         for optimizer in self.optimizers.all:
             for group in optimizer.param_groups:
-                copies = STATE_COPIES.get(type(optimizer).__name__, bool(group.get("momentum")))
-                guess += sum(int(copies * p.nbytes) for p in group["params"])
+                guess += sum(int(state_copies(optimizer, group) * p.nbytes) for p in group["params"])
         return certain, guess
 
     def digest_replicated(self) -> dict[str, str]:
         """Return digests of the user state that is replicated on every rank."""
-        replicated = {name: other for name, other in self.others.items() if not hasattr(other, "read")}
-        return {name: digest(other.state_dict()) for name, other in replicated.items()}
+        return {name: digest(owner.state_dict()) for name, owner in self.others.items() if not hasattr(owner, "read")}
 
     # ---- restoring ----
 
     def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
-        """Restore everything, each rank its own part. Raise a UserError if this is not the run that was saved.
+        """Restore everything, on each rank what it holds. Raise a UserError if this is not the run that was saved.
 
         `settings`: those that differ from the checkpoint's. Return what else the user has changed since, as text.
         """
@@ -258,114 +221,108 @@ class RunState:
 
         # The data source knows its position now: is what comes next what would have come next?
         self.stepper.load_state_dict(values["stepper"])
-        parts = {name: self._read_part(name, state, reader) for name, state in values["parts"].items()}
-        self.source.load_state_dict(parts.pop("data"))
+        states = {name: self._read_owned(name, state, reader) for name, state in values["parts"].items()}
+        self.source.load_state_dict(states.pop("data"))
         _check_next_samples(values["next_samples"], next_samples(self.source), settings)
-        return changed + self._restore_others(parts)
+        return changed + self._restore_others(states)
 
-    def _restore_others(self, parts: Values) -> list[str]:
+    def _restore_others(self, states: Values) -> list[str]:
         """Restore the task and what the user's loop has registered. Return what is not as it was."""
         changed = []
         for name, owner in self.others.items():
-            saved = parts.pop(name, None)
-            here = owner.state_dict()
+            saved = states.pop(name, None)
+            current = owner.state_dict()
+
+            # A task may gain or lose state when its run is resumed; the user should know.
             if saved:
                 owner.load_state_dict(saved)
-
-            # A task may gain or lose state between two parts of a run; the user should know.
-            if saved and not here:
-                changed.append(f"{name}: has state in the checkpoint, and keeps none here")
-            elif here and not saved:
+                if not current:
+                    changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+            elif current:
                 changed.append(f"{name}: has no state in the checkpoint, starts afresh")
-        unused = [name for name, state in parts.items() if state]
-        return changed + [f"{name}: in the checkpoint, but not in use here" for name in unused]
+        return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
 
-    def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors of a part. Its owner may know which shard this rank needs; without one, nothing is read."""
-        owner = self.others.get(name)
-        if owner is None and name != "data":
+    def _read_owned(self, name: str, state: Any, reader: CheckpointReader) -> Any:
+        """Read the tensors in the state of one owner, which may know which shard this rank needs."""
+        # State without an owner is only named: there is no need to read it.
+        if name != "data" and name not in self.others:
             return state
-        own_read: Callable[[str, CheckpointReader], Tensor] | None = getattr(owner, "read", None)
+        own_read: Callable[[str, CheckpointReader], Tensor] | None = getattr(self.others.get(name), "read", None)
         if own_read is None:
             return unpack(state, reader.read, self._device)
         return unpack(state, lambda tensor: own_read(tensor, reader), self._device)
 
     def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
-        here = self.model.state_dict()
-        self._check_same_model(here, reader, values["left_out"])
+        state = self.model.state_dict()
         saved = sorted(name.removeprefix("model.") for name in reader.names() if name.startswith("model."))
-        _check_same_ties(here, saved, reader)
+        self._check_same_model(state, saved, reader, values["left_out"])
+        _check_same_ties(state, saved, reader)
 
         for name in saved:
             if name in self._remote:
                 continue
-            target = here[name]
-            fill(target, f"model.{name}", reader)
+            fill(state[name], f"model.{name}", reader)
 
             # The checkpoint has the master, which rounds to the parameter.
-            master = self._master_of(name, target)
-            if master is not None and master is not target:
+            master = self._master_of(name, state[name])
+            if master is not None and master is not state[name]:
                 fill(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in values["extra"].items():
-            owner = name.removesuffix("_extra_state").rstrip(".")
-            self.model.get_submodule(owner).set_extra_state(unpack(value, reader.read, self._device))
+            module = self.model.get_submodule(name.removesuffix("_extra_state").rstrip("."))
+            module.set_extra_state(unpack(value, reader.read, self._device))
 
-    def _check_same_model(self, here: dict[str, Tensor], reader: CheckpointReader, left_out: dict[str, str]) -> None:
+    def _check_same_model(
+        self, state: dict[str, Tensor], saved: list[str], reader: CheckpointReader, left_out: dict[str, str]
+    ) -> None:
         """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
-        # Frozen parameters that are in no checkpoint must be here, with the same bits.
-        plain = {name for name in here if not is_extra(name)}
+        # Frozen parameters that are in no checkpoint must have the same bits now.
+        names = {name for name in state if not is_extra(name)}
         for name, expected in left_out.items():
-            if name in plain - self._remote and digest(full_tensor(self.model.get_parameter(name))) != expected:
+            if name in names - self._remote and self._digest(name) != expected:
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
                     getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
                 )
 
-        # The names of both sides.
-        saved = {name.removeprefix("model.") for name in reader.names() if name.startswith("model.")}
-        missing = sorted(plain - saved - left_out.keys())
-        unexpected = sorted(saved - plain)
-        if missing or unexpected:
-            found = []
-            if missing:
-                found.append(f"{len(missing)} missing, first {missing[0]!r}")
-            if unexpected:
-                found.append(f"{len(unexpected)} that this model has not, first {unexpected[0]!r}")
+        differences = {
+            "missing": sorted(names - set(saved) - left_out.keys()),
+            "that this model has not": sorted(set(saved) - names),
+        }
+        found = [f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd]
+        if found:
             raise _other_model("; ".join(found))
 
-        for name in sorted(saved):
+        for name in saved:
             shape = reader.shape(f"model.{name}")
-            if tuple(here[name].shape) != shape:
-                raise _other_model(f"{name!r} has shape {shape}, here {tuple(here[name].shape)}")
+            if tuple(state[name].shape) != shape:
+                raise _other_model(f"{name!r} has shape {shape}, here {tuple(state[name].shape)}")
 
     def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
         optimizer = self.optimizers.all[number]
         self._check_same_optimizer(number, saved)
         changed, settings = self._settings_to_use(number, saved, reader)
 
-        # torch numbers the parameters of all groups.
-        groups = []
-        count = 0
-        for chosen, group in zip(settings, optimizer.param_groups, strict=True):
-            numbers = list(range(count, count + len(group["params"])))
-            count += len(numbers)
-            groups.append({**chosen, "lr": group["lr"], "params": numbers})
-
         # A rank may hold some of the parameters only: ZeRO-1, or a stage of a pipeline.
         names = self._names()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-        mine = {name: kept for name, kept in saved["state"].items() if name in held and name not in self._remote}
-        states = self._read_optimizer_state(number, mine, reader)
+        needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._remote}
+        states = self._read_optimizer_state(number, needed, reader)
+
+        # torch numbers the parameters of all groups.
+        numbers = itertools.count()
+        groups = []
+        for chosen, group in zip(settings, optimizer.param_groups, strict=True):
+            groups.append({**chosen, "lr": group["lr"], "params": [next(numbers) for _ in group["params"]]})
 
         # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may derive more from it.
-        numbered = {id(p): place for place, (p, _) in enumerate(held.values())}
-        by_number = {numbered[id(held[name][0])]: state for name, state in states.items()}
+        number_of = {name: position for position, name in enumerate(held)}
+        by_number = {number_of[name]: state for name, state in states.items()}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
-        # torch casts the state to the dtype of the parameters; here it keeps its own.
+        # torch has cast the state to the dtype of the parameters; put it back as it was saved.
         for name, state in states.items():
             p, group = held[name]
             optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
@@ -382,18 +339,17 @@ class RunState:
 
         # All parameters that it has on any rank; this rank may step some of them only.
         names = self._names()
-        here = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
-        before = {name for group in saved["params"] for name in group}
-        if here != before:
-            name = min(here ^ before)
-            raise _other_model(f"optimizer {number} does not hold the same parameters, such as {name!r}")
+        current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
+        odd = current ^ {name for group in saved["params"] for name in group}
+        if odd:
+            raise _other_model(f"optimizer {number} does not hold the same parameters, such as {min(odd)!r}")
 
     def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
-        """Read this rank's part of an optimizer's state, by parameter."""
+        """Read an optimizer's state of the parameters that this rank holds, each sharded like its parameter."""
         # What rounding cut off is of no use to a run that does not add it back.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
-            saved = {name: {key: v for key, v in kept.items() if key != COMPENSATION} for name, kept in saved.items()}
+            saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
 
         # A tensor's name has that of its parameter, which tells how it is sharded.
         parameters = dict(self.model.named_parameters())
@@ -428,10 +384,13 @@ class RunState:
                     changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
         return changed, now
 
-    # ---- names ----
+    # ---- parameters ----
+
+    def _digest(self, name: str) -> str:
+        return digest(full_tensor(self.model.get_parameter(name)))
 
     def _master_of(self, name: str, value: Tensor) -> Tensor | None:
-        """Return what is saved of a parameter: its master, if it has one. None: another rank has that."""
+        """Return what is saved of a parameter: its master, if it has one. None means that another rank has it."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
@@ -465,20 +424,28 @@ def full_state(
     Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
     """
     # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
-    found = {}
-    aliases = {}
-    seen: dict[Any, str] = {}
-    for name, value in model.state_dict().items():
-        if is_extra(name):
-            continue
-        first = seen.setdefault(_identity(value), name)
-        if first != name:
-            aliases[name] = first
+    state = model.state_dict()
+    aliases = _tied_names(state)
+    tensors = {}
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
             continue
         full = fetch(name, value)
         if keep:
-            found[name] = (full if full is value else full.cpu()).contiguous()
-    return found, aliases
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
+    return tensors, aliases
+
+
+def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the other names of tied tensors, and for each the first name of its tensor, which has the bytes."""
+    return _aliases({name: _identity(value) for name, value in state.items() if not is_extra(name)})
+
+
+def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that share their identity with an earlier name, and for each the first of these."""
+    first_names: dict[Any, str] = {}
+    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
+    return {name: first for name, first in first_of.items() if first != name}
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -498,36 +465,28 @@ def _group_settings(optimizer: torch.optim.Optimizer) -> list[Values]:
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any:
     """Move a value of an optimizer's state to the device of its parameter, without a cast."""
-    if not isinstance(value, Tensor):
-        return value
-
     # As torch does: the step counts stay on the host, unless the optimizer's kernels read them.
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(parameter.device)
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
 
 
-def _check_same_ties(here: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
+def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
-    # Each tensor here has one original in the checkpoint, and each original one tensor here.
-    original_of: dict[Any, str] = {}
-    identity_of: dict[str, Any] = {}
+    tied_here = _aliases({name: _identity(state[name]) for name in saved})
+    tied_there = _aliases({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
-        original = reader.original(f"model.{name}")
-        identity = _identity(here[name])
-        if original_of.setdefault(identity, original) != original:
-            raise _other_model(f"{name!r} is tied to another parameter here, and is not in the checkpoint")
-        if identity_of.setdefault(original, identity) != identity:
-            raise _other_model(f"{name!r} is tied to another parameter in the checkpoint, and is not here")
+        if tied_here.get(name) != tied_there.get(name):
+            places = ("here", "in the checkpoint") if name in tied_here else ("in the checkpoint", "here")
+            raise _other_model(f"{name!r} is tied to another parameter {places[0]}, and is not {places[1]}")
 
 
-def _check_next_samples(saved: str | None, here: str | None, settings: Sequence[Change]) -> None:
+def _check_next_samples(saved: str | None, current: str | None, settings: Sequence[Change]) -> None:
     # A source that cannot tell what comes next is not checked.
-    if saved is None or here is None or saved == here:
+    if saved is None or current is None or saved == current:
         return
 
-    guilty = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
-    undo = f"take back what has changed ({', '.join(guilty)})" if guilty else "restore the dataset as it was"
+    causes = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
+    undo = f"take back what has changed ({', '.join(causes)})" if causes else "restore the dataset as it was"
     raise UserError(
         "the order of the samples has changed since the checkpoint was written",
         "the next samples are not those that the run would have taken",

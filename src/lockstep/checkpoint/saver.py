@@ -1,10 +1,10 @@
-"""Saving while training continues: a snapshot now, the writing in a thread, a report when it is polled for.
+"""Saving while training continues: a snapshot now, the writing in a thread, and a poll that says how it went.
 
     saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
     saver.wait_for_copy()           before the next update: waits for the copy of the optimizers' state
-    saver.poll()                    after any later step: reports of saves that ended
+    saver.poll()                    after any later step: the saves that have ended
 
-A failed save never raises: it is reported, and the next one starts afresh.
+A failed save never raises: `poll` returns it with its error, and the next save starts afresh.
 """
 
 from __future__ import annotations
@@ -12,35 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.manifest import from_json, to_json
 from lockstep.checkpoint.snapshot import Copying, Slice, Snapshot
 from lockstep.checkpoint.storage import Retention, Store
-from lockstep.checkpoint.writer import Contents, PendingSave, SaveContext
-
-
-@dataclass(frozen=True)
-class Report:
-    """How a save ended on this rank. Only rank 0 commits: on other ranks `committed` is always False."""
-
-    step: int
-    committed: bool
-
-    # Of the committed checkpoint.
-    path: Path | None
-
-    # Of all files of the committed checkpoint.
-    total_bytes: int
-
-    # How long training waited, and how long it took from there to the commit.
-    stall_s: float
-    write_s: float
-
-    # Why it failed; after a commit, why tidying up failed.
-    error: str | None
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 
 
 class Saver:
@@ -69,12 +46,11 @@ class Saver:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # Until `wait_for_copy`, if part of the state is copied while training continues.
+        # Set until `wait_for_copy` if some of the state is copied while training continues.
         self._copying: Copying | None = None
-        self._stall_s = 0.0
 
-        # Not yet polled for.
-        self._reports: list[Report] = []
+        # Saves that have ended, and that `poll` has not returned yet.
+        self._ended: list[PendingSave] = []
 
         # Numbers the staged folders: the same step may be saved again after a failure.
         self._saves = 0
@@ -114,33 +90,30 @@ class Saver:
             pending.refuse(layout.file_size, needed - free)
         else:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
-            blocks = tuple(self._snapshot.blocks)
-            data = self._snapshot.data()
-            self._start(pending, Contents(blocks, layout, data, self._copying.run, dict(aliases), plain))
+            contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            if self._asynchronous:
+                self._thread = threading.Thread(target=pending.run, args=contents, name="checkpoint", daemon=True)
+                self._thread.start()
+            else:
+                pending.run(*contents)
 
         # Without a thread, the save has ended.
-        self._stall_s = time.perf_counter() - began
+        pending.stall_s = time.perf_counter() - began
         if self._thread is None:
-            self._report(pending)
+            self._ended.append(pending)
 
     def wait_for_copy(self) -> None:
         """Wait until the state has been copied, before it changes. This costs nothing when nothing is being copied."""
-        if self._copying is not None:
+        if self._copying is not None and self._pending is not None:
             began = time.perf_counter()
             self._copying.wait()
             self._copying = None
-            self._stall_s += time.perf_counter() - began
+            self._pending.stall_s += time.perf_counter() - began
 
     @property
     def failure(self) -> str | None:
         """Why the last save failed on this rank, until that save is abandoned or another begins."""
-        if self._pending is not None and self._pending.failed:
-            return self._pending.error
-        return None
-
-    @property
-    def failed(self) -> bool:
-        return self.failure is not None
+        return self._pending.error if self._pending is not None and self._pending.failed else None
 
     def wait_part(self) -> None:
         """Wait until this rank's own part is durable or has failed; rank 0 may still be waiting for the others."""
@@ -156,17 +129,15 @@ class Saver:
             if self._thread is None:
                 self._pending.discard()
 
-    def poll(self) -> list[Report]:
-        """Return the reports of the saves that ended since the last call."""
+    def poll(self) -> list[PendingSave]:
+        """Return the saves that have ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
+        ended = self._ended
+        self._ended = []
+        return ended
 
-        # Each report is returned once.
-        found = self._reports
-        self._reports = []
-        return found
-
-    def wait(self, timeout: float | None = None) -> list[Report]:
+    def wait(self, timeout: float | None = None) -> list[PendingSave]:
         """Wait until nothing is in flight, or for `timeout` seconds, and poll."""
         if self._thread is not None:
             self._thread.join(timeout)
@@ -179,15 +150,7 @@ class Saver:
             self._finish()
         self._snapshot.release()
 
-    def _start(self, pending: PendingSave, contents: Contents) -> None:
-        if self._asynchronous:
-            self._thread = threading.Thread(target=pending.run, args=(contents,), name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            pending.run(contents)
-
     def _finish(self) -> None:
-        """Wait for the save in flight, and keep its report."""
         if self._thread is not None and self._pending is not None:
             self._thread.join()
             self._thread = None
@@ -195,18 +158,4 @@ class Saver:
             # It may have been abandoned after the thread had looked for the last time.
             if self._pending.abandoned:
                 self._pending.discard()
-            self._report(self._pending)
-
-    def _report(self, pending: PendingSave) -> None:
-        checkpoint = pending.committed
-        self._reports.append(
-            Report(
-                step=pending.step,
-                committed=checkpoint is not None,
-                path=checkpoint.path if checkpoint else None,
-                total_bytes=pending.total_bytes,
-                stall_s=self._stall_s,
-                write_s=pending.write_s,
-                error=pending.error,
-            )
-        )
+            self._ended.append(self._pending)

@@ -3,8 +3,8 @@
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`Copying`).
 
-The copy lies in one buffer that already is the data section of the file, so that it only has to be written. CPU
-tensors are copied, too: training changes them while they are written.
+The copy lies in one buffer that already is the data section of the file, so that it only has to be written. Tensors on
+the CPU need a copy as well: training changes them while they are written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint.format import Block, Layout, arrange
+from lockstep.checkpoint.format import FileLayout, PieceToWrite, arrange
 from lockstep.checkpoint.state_tree import DTYPES, dtype_name
 from lockstep.checkpoint.storage import PAGE
 
@@ -25,30 +25,23 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's block of the tensor `name`: it lies at `offset` in a full tensor of `shape`."""
+    """A slice of the tensor `name` that this rank writes: its shard, or the full tensor."""
 
     name: str
-
-    # The block itself; it may be on a GPU, and need not be contiguous.
-    tensor: torch.Tensor
-
-    # Of the full tensor, and where in it the block begins.
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    tensor: torch.Tensor  # the slice itself; it may be on a GPU, and need not be contiguous
+    shape: tuple[int, ...]  # of the full tensor
+    offset: tuple[int, ...]  # where in the full tensor the slice begins
 
     @classmethod
     def full(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """Return a slice that is the full tensor."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def block(self) -> Block:
-        """Describe the block for the manifest."""
-        here = tuple(self.tensor.shape)
-        dtype = dtype_name(self.tensor, self.name)
-        assert len(here) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
-        bounds = zip(self.offset, here, self.shape, strict=True)
+    def describe(self) -> PieceToWrite:
+        shape = tuple(self.tensor.shape)
+        assert len(shape) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
+        bounds = zip(self.offset, shape, self.shape, strict=True)
         assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
-        return Block(self.name, dtype, tuple(self.shape), tuple(self.offset), here)
+        return PieceToWrite(self.name, dtype_name(self.tensor, self.name), tuple(self.shape), tuple(self.offset), shape)
 
 
 class Snapshot:
@@ -61,33 +54,33 @@ class Snapshot:
         self.release()
 
     def release(self) -> None:
-        """Free the buffer."""
-        self.blocks: list[Block] = []
-        self.layout: Layout = arrange([])
+        self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-        # Of the buffer, one for each block, in the order of the layout.
+        # Views of the buffer, one for each piece.
         self._views: list[torch.Tensor] = []
 
-    def fit(self, slices: Sequence[Slice]) -> Layout:
+    def fit(self, slices: Sequence[Slice]) -> FileLayout:
         """Make room for `slices`. This costs nothing if they are laid out like the last ones."""
-        # The same blocks mean the same file, up to the bytes.
-        blocks = [piece.block() for piece in slices]
-        if blocks != self.blocks:
-            self.blocks = blocks
-            self.layout = arrange(blocks)
+        # The same pieces mean the same file, up to the bytes.
+        pieces = tuple(source.describe() for source in slices)
+        if pieces != self.layout.pieces:
+            self.layout = arrange(pieces)
             self._views = []
 
         # Only pinned memory can be copied to while the GPU computes.
-        pinned = any(piece.tensor.is_cuda for piece in slices)
+        pinned = any(source.tensor.is_cuda for source in slices)
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
             self._views = []
+
             # Free the old buffer before asking for more.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(self.layout.size, pinned)
 
         if not self._views:
-            self._views = [self._view(number) for number in range(len(blocks))]
+            for piece, start in zip(pieces, self.layout.starts, strict=True):
+                data = self._buffer[start : start + piece.bytes]
+                self._views.append(data.view(DTYPES[piece.dtype]).view(piece.shape))
         return self.layout
 
     def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
@@ -95,27 +88,16 @@ class Snapshot:
 
         `Copying` copies these later. They must not change before `Copying.wait` has returned.
         """
-        now: Pairs = []
-        postponed: Pairs = []
-        for view, index in zip(self._views, self.layout.order, strict=True):
-            piece = slices[index]
-            pairs = postponed if piece.name in later else now
-            pairs.append((view, piece.tensor))
-
-        _copy(now)
-        return Copying(postponed)
+        pairs = list(zip(self._views, slices, strict=True))
+        _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
+        return Copying([(view, source.tensor) for view, source in pairs if source.name in later])
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data
 
-    def _view(self, number: int) -> torch.Tensor:
-        block = self.blocks[self.layout.order[number]]
-        start = self.layout.starts[number]
-        return self._buffer[start : start + block.bytes].view(DTYPES[block.dtype]).view(block.shape)
-
 
 class Copying:
-    """The part of a snapshot that is made while the next step computes: only an update changes these tensors.
+    """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
 
     Tensors on a GPU are copied in a stream of their own, so that not even the host waits; those on the CPU by the
     thread that will write the file.
@@ -124,21 +106,16 @@ class Copying:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If the versions differ before `wait`, the tensors were changed while they were copied.
+        # If the versions differ before `wait`, the tensors were changed while they were copied. `_torn` is None until
+        # `wait` has compared them.
         self._versions = self._versions_now()
-        self._torn = False
-
-        # `wait` was called: the tensors may change.
-        self._released = False
+        self._torn: bool | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
 
         # One event for each GPU, recorded after its copies.
-        self._on_device: list[torch.cuda.Event] = []
-        for device in {source.device for _, source in self._pairs if source.is_cuda}:
-            self._on_device.append(self._enqueue(device))
-        if not self._pairs:
-            self._done.set()
+        devices = {source.device for _, source in self._pairs if source.is_cuda}
+        self._on_device = [self._enqueue(device) for device in devices]
 
     def run(self) -> None:
         """Complete the copy, or raise. Called in the writing thread."""
@@ -147,9 +124,9 @@ class Copying:
             for event in self._on_device:
                 event.synchronize()
         finally:
-            # Also after an error: the training thread must not wait for ever.
+            # Also after an error: the training thread must not wait forever.
             with self._lock:
-                torn = self._torn or (not self._released and self._versions_now() != self._versions)
+                torn = self._versions_now() != self._versions if self._torn is None else self._torn
                 self._done.set()
 
         if torn:
@@ -164,7 +141,6 @@ class Copying:
             if self._done.is_set():
                 return
             self._torn = self._versions_now() != self._versions
-            self._released = True
 
         # The device's own stream waits for its copies, the host does not.
         for event in self._on_device:

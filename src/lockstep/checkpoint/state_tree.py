@@ -16,13 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
-# One-key mappings that stand for what JSON has no form for.
-TENSOR = "$tensor"
-ON_DEVICE = "$on_device"
-ARRAY = "$array"
-TUPLE = "$tuple"
-ITEMS = "$items"
-_MARKS = {TENSOR, ON_DEVICE, ARRAY, TUPLE, ITEMS}
+# The keys of one-key mappings that stand for what JSON has no form for.
+_MARKS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
 
 # The dtypes that a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -47,8 +42,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def dtype_name(tensor: Tensor, name: str) -> str:
     """Return the file's name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    if not dense or tensor.dtype not in _NAMES:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
         raise UserError(
             f"the tensor {name!r} cannot be saved in a checkpoint",
             f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
@@ -63,29 +57,30 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     while name in tensors:
         name += "'"
 
-    # Whether a tensor was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach()
-        return {TENSOR if value.device.type == "cpu" else ON_DEVICE: name}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        tensors[name] = torch.from_numpy(np.array(value))
-        return {ARRAY: name}
-    if isinstance(value, np.generic):
-        return value.item()
-
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-
-    if isinstance(value, list | tuple):
-        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-        return {TUPLE: items} if isinstance(value, tuple) else items
-
-    if isinstance(value, dict):
-        # A dict that looks like one of our own marks is written as pairs, too.
-        if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+    match value:
+        case Tensor():
+            # Whether it was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
+            tensors[name] = value.detach()
+            return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
+        case np.ndarray() if value.dtype != object:
+            tensors[name] = torch.from_numpy(np.array(value))
+            return {"$array": name}
+        case np.generic():
+            return value.item()
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": pack(list(value), name, tensors)}
+        case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        pairs = enumerate(value.items())
-        return {ITEMS: [[pack(k, f"{name}.key{i}", tensors), pack(v, f"{name}.{i}", tensors)] for i, (k, v) in pairs]}
+        case dict():
+            # JSON has no such keys, or one of them looks like our marks.
+            pairs = []
+            for i, (key, item) in enumerate(value.items()):
+                pairs.append([pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)])
+            return {"$items": pairs}
 
     raise UserError(
         f"{name} cannot be saved: a {type(value).__name__} is neither a tensor nor a plain value",
@@ -102,24 +97,19 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
         return value
 
     # `pack` never leaves a mark of the user's own as it is.
-    if len(value) == 1:
-        ((mark, inner),) = value.items()
-        if mark == TENSOR:
-            return read(inner)
-        if mark == ON_DEVICE:
-            return read(inner).to(device)
-        if mark == ARRAY:
-            return read(inner).numpy()
-        if mark == TUPLE:
-            return tuple(unpack(item, read, device) for item in inner)
-        if mark == ITEMS:
-            return {_key(unpack(k, read, device)): unpack(v, read, device) for k, v in inner}
-    return {key: unpack(item, read, device) for key, item in value.items()}
-
-
-def _key(value: Any) -> Any:
-    """Return a dict's key. A list cannot be one: it was a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+    match list(value.items()):
+        case [("$tensor", name)]:
+            return read(name)
+        case [("$on_device", name)]:
+            return read(name).to(device)
+        case [("$array", name)]:
+            return read(name).numpy()
+        case [("$tuple", items)]:
+            return tuple(unpack(item, read, device) for item in items)
+        case [("$items", pairs)]:
+            return {unpack(key, read, device): unpack(item, read, device) for key, item in pairs}
+        case items:
+            return {key: unpack(item, read, device) for key, item in items}
 
 
 def digest(data: Any) -> str:
@@ -130,19 +120,20 @@ def digest(data: Any) -> str:
 
 
 def _feed(sha: Any, data: Any) -> None:
-    if isinstance(data, DTensor):
-        # Every rank holds another shard: only what they have in common counts.
-        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-    elif isinstance(data, torch.Tensor):
-        sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-        sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(data, dict):
-        # Two ranks may have filled it in different orders.
-        for key in sorted(data, key=str):
-            sha.update(str(key).encode())
-            _feed(sha, data[key])
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _feed(sha, value)
-    else:
-        sha.update(repr(data).encode())
+    match data:
+        case Tensor():
+            sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
+
+            # Every rank holds another shard of a DTensor: only what they have in common counts.
+            if not isinstance(data, DTensor):
+                sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        case dict():
+            # Two ranks may have filled it in different orders.
+            for key in sorted(data, key=str):
+                sha.update(str(key).encode())
+                _feed(sha, data[key])
+        case list() | tuple():
+            for value in data:
+                _feed(sha, value)
+        case _:
+            sha.update(repr(data).encode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
 import math
 import os
 import re
@@ -31,7 +32,7 @@ CHUNK = 16 << 20
 # Direct writes begin and end at multiples of this, in memory and in the file.
 PAGE = 4096
 
-# Two small files at the top: the newest checkpoint's name, and the attempt that may commit.
+# Two small files at the top level: the newest checkpoint's name, and the attempt that may commit.
 LATEST = "latest"
 OWNER = "owner"
 
@@ -122,33 +123,24 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def staged_name(step: int, token: str, suffix: str) -> str:
-    """Return the folder in which a checkpoint grows. The token keeps late writers of an earlier attempt out of it."""
-    return f"{folder_name(step)}.tmp-{token}-{suffix}"
-
-
 def step_of(name: str) -> int | None:
     """Return the step of a committed checkpoint's folder, None for every other name."""
-    match = _STEP.fullmatch(name)
-    if match is None:
-        return None
-
     # Only one name stands for a step: "step-000000007" is not that of step 7.
-    step = int(match.group(1))
-    return step if folder_name(step) == name else None
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and folder_name(int(match[1])) == name else None
 
 
 def committed(store: Store) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
-    found = [Checkpoint(store, name) for name in store.folders() if step_of(name) is not None]
-    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+    checkpoints = [Checkpoint(store, name) for name in store.folders() if step_of(name) is not None]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def clean(store: Store, token: str) -> None:
     """Remove what attempts with other tokens have left half written or half deleted."""
     for name in store.folders():
         match = _STAGED.fullmatch(name)
-        if match and match.group(1) != token:
+        if match and match[1] != token:
             # Another attempt may still write into it. Then the next start cleans up.
             with suppress(OSError):
                 store.delete(name)
@@ -167,11 +159,8 @@ def set_aside(store: Store, name: str, why: str) -> Checkpoint:
     """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: out of the way, and not lost."""
     # The same step may have been set aside before.
     taken = store.folders()
-    target = f"{name}.{why}"
-    number = 0
-    while target in taken:
-        number += 1
-        target = f"{name}.{why}{number}"
+    candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
+    target = next(candidate for candidate in candidates if candidate not in taken)
 
     store.rename(name, target)
     update_latest(store)
@@ -180,8 +169,7 @@ def set_aside(store: Store, name: str, why: str) -> Checkpoint:
 
 def set_aside_after(store: Store, step: int) -> list[Checkpoint]:
     """Set all checkpoints after `step` aside: the run goes back to it on purpose."""
-    later = [checkpoint for checkpoint in committed(store) if checkpoint.step > step]
-    return [set_aside(store, checkpoint.name, "undone") for checkpoint in later]
+    return [set_aside(store, later.name, "undone") for later in committed(store) if later.step > step]
 
 
 def remove(store: Store, name: str, token: str) -> None:
@@ -198,26 +186,21 @@ def remove(store: Store, name: str, token: str) -> None:
 class Retention:
     """Which checkpoints are kept. Every other one is deleted after the next commit."""
 
-    # How many of the newest to keep.
-    last: int = 3
-
-    # Checkpoints whose step is a multiple of this are kept, too.
-    every: int | None = None
-
-    # The checkpoint with the best value of this metric is kept, too.
-    best: str | None = None
-    mode: Literal["min", "max"] = "min"
+    last: int = 3  # how many of the newest
+    every: int | None = None  # also those whose step is a multiple of this
+    best: str | None = None  # also the one with the best value of this metric
+    mode: Literal["min", "max"] = "min"  # which value of the metric is best
 
     def __post_init__(self) -> None:
-        counts = {"last": self.last, "every": self.every}
-        for name, count in counts.items():
+        for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and count < 1:
                 raise UserError(
                     f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
                 )
         if self.mode not in ("min", "max"):
-            problem = f"Retention(mode={self.mode!r}) does not say which checkpoint is best"
-            raise UserError(problem, "", 'use "min" or "max"')
+            raise UserError(
+                f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
+            )
 
 
 def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
@@ -230,15 +213,11 @@ def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
 
     if retention.best is not None:
         sign = 1 if retention.mode == "max" else -1
-        ranked = []
-        for step, metrics in checkpoints:
-            score: Any = metrics.get(retention.best)
-            if _is_score(score):
-                ranked.append((sign * score, step))
-        if ranked:
-            # Of equal scores, the newest step is kept.
-            _, best = max(ranked)
-            keep.add(best)
+        metric_of: dict[int, Any] = {step: metrics.get(retention.best) for step, metrics in checkpoints}
+        scores = [(sign * metric, step) for step, metric in metric_of.items() if _is_score(metric)]
+
+        # If scores are equal, the newest step is kept.
+        keep |= {step for _, step in sorted(scores)[-1:]}
 
     return [step for step in steps if step not in keep]
 
@@ -262,12 +241,10 @@ class FileStore:
         return str(self.root)
 
     def folders(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        return [path.name for path in self.root.iterdir() if path.is_dir()]
+        return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
 
     def open(self, key: str) -> io.BufferedIOBase:
-        # Opening a pipe that took the place of a file would wait for ever.
+        # Opening a pipe that took the place of a file would wait forever.
         if not stat.S_ISREG(os.stat(self.root / key).st_mode):
             raise OSError(errno.EINVAL, "not a file")
         return open(self.root / key, "rb")
@@ -316,53 +293,34 @@ class FileStore:
 
     def claim(self, token: str) -> None:
         # Drafts of `replace` whose writer was killed. A new owner knows that no writer needs them any more.
-        for name in (LATEST, OWNER):
-            for draft in self.root.glob(f".{name}.*"):
-                draft.unlink(missing_ok=True)
+        for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
+            draft.unlink(missing_ok=True)
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
-        try:
+        with suppress(OSError):
             return (self.root / OWNER).read_text(errors="replace").strip()
-        except OSError:
-            return None
+        return None
 
     def free_bytes(self) -> int:
         """What a user may still write to this disk; the folder itself need not exist yet."""
         # The folder's future parent is on the same disk.
         folders = (self.root, *self.root.absolute().parents)
-        existing = next(folder for folder in folders if folder.exists())
-        found = os.statvfs(existing)
-        return found.f_bavail * found.f_frsize
+        return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
 def split(data: memoryview) -> list[memoryview]:
     """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
     # Two chunks at least: between them, an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
-    if half > PAGE:
-        size = min(CHUNK, half - half % PAGE)
-    else:
-        size = max(half, 1)
+    size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
     # The rest of a page is a chunk of its own: it would keep the one before it from being written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
-        last = chunks.pop()
-        chunks += [last[:-rest], last[-rest:]]
+        chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
     return chunks
-
-
-def size_text(size: float) -> str:
-    """1234567 -> "1.2 MB"."""
-    if size < 1000:
-        return f"{size:.0f} bytes"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
 
 
 def _create(path: Path) -> io.FileIO:
@@ -393,8 +351,7 @@ def _write_chunks(handle: int, chunks: Iterable[memoryview]) -> None:
     position = 0
     for chunk in chunks:
         aligned = len(chunk) >= _DIRECT_FROM and not len(chunk) % PAGE and not position % PAGE
-        done = direct and aligned and _write_directly(handle, chunk, position)
-        if not done:
+        if not (direct and aligned and _write_directly(handle, chunk, position)):
             # If it was tried, this disk cannot do it, and will not be asked again.
             direct = direct and not aligned
             _write_all(handle, chunk, position)
@@ -436,7 +393,7 @@ class MemoryStore:
         self.name = name
         self.capacity = capacity
 
-        # By key. Folders are only the first part of the keys.
+        # The contents of each file by its key. A folder is only the beginning of the keys of its files.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()
@@ -476,9 +433,9 @@ class MemoryStore:
 
     def delete(self, key: str) -> None:
         with self._lock:
-            for other in list(self._files):
-                if other == key or other.startswith(f"{key}/"):
-                    del self._files[other]
+            for file in list(self._files):
+                if file == key or file.startswith(f"{key}/"):
+                    del self._files[file]
 
     def claim(self, token: str) -> None:
         self._owner = token

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.format import Block, Layout, part_name
+from lockstep.checkpoint.format import FileLayout, part_name
 from lockstep.checkpoint.manifest import (
     NAME,
     Damaged,
@@ -49,15 +50,10 @@ from lockstep.checkpoint.storage import (
     folder_name,
     remove,
     set_aside,
-    size_text,
     split,
-    staged_name,
     to_delete,
     update_latest,
 )
-
-# The disk is full, or the user's part of it.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Between two looks for the other ranks' confirmations: short at first, since ranks save at the same moment.
 _FIRST_PAUSE_S = 0.01
@@ -69,33 +65,11 @@ class SaveContext:
     """Who writes, where to, and by which rules; the same for every save of a run."""
 
     store: Store
-
-    # This rank, and how many write.
     rank: int
-    size: int
-
-    # Of this attempt of the run.
-    token: str
-
+    size: int  # how many ranks write
+    token: str  # of this attempt of the run
     retention: Retention
-
-    # How long rank 0 waits for the other ranks' parts.
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What this rank has to write. Only rank 0's `aliases` and `values` are used."""
-
-    blocks: tuple[Block, ...]
-    layout: Layout
-
-    # The data section of the file. `complete` finishes it, or raises.
-    data: memoryview
-    complete: Callable[[], None]
-
-    aliases: dict[str, str]
-    values: dict[str, Any]
+    timeout_s: float  # how long rank 0 waits for the other ranks' parts
 
 
 class GivenUp(Exception):
@@ -103,26 +77,27 @@ class GivenUp(Exception):
 
 
 class PendingSave:
-    """The state of one save on one rank.
+    """One save on one rank; once it has ended, the report of how it went.
 
-    `run` may be called in a thread; the rest belongs to the thread that trains. A save ends in one of three ways:
-    `committed` is set (on rank 0), `failed` is true, or it was abandoned. Files that it has staged are deleted in the
-    last two.
+    `run` may be called in a thread; the rest belongs to the thread that trains. A save ends in one of three ways: it is
+    committed (by rank 0), it has failed, or it was abandoned. In the last two, its staged files are deleted.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int):
         self.context = context
         self.step = step
-        self.folder = staged_name(step, context.token, str(number))
 
-        # How it ended; only rank 0 commits. After the commit, an error means that tidying up failed.
-        self.committed: Checkpoint | None = None
+        # The checkpoint grows in this folder. The token keeps late writers of an earlier attempt out of it.
+        self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
+
+        # Set by the commit, on rank 0 only. After it, an error means that tidying up failed.
+        self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
 
-        # Of this rank's file, and (on rank 0, once it is committed) of all files.
-        self.bytes = 0
-        self.total_bytes = 0
-        self.write_s = 0.0
+        self.bytes = 0  # of this rank's file
+        self.total_bytes = 0  # of all files, on rank 0 after the commit
+        self.stall_s = 0.0  # how long training waited
+        self.write_s = 0.0  # from there to the commit
 
         # This rank's part is durable, or never will be.
         self.part_ended = threading.Event()
@@ -130,7 +105,10 @@ class PendingSave:
         # Set by `abandon`, in the thread that trains.
         self._stop = threading.Event()
         self._why_stopped = ""
-        self._began = time.perf_counter()
+
+    @property
+    def committed(self) -> bool:
+        return self.checkpoint is not None
 
     @property
     def abandoned(self) -> bool:
@@ -139,20 +117,31 @@ class PendingSave:
     @property
     def failed(self) -> bool:
         """Whether this rank has failed, and the other ranks have not yet agreed to abandon the save."""
-        return self.error is not None and self.committed is None and not self.abandoned
+        return self.error is not None and not self.committed and not self.abandoned
 
-    def run(self, contents: Contents) -> None:
-        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong."""
+    def run(
+        self,
+        layout: FileLayout,
+        data: memoryview,
+        complete: Callable[[], None],
+        aliases: dict[str, str],
+        values: dict[str, Any],
+    ) -> None:
+        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong.
+
+        `data` is the data section of this rank's file; `complete` finishes it, or raises. Only rank 0's `aliases` and
+        `values` are used.
+        """
         self._began = time.perf_counter()
-        self.bytes = contents.layout.file_size
+        self.bytes = layout.file_size
         try:
-            contents.complete()
-            self._write_part(contents)
-            self._measure()
+            complete()
+            self._write_part(layout, data)
+            self.write_s = time.perf_counter() - self._began
             self.part_ended.set()
 
             if self.context.rank == 0:
-                self._commit(contents)
+                self._commit(aliases, values)
             self._check_abandoned()
         except BaseException as error:
             # Raised in a thread, it would be lost.
@@ -161,15 +150,14 @@ class PendingSave:
     def fail(self, error: BaseException) -> None:
         """Record the reason, free the disk, and let rank 0 know."""
         try:
-            if self.committed is None:
+            if not self.committed:
                 self.discard()
             self.error = self._reason(error)
 
-            # Rank 0 waits for this rank's part, and should not wait in vain.
-            if self.committed is None and self.context.rank != 0 and not self.abandoned:
-                self._confirm({"error": self.error})
-        except OSError:
-            pass  # the file system is broken: the first error is the one to report
+            # Rank 0 waits for this rank's part, and should not wait in vain. If this fails, the first error counts.
+            if not self.committed and self.context.rank != 0 and not self.abandoned:
+                with suppress(OSError):
+                    self._confirm({"error": self.error})
         finally:
             # Training waits for this event.
             self.error = self.error or f"{type(error).__name__}: {error}"
@@ -187,10 +175,7 @@ class PendingSave:
     def discard(self) -> None:
         """Delete what this rank has staged; rank 0 deletes everything. Does nothing once the save is committed."""
         rank = self.context.rank
-        if rank == 0:
-            keys = [self.folder]
-        else:
-            keys = [self._key(part_name(rank)), self._key(_confirmation(rank))]
+        keys = [self._key(part_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
         # What cannot be deleted now, the next start cleans up.
         for key in keys:
@@ -199,61 +184,50 @@ class PendingSave:
 
     # ---- every rank ----
 
-    def _write_part(self, contents: Contents) -> None:
+    def _write_part(self, layout: FileLayout, data: memoryview) -> None:
         digest = xxhash.xxh3_128()
-        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(contents, digest))
+        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(layout, data, digest))
 
         # Rank 0 makes the manifest from this. It arrives only when the part is durable.
-        blocks = [contents.blocks[index] for index in contents.layout.order]
         pieces = [
-            [block.name, block.dtype, block.full_shape, key, block.offset, block.shape]
-            for key, block in zip(contents.layout.keys, blocks, strict=True)
+            [piece.name, piece.dtype, piece.full_shape, key, piece.offset, piece.shape]
+            for key, piece in zip(layout.keys, layout.pieces, strict=True)
         ]
         self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
 
-    def _chunks(self, contents: Contents, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and digest each one. Between two chunks an abandoned save ends."""
-        header = memoryview(contents.layout.header)
-        digest.update(header)
-        yield header
-
-        chunks = split(contents.data)
+        chunks = [memoryview(layout.header), *split(data)]
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
 
-            # For tests: the disk fills up in the middle of the file.
-            if number == len(chunks) // 2 and faults.fire("write", self.step) == "disk full":
+            # For tests: the disk fills up in the middle of the data.
+            if number == (len(chunks) + 1) // 2 and faults.fire("write", self.step) == "disk full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             digest.update(chunk)
             yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
         """Report to rank 0 how this rank's part went."""
-        key = self._key(_confirmation(self.context.rank))
-        try:
-            self.context.store.replace(key, json.dumps(confirmation).encode())
-        except OSError:
-            # A report of an error may fail for the same reason; the first error counts.
-            if "error" not in confirmation:
-                raise
+        self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned:
             self.discard()
             raise GivenUp(self._why_stopped)
 
-    def _measure(self) -> None:
-        self.write_s = time.perf_counter() - self._began
-
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}"
 
     # ---- rank 0 ----
 
-    def _commit(self, contents: Contents) -> None:
+    def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> None:
         store = self.context.store
         confirmations = self._confirmations()
-        manifest = encode(self._manifest(contents, confirmations))
+        manifest = encode(self._manifest(confirmations, aliases, values))
+
+        # Nothing is committed that could not be loaded.
+        decode(manifest, Checkpoint(store, self.folder))
 
         # The manifest comes last: when it is durable, the folder is complete, and has its final contents.
         for rank in range(self.context.size):
@@ -273,37 +247,37 @@ class PendingSave:
 
         # The commit.
         store.rename(self.folder, name)
-        self.committed = Checkpoint(store, name)
+        self.checkpoint = Checkpoint(store, name)
         self.total_bytes = len(manifest) + sum(confirmation["size"] for confirmation in confirmations)
 
         # Whatever goes wrong from here on, the checkpoint is safe. Deleting old ones is not part of `write_s`.
         faults.fire("latest", self.step)
         update_latest(store)
-        self._measure()
+        self.write_s = time.perf_counter() - self._began
         apply_retention(store, self.context.retention, self.context.token)
-        _spoil(self.committed, part_name(0), faults.fire("committed", self.step))
+        _spoil(self.checkpoint, part_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations of all ranks, by rank.
 
-        Wait for them, but not for ever: a rank may have died. Raise GivenUp at the first that reports an error.
+        Wait for them, but not forever: a rank may have died. Raise GivenUp at the first that reports an error.
         """
-        ranks = range(self.context.size)
-        found: dict[int, dict[str, Any]] = {}
+        ranks = set(range(self.context.size))
+        confirmations: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.context.timeout_s
         pause = _FIRST_PAUSE_S
 
         while True:
             # `replace` is atomic: a confirmation that is there is complete.
-            for rank in set(ranks) - found.keys():
+            for rank in ranks - confirmations.keys():
                 with suppress(FileNotFoundError), self.context.store.open(self._key(_confirmation(rank))) as file:
-                    found[rank] = json.loads(file.read())
-                if rank in found:
-                    self._check_confirmation(rank, found[rank])
+                    confirmations[rank] = json.loads(file.read())
+                if rank in confirmations:
+                    self._check_confirmation(rank, confirmations[rank])
 
-            missing = sorted(set(ranks) - found.keys())
+            missing = sorted(ranks - confirmations.keys())
             if not missing:
-                return [found[rank] for rank in ranks]
+                return [confirmations[rank] for rank in sorted(ranks)]
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
                 raise GivenUp(f"rank {names} did not write its part within {self.context.timeout_s:.0f} s")
@@ -323,81 +297,74 @@ class PendingSave:
         if size != confirmation["size"]:
             raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
 
-    def _manifest(self, contents: Contents, confirmations: list[dict[str, Any]]) -> Manifest:
-        # By tensor: dtype and shape, and the pieces of all ranks.
-        full: dict[str, tuple[str, tuple[int, ...]]] = {}
-        pieces: dict[str, list[Piece]] = {}
+    def _manifest(
+        self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
+    ) -> Manifest:
+        # For each tensor: its dtype and shape, and the pieces of all ranks.
+        tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
-
         for rank, confirmation in enumerate(confirmations):
             file = part_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
             for name, dtype, full_shape, key, offset, shape in confirmation["pieces"]:
                 kind = (dtype, tuple(full_shape))
-                if full.setdefault(name, kind) != kind:
+                known_kind, pieces = tensors.setdefault(name, (kind, []))
+                if known_kind != kind:
                     raise GivenUp(f"the ranks do not agree on the dtype and shape of {name!r}")
-                pieces.setdefault(name, []).append(Piece(file, key, tuple(offset), tuple(shape)))
+                pieces.append(Piece(file, key, tuple(offset), tuple(shape)))
 
-        manifest = Manifest(
+        return Manifest(
             step=self.step,
             time=time.time(),
             lockstep=lockstep.__version__,
             files=tuple(files),
-            tensors={name: TensorEntry(dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in full.items()},
-            aliases=contents.aliases,
-            values=contents.values,
+            tensors={name: TensorEntry(*kind, tuple(pieces)) for name, (kind, pieces) in tensors.items()},
+            aliases=aliases,
+            values=values,
         )
-
-        # Nothing is committed that could not be loaded.
-        decode(encode(manifest), Checkpoint(self.context.store, self.folder))
-        return manifest
 
     # ---- reasons ----
 
     def _reason(self, error: BaseException) -> str:
-        if self.abandoned:
-            return self._why_stopped
-        if isinstance(error, GivenUp | Damaged):
-            return str(error)
-
-        # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
-        if isinstance(error, FileNotFoundError) and self._folder_is_gone():
-            return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
-
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return f"{self._no_room()} while writing {size_text(self.bytes)}"
-        return f"{type(error).__name__}: {error}"
+        match error:
+            case _ if self.abandoned:
+                return self._why_stopped
+            case GivenUp() | Damaged():
+                return str(error)
+            case FileNotFoundError() if self._folder_is_gone():
+                # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
+                return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+                # The disk is full, or the user's quota is used up.
+                return f"{self._no_room()} while writing {size_text(self.bytes)}"
+            case _:
+                return f"{type(error).__name__}: {error}"
 
     def _folder_is_gone(self) -> bool:
-        try:
-            return self.committed is None and self.folder not in self.context.store.folders()
-        except OSError:
-            return False  # a file system that cannot even list it: the error itself says more
+        # If the file system cannot even list its folders, the error itself says more.
+        with suppress(OSError):
+            return not self.committed and self.folder not in self.context.store.folders()
+        return False
 
     def _no_room(self) -> str:
         return f"no space left on the disk of {self.context.store.address}"
 
 
-def apply_retention(store: Store, retention: Retention, token: str) -> list[int]:
-    """Delete the checkpoints that need not stay. Return their steps."""
-    # Manifests are read only if a metric decides.
-    found = {checkpoint.step: checkpoint for checkpoint in committed(store)}
-    known = []
-    for step, checkpoint in found.items():
-        known.append((step, _metrics(checkpoint) if retention.best else {}))
+def apply_retention(store: Store, retention: Retention, token: str) -> None:
+    """Delete the checkpoints that need not stay."""
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(store)}
 
-    doomed = to_delete(known, retention)
-    for step in doomed:
-        remove(store, found[step].name, token)
-    return doomed
+    # Manifests are read only if a metric decides.
+    known = [(step, _metrics(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
+    for step in to_delete(known, retention):
+        remove(store, checkpoints[step].name, token)
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    try:
+    # A damaged checkpoint has no score; its age decides whether it is deleted.
+    with suppress(Damaged):
         return read_manifest(checkpoint).metrics
-    except Damaged:
-        # It has no score; its age decides whether it is deleted.
-        return {}
+    return {}
 
 
 def _confirmation(rank: int) -> str:

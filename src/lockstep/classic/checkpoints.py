@@ -48,9 +48,9 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(KEEP), asynchronous=False)
     saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
-    [report] = saver.wait()
+    [save] = saver.wait()
     saver.close()
-    return [str(report.path) if report.path else None, report.error]
+    return [str(save.checkpoint.path) if save.checkpoint else None, save.error]
 
 
 def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
@@ -71,6 +71,6 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         )
 
     # No rank may save there before all have read.
-    state.restore(checkpoint.reader(), checkpoint.manifest.values["state"])
+    state.restore(checkpoint, checkpoint.manifest.values["state"])
     gather(None)
     return state.stepper.counters.step

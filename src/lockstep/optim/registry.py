@@ -35,6 +35,8 @@ class OptimizerKind:
     state_bytes: float
     # What its state holds, for the banner.
     about: str
+    # Classes of optimizers that allocate this state with their first update, the user's own ones included.
+    classes: tuple[str, ...] = ()
     # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
     needs_full_rows: bool = False
 
@@ -70,6 +72,7 @@ OPTIMIZERS = {
         options=("lr", "betas", "eps", "weight_decay"),
         state_bytes=8,
         about="torch's AdamW, two moments in float32",
+        classes=("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
     ),
     "sgd": OptimizerKind(
         _sgd,
@@ -83,6 +86,7 @@ OPTIMIZERS = {
         # Two moments, and a float32 scale of each for every 256 elements.
         state_bytes=2 + 2 * 4 / 256,
         about="both moments in 8 bits, those of vectors and small parameters in float32",
+        classes=("AdamW8bit",),
         needs_full_rows=True,
     ),
     "adafactor": OptimizerKind(
@@ -91,6 +95,7 @@ OPTIMIZERS = {
         # A float32 for every row and every column.
         state_bytes=0,
         about="means of squared gradients by row and by column, no momentum",
+        classes=("Adafactor",),
         needs_full_rows=True,
     ),
 }
@@ -102,6 +107,16 @@ def describe(name: str) -> str:
     """Return what the optimizer of this name keeps, for the banner."""
     kind = OPTIMIZERS[name]
     return f"{kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
+
+
+def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    """Return how much state the optimizer will allocate for a group, in copies of its parameters. This is a guess."""
+    for kind in OPTIMIZERS.values():
+        if type(optimizer).__name__ in kind.classes:
+            return kind.state_bytes / 4
+
+    # Others, SGD among them, have one copy with momentum, else none.
+    return float(bool(group.get("momentum")))
 
 
 def build_optimizers(config: RunConfig, made: Any) -> Any:

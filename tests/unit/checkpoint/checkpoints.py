@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import Found, Gather, find
-from lockstep.checkpoint.saver import Report, Saver
+from lockstep.checkpoint.load import CheckpointReader, Gather, find
+from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
+from lockstep.checkpoint.writer import PendingSave
 
 TOKEN = "a1b2c3"
 
@@ -72,9 +73,8 @@ def commit(
     [report] = team[0].wait()
     for saver in team:
         saver.close()
-    assert report.committed, report
-    assert report.path is not None
-    return Checkpoint(store, report.path.name)
+    assert report.checkpoint is not None, report.error
+    return report.checkpoint
 
 
 def alone(value: Any) -> list[Any]:
@@ -82,11 +82,10 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-def load(place: Path | Store) -> tuple[Found, dict[str, torch.Tensor]]:
-    found = find(as_store(place), 0, 1, alone)
-    assert found is not None
-    reader = found.reader()
-    return found, {name: reader.read(name) for name in reader.names()}
+def load(place: Path | Store) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
+    reader = find(as_store(place), 0, 1, alone)
+    assert reader is not None
+    return reader, {name: reader.read(name) for name in reader.names()}
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -122,6 +121,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[Report]:
-    """Wait for all ranks, and return the one report of each."""
+def end(team: list[Saver]) -> list[PendingSave]:
+    """Wait for all ranks, and return the one save of each."""
     return [report for saver in team for report in saver.wait(60)]

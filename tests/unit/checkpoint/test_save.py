@@ -15,6 +15,7 @@ import torch
 from checkpoints import TOKEN, commit, end, load, same, savers, shard, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
@@ -23,7 +24,7 @@ from lockstep.checkpoint.format import part_name
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import NAME, read_manifest
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean, size_text
+from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean
 from lockstep.errors import UserError
 
 DTYPES = [
@@ -169,12 +170,12 @@ def test_aliases_share_bytes(store):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
+def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     size = data.draw(st.integers(1, 4))
     axis = data.draw(st.integers(0, len(shape) - 1))
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    root = tmp_path_factory.mktemp("blocks")
+    root = tmp_path_factory.mktemp("slices")
     team = savers(root, size)
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
@@ -184,16 +185,16 @@ def test_any_block_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    block = reader.read_block("x", [low for low, _ in corners], [high - low for low, high in corners])
-    assert torch.equal(block, whole[tuple(slice(low, high) for low, high in corners)])
+    part = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])
+    assert torch.equal(part, whole[tuple(slice(low, high) for low, high in corners)])
     shutil.rmtree(root)
 
 
-def test_a_block_outside_and_an_unknown_name_are_refused(store):
+def test_a_slice_outside_and_an_unknown_name_are_refused(store):
     checkpoint = commit(store, 1)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    with pytest.raises(ValueError, match="no block"):
-        reader.read_block("model.weight", (0, 0), (8, 1))
+    with pytest.raises(ValueError, match="no slice"):
+        reader.read_slice("model.weight", (0, 0), (8, 1))
     with pytest.raises(KeyError, match=r"model\.wait"):
         reader.read("model.wait")
 
@@ -230,15 +231,15 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
     size = saver.prepare(shard(state(2), 0, 1))
     monkeypatch.setattr(type(store), "free_bytes", lambda self: size - 10)
     saver.save(2, shard(state(2), 0, 1), {}, {})
-    assert saver.failed
+    assert saver.failure
     [report] = saver.poll()
     assert not report.committed
     assert "no space left" in report.error
-    assert report.error.endswith(f"{size_text(10 + size // 100)} too little")
+    assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
     assert same(load(store)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
-    assert not saver.failed
+    assert saver.failure is None
     assert saver.wait()[0].committed
 
 
@@ -249,13 +250,13 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monke
     fault(monkeypatch, "write", "disk full")
     team[rank].save(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].wait()
-    assert team[rank].failed
+    assert team[rank].failure
     assert "no space left" in report.error
     monkeypatch.undo()
     team[1 - rank].save(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
         saver.abandon("a disk is full")
-        assert not saver.failed
+        assert saver.failure is None
     assert not end([team[1 - rank]])[0].committed
     assert folders(store) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
@@ -311,7 +312,7 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, 
     monkeypatch.setattr(faults, "fire", broken)
     saver.save(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.wait()
-    assert (saver.failed, report.error) == (True, "RuntimeError: injected")
+    assert (saver.failure, report.error) == ("RuntimeError: injected",) * 2
     monkeypatch.undo()
     saver.save(2, shard(state(2), 0, 1), {}, {})
     assert saver.wait()[0].committed
@@ -328,7 +329,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     [report] = saver.wait()
     assert report.committed
     assert "coughed" in report.error
-    assert not saver.failed
+    assert saver.failure is None
     assert same(load(store)[1], state(1))
 
 
@@ -357,7 +358,7 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(store):
     team[0].abandon("rank 1: no space left")
     [report] = team[0].wait(30)
     assert (report.committed, report.error) == (False, "rank 1: no space left")
-    assert not team[0].failed
+    assert team[0].failure is None
     assert folders(store) == set()
 
 

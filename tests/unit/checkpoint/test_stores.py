@@ -24,7 +24,6 @@ from lockstep.checkpoint.storage import (
     Retention,
     Store,
     committed,
-    size_text,
     split,
     to_delete,
 )
@@ -165,12 +164,6 @@ def test_a_disk_that_cannot_write_directly_gets_the_same_file(tmp_path, monkeypa
     commit(tmp_path, 1, tensors=LARGE)
     assert refused
     assert same(load(tmp_path)[1], LARGE)
-
-
-def test_sizes_as_text():
-    assert [size_text(size) for size in (0, 999, 1000, 1_234_567, 5e9, 3e12, 4e15)] == [
-        *("0 bytes", "999 bytes", "1.0 kB", "1.2 MB", "5.0 GB", "3.0 TB", "4000.0 TB"),
-    ]
 
 
 # ---- retention ----

@@ -205,7 +205,7 @@ class PowerSGDHook(Hook):
             return reader.read(name)
 
         def read_row(row: int) -> Tensor:
-            return reader.read_block(name, (row, *(0 for _ in rest)), (1, *rest))[0]
+            return reader.read_slice(name, (row, *(0 for _ in rest)), (1, *rest))[0]
 
         saved, *rest = reader.shape(name)
         if saved == self.ranks:
