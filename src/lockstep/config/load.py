@@ -13,11 +13,10 @@ import yaml
 
 from lockstep.config import yaml_dialect
 from lockstep.config.resolve import Layer, check, nearest, nest, settings_of, usual
-from lockstep.config.schema import KEYS, RunConfig, nested
-from lockstep.config.values import typed
+from lockstep.config.schema import KEYS, RunConfig, nested, typed
 from lockstep.errors import ConfigError, UserError
 
-# ---- files ----------------------------------------------------------------------------------------------
+# ---- files ----
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,20 +63,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-# ---- the command line -----------------------------------------------------------------------------------
-
-
-def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
-    """`lr.peak=1e-3 task.sizes=[1,2] clip.norm=null` -> nested values."""
-    problems: list[UserError] = []
-    values = _overrides(args, problems)
-    if problems:
-        raise ConfigError(problems)
-    return values
+# ---- the command line ----
 
 
 def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
-    """Return the layers of a command, weakest first. The problems of all of them are raised at once."""
+    """Return the layers of a command, weakest first. The problems of all of them are raised at once.
+
+    `lr.peak=1e-3 task.sizes=[1,2] clip.norm=null` are overrides.
+    """
     layers: list[Layer] = []
     problems: list[UserError] = []
 
@@ -85,22 +78,18 @@ def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
     for path in files:
         try:
             layers.append((f"file {path}", read_file(path)))
-        except UserError as error:
-            problems.append(error)
-    layers.append(("command line", _overrides(overrides, problems)))
-    check(layers, problems)
-    return layers
+        except UserError as problem:
+            problems.append(problem)
 
-
-def _overrides(args: Sequence[str], problems: list[UserError]) -> dict[str, Any]:
-    """Return nested values of the valid arguments; the problems of the others are appended."""
     items = []
-    for arg in args:
+    for arg in overrides:
         try:
             items.append(_override(arg))
         except UserError as problem:
             problems.append(problem)
-    return nest(settings_of(items, "command line", problems))
+    layers.append(("command line", nest(settings_of(items, "command line", problems))))
+    check(layers, problems)
+    return layers
 
 
 def _override(arg: str) -> tuple[str, Any]:
@@ -127,7 +116,7 @@ def _override(arg: str) -> tuple[str, Any]:
         raise UserError(problem, "", f"close it, or quote a text: {key}=\"'...'\"") from None
 
 
-# ---- Python objects -------------------------------------------------------------------------------------
+# ---- Python objects ----
 
 
 def from_object(obj: Any) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
-from lockstep.config.values import Setting
 
 # Old key -> new key. An old one is refused with its new name; it never works silently.
 RENAMED = {"speed_weights": "load_balance"}
@@ -29,7 +29,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# ---- types ----------------------------------------------------------------------------------------------
+# ---- types ----
 
 
 def _remat(value: Any) -> str:
@@ -63,7 +63,7 @@ Precision = Literal[
 ]
 
 
-# ---- sections -------------------------------------------------------------------------------------------
+# ---- sections ----
 
 
 class LrConfig(Section):
@@ -240,7 +240,7 @@ class ChecksConfig(Section):
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
 
 
-# ---- the configuration ----------------------------------------------------------------------------------
+# ---- the configuration ----
 
 
 class RunConfig(Section):
@@ -349,7 +349,28 @@ KEYS = dict(_keys(RunConfig))  # every dotted key but task.*; `KEYS[key].descrip
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} | {"task"}
 
 
-# ---- nested and dotted ----------------------------------------------------------------------------------
+# ---- values with their sources ----
+
+
+class Setting(NamedTuple):
+    """One value, and where it came from."""
+
+    key: str  # dotted
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {typed(self.value)} ({self.source})"
+
+
+def typed(value: Any) -> str:
+    """Return a value as one would type it after `key=`."""
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=str, skipkeys=True)
+
+
+# ---- nested and dotted ----
 
 
 def nested(config: BaseModel, only_set: bool = False) -> dict[str, Any]:

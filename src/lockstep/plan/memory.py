@@ -89,7 +89,7 @@ def options(
 
     # Less state: on one process there are no ranks to share it with yet.
     more_ranks = " --nproc 2" if world == 1 else ""
-    if not STRATEGIES[config.strategy].uses_least_memory:
+    if config.strategy != LEAST_MEMORY:
         saves = round(_replicated(held, config.strategy) * (1 - 1 / max(2, world)))
         found.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
     if not config.fsdp.offload and not on_host:

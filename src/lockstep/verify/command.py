@@ -1,4 +1,4 @@
-"""`lockstep verify`: run the layouts, compare, explain. Returns a Report; the command prints it."""
+"""`lockstep verify`: run the trials, compare, explain. Returns a Report; the command prints it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.errors import UserError
 from lockstep.verify.causes import Cause, in_own_loop, named, refusal
 from lockstep.verify.compare import first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
-from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.record import Record
 from lockstep.verify.runner import Runner, Target
 from lockstep.verify.table import Report, Row, json_of, text_of
+from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 
 
 def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: str | None) -> int:
-    """Print the table; return 0 if all layouts trained the same model, else 1."""
+    """Print the table; return 0 if all trials trained the same model, else 1."""
     if json_file:
         _write(Path(json_file), "")  # fails now rather than after all the work
 
@@ -61,22 +61,23 @@ def verify(
 def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> Report:
     began = time.monotonic()
 
-    # One step on one process tells the batch, the strategy and the device, from which the layouts follow.
-    first = runner.run(Target(target, layers, steps=1), [Layout()])[Layout()]
+    # One step on one process tells the batch, the strategy and the device, from which the trials follow.
+    alone = Trial()
+    first = runner.run(Target(target, layers, steps=1), [alone])[alone]
     if not first.ranks:
         return _failed_alone(target, options, first, began)
 
     # The batch is fixed: with local_batch it would follow the number of ranks.
     matrix = choose(options, first.facts)
     fixed = Target(target, [*layers, ("verify", {"global_batch": first.facts["global_batch"]})], options.steps)
-    case = Case(matrix, {}, lambda layouts: runner.run(fixed, layouts))
+    case = Case(matrix, lambda trials: runner.run(fixed, trials))
 
     # Without a reference there is nothing to compare.
     case.need([matrix.reference, matrix.again, *matrix.nudged])
     if case.reference.failure:
         return _failed_alone(target, options, case.reference, began)
 
-    # All other layouts at once, side by side; then the verdict, which may run a few probes more.
+    # All other trials at once, side by side; then the verdict, which may run a few more probes.
     splits, notes = _splits(case)
     worlds = _worlds(case)
     case.need([*worlds, *splits])
@@ -90,21 +91,19 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     return Report(target, options.steps, case.reference.facts, rows, causes, notes, seconds, options.exact)
 
 
-# ---- what is compared -----------------------------------------------------------------------------------
+# ---- what is compared ----
 
 
-def _worlds(case: Case) -> list[Layout]:
-    """Return the layouts with several ranks; those of a stream in eval mode, if the model draws random numbers.
+def _worlds(case: Case) -> list[Trial]:
+    """Return the trials with several ranks; those of a stream in eval mode, if the model draws random numbers.
 
     The ranks of a stream split it into other micro-batches than one process does, and so draw other numbers.
     """
-    worlds = list(case.matrix.worlds)
-    if case.reference.facts["stream"] and case.reference.drawn:
-        return [replace(layout, eval_mode=True) for layout in worlds]
-    return worlds
+    eval_mode = bool(case.reference.facts["stream"] and case.reference.drawn)
+    return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
 
 
-def _splits(case: Case) -> tuple[list[Layout], list[str]]:
+def _splits(case: Case) -> tuple[list[Trial], list[str]]:
     """Return the other splits of the batch, and a note if they cannot be compared.
 
     Random numbers in the model follow the micro-batch. So splits are compared in eval mode, if it draws any.
@@ -113,57 +112,58 @@ def _splits(case: Case) -> tuple[list[Layout], list[str]]:
     if not case.reference.drawn or not splits:
         return splits, []
 
-    base = replace(case.matrix.reference, eval_mode=True)
-    case.need([base, *(replace(each, eval_mode=True) for each in (*case.matrix.nudged, *splits))])
-    if case.record(base).drawn:
+    splits = [replace(split, eval_mode=True) for split in splits]
+    measures = [replace(trial, eval_mode=True) for trial in (case.matrix.reference, *case.matrix.nudged)]
+    reference, *_ = case.need([*measures, *splits])
+    if reference.drawn:
         return [], [
             "the loss draws random numbers in eval mode too, and they follow the micro-batch: other splits of the "
             "batch are not compared"
         ]
-    return [replace(split, eval_mode=True) for split in splits], []
+    return splits, []
 
 
-def _inexact(case: Case, worlds: list[Layout], options: VerifyOptions) -> list[Cause]:
-    """With --exact, return the first layout whose bits are not identical."""
-    if not options.exact:
-        return []
-    for layout in (case.matrix.again, *worlds):
-        found = case.compare(layout)
-        if not found.bits:
-            differing = [name for name in found.errors if not found.identical[name]]
-            errors = ", ".join(f"{name} {found.errors[name]:.1e}" for name in differing)
-            return [named("bits", f"{layout.text}: {errors}")]
+def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
+    """With --exact, return the first trial whose bits are not identical."""
+    for trial in (case.matrix.again, *worlds) if options.exact else ():
+        comparison = case.compare(trial)
+        if not comparison.bits:
+            differing = [name for name, same in comparison.identical.items() if not same]
+            errors = ", ".join(f"{name} {comparison.errors[name]:.1e}" for name in differing)
+            return [named("bits", f"{trial.text}: {errors}")]
     return []
 
 
-# ---- what is reported -----------------------------------------------------------------------------------
+# ---- what is reported ----
 
 
-def _rows(case: Case, worlds: list[Layout], splits: list[Layout], options: VerifyOptions) -> list[Row]:
+def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:
     """Return the rows of the table; one of the nudged runs stands for both."""
     matrix = case.matrix
-    roles = [(matrix.again, "again"), (matrix.nudged[0], "rounding")]
-    roles += [(layout, "world") for layout in worlds]
-    roles += [(layout, "split") for layout in splits]
-    reference = Row(matrix.reference, "reference", "reference")
-    return [reference, *(_row(case, layout, role, options) for layout, role in roles)]
+    return [
+        Row(matrix.reference, "reference", "reference"),
+        _row(case, matrix.again, "again", options),
+        _row(case, matrix.nudged[0], "rounding", options),
+        *(_row(case, trial, "world", options) for trial in worlds),
+        *(_row(case, trial, "split", options) for trial in splits),
+    ]
 
 
-def _row(case: Case, layout: Layout, role: str, options: VerifyOptions) -> Row:
-    """Judge one layout."""
-    record = case.record(layout)
-    if record.failure:
-        return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
+def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
+    """Judge one trial."""
+    failure = case.record(trial).failure
+    if failure:
+        return Row(trial, role, "REFUSED" if failure.for_user else "FAILED")
 
-    found = case.itself() if role == "again" else case.compare(layout)
-    if role == "rounding":
-        return Row(layout, role, "yardstick", found)
-    if role != "again" and not case.repeatable:
-        return Row(layout, role, "not judged", found)  # the reference itself is different every time
-
+    comparison = case.itself() if role == "again" else case.compare(trial)
     # Other splits add other terms together: identical bits are asked of worlds only.
-    inexact = options.exact and role in ("again", "world") and not found.bits
-    return Row(layout, role, "ok" if found.first is None and not inexact else "DIFFERS", found)
+    inexact = options.exact and role != "split" and not comparison.bits
+    verdict = "DIFFERS" if comparison.first or inexact else "ok"
+    if role == "rounding":
+        verdict = "yardstick"
+    elif role != "again" and not case.repeatable:
+        verdict = "not judged"  # the reference itself is different every time
+    return Row(trial, role, verdict, comparison)
 
 
 def _about_splits(case: Case, first: Record) -> list[str]:
@@ -178,9 +178,8 @@ def _about_splits(case: Case, first: Record) -> list[str]:
 
 def _about_rounding(case: Case) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
-    if not case.repeatable:
-        return []
-    step = first_chaotic_step(case.reference, [case.record(each) for each in case.matrix.nudged])
+    nudged = case.need(list(case.matrix.nudged))
+    step = first_chaotic_step(case.reference, nudged) if case.repeatable else None
     if step is None:
         return []
     return [
@@ -197,16 +196,12 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
     # A refusal that verify knows, such as a forward around the wrapper, is the cause it was started to find.
     cause = refusal(failure.message, failure.for_user)
     if cause.key == "refused":
-        raise _as_user_error(failure.message)
+        # Its text is all that a rank leaves of a UserError.
+        head, _, fix = failure.message.partition("\n  do:    ")
+        problem, _, found = head.partition("\n  found: ")
+        raise UserError(problem, found, fix or "see above")
 
-    row = Row(record.layout, "reference", "REFUSED" if failure.for_user else "FAILED")
+    row = Row(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")
     facts = {"global_batch": "?", "device": "", "precision": ""} | (record.facts if record.ranks else {})
     explained = replace(cause, evidence=failure.message if failure.for_user else failure.text())
     return Report(target, options.steps, facts, [row], [explained], [], time.monotonic() - began, options.exact)
-
-
-def _as_user_error(message: str) -> UserError:
-    """Take apart the text of a UserError, which is all that a rank leaves of it."""
-    head, _, fix = message.partition("\n  do:    ")
-    problem, _, found = head.partition("\n  found: ")
-    return UserError(problem, found, fix or "see above")

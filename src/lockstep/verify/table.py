@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.verify.causes import Cause
 from lockstep.verify.compare import Comparison, Divergence
-from lockstep.verify.layouts import Layout
+from lockstep.verify.trials import Trial
 
 WIDTH = 100  # characters of a line
 
@@ -19,9 +19,9 @@ COLUMNS = ("gradients", "parameters", "losses")
 
 @dataclass(frozen=True)
 class Row:
-    """One layout of the table."""
+    """A trial, and what became of it."""
 
-    layout: Layout
+    trial: Trial
     role: str  # reference, again, rounding, world, split
     verdict: str  # reference, ok, yardstick, not judged, DIFFERS, REFUSED, FAILED
     comparison: Comparison | None = None
@@ -47,19 +47,16 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every layout trained the same model."""
+        """Whether every trial trained the same model."""
         return not self.causes and not any(row.bad for row in self.rows)
 
     @property
     def first(self) -> tuple[Row, Divergence] | None:
-        """What diverged first, in the first layout that did."""
+        """What diverged first, in the first trial that did."""
         for row in self.rows:
             if row.bad and row.comparison and row.comparison.first:
                 return row, row.comparison.first
         return None
-
-
-# ---- for a terminal -----------------------------------------------------------------------------------
 
 
 def text_of(report: Report) -> str:
@@ -69,50 +66,38 @@ def text_of(report: Report) -> str:
     lines = [f"{head}  {facts['precision']}", ""]
 
     # The table.
-    width = max(len(row.layout.text) for row in report.rows)
+    width = max(len(row.trial.text) for row in report.rows)
     lines.append(f"{'layout':{width}}" + "".join(f"{column:>12}" for column in COLUMNS) + "  verdict")
-    lines += [_line(row, width) for row in report.rows]
-    lines.append("")
+    lines += [*(_line(row, width) for row in report.rows), ""]
 
-    # What it means.
-    for note in report.notes:
-        lines += _paragraph("note", note)
+    # What it means, in labelled paragraphs.
+    paragraphs = [("note", note) for note in report.notes]
     if report.first:
         row, divergence = report.first
-        lines += _paragraph("first", f"{row.layout.text}: {divergence.text}")
+        paragraphs.append(("first", f"{row.trial.text}: {divergence.text}"))
     for cause in report.causes:
-        lines += _paragraph("cause", f"{cause.title} [{cause.key}]")
-        lines += _paragraph("seen", cause.evidence)
-        lines += _paragraph("do", cause.fix)
+        paragraphs += [("cause", f"{cause.title} [{cause.key}]"), ("seen", cause.evidence), ("do", cause.fix)]
+    for label, text in paragraphs:
+        words = " ".join(text.split())
+        lines += textwrap.wrap(f"{label:7}{words}", WIDTH, subsequent_indent=" " * 7)
 
     # The last line is the answer.
+    verdict = "PASS  the same training in every layout, up to rounding"
     if not report.passed:
         verdict = "FAIL  not the same training in every layout"
     elif report.exact:
         verdict = "PASS  identical bits in every world"
-    else:
-        verdict = "PASS  the same training in every layout, up to rounding"
-    lines.append(f"{verdict} ({report.seconds:.0f} s)")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{verdict} ({report.seconds:.0f} s)"])
 
 
 def _line(row: Row, width: int) -> str:
-    """Return a line of the table: the layout, an error for each column, and the verdict."""
-    cells = ["-"] * 3
+    """Return a line of the table: the trial, an error for each column, and the verdict."""
+    cells = ["-"] * len(COLUMNS)
     if row.comparison:
         same = row.comparison.identical
         errors = row.comparison.errors
         cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
-    return f"{row.layout.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
-
-
-def _paragraph(label: str, text: str) -> list[str]:
-    """Return text under a label, wrapped and indented."""
-    body = " ".join(text.split())
-    return textwrap.wrap(f"{label:7}{body}", WIDTH, subsequent_indent=" " * 7)
-
-
-# ---- for a program ------------------------------------------------------------------------------------
+    return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 
 def json_of(report: Report) -> dict[str, Any]:
@@ -127,7 +112,7 @@ def json_of(report: Report) -> dict[str, Any]:
         "device": report.facts["device"],
         "precision": report.facts["precision"],
         "layouts": [_row_json(row) for row in report.rows],
-        "first": first and _finite({"layout": first[0].layout.text, **asdict(first[1])}),
+        "first": first and _finite({"layout": first[0].trial.text, **asdict(first[1])}),
         "causes": [asdict(cause) for cause in report.causes],
         "notes": report.notes,
         "seconds": round(report.seconds, 3),
@@ -135,16 +120,16 @@ def json_of(report: Report) -> dict[str, Any]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    found = row.comparison
+    comparison = row.comparison
     return {
-        "layout": row.layout.text,
+        "layout": row.trial.text,
         "role": row.role,
-        "world": row.layout.world,
-        "strategy": row.layout.strategy,
-        "micro_batch": row.layout.micro_batch,
+        "world": row.trial.world,
+        "strategy": row.trial.strategy,
+        "micro_batch": row.trial.micro_batch,
         "verdict": row.verdict,
-        "identical": found.identical if found else None,
-        "errors": _finite(found.errors) if found else None,
+        "identical": comparison.identical if comparison else None,
+        "errors": _finite(comparison.errors) if comparison else None,
     }
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lockstep import config
-from lockstep.config import check, parse_overrides, resolve, resolve_for
+from lockstep.config import check, read_layers, resolve, resolve_for
 from lockstep.config.schema import RENAMED
 from lockstep.errors import ConfigError, UserError
 
@@ -22,7 +22,7 @@ def problems_of(*layers: dict) -> list[UserError]:
 def test_every_key_is_described_and_has_a_value_to_type(key):
     assert config.KEYS[key].description
     (problem,) = problems_of({key: object()})  # which no key takes
-    values = parse_overrides([problem.fix.removeprefix("type ")])
+    [(_, values)] = read_layers([], [problem.fix.removeprefix("type ")])
     # As a task's: typed alone, an option of something that is off would be refused.
     assert resolve([("task default", values)]).sources[key] == "task default"
 
