@@ -132,10 +132,8 @@ def _legend(series: Sequence[Series], width: int) -> str:
     if len(shown) < 2:
         return ""
 
-    words = []
-    for one in shown:
-        symbol = "▼" if one.style == "marks" else "●"
-        words.append(f'<tspan class="{one.style}">{symbol}</tspan> {escaped(one.name)}')
+    symbols = {"marks": "▼"}
+    words = [f'<tspan class="{one.style}">{symbols.get(one.style, "●")}</tspan> {escaped(one.name)}' for one in shown]
     # An em space is wide enough to tell the names apart.
     joined = "\u2003".join(words)
     return f'<text class="legend" x="{width - RIGHT}" y="18">{joined}</text>'
@@ -225,14 +223,14 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
     # A bucket gives two points, or three.
     size = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
+    extremes: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
-        kept += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
+        extremes += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
 
-    return kept
+    return extremes
 
 
 def moving_average(points: Sequence[Point], half: int) -> list[Point]:
@@ -244,9 +242,8 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
     averages = []
     for index, (x, y) in enumerate(points):
         near = min(half, index)
-        window = [other for _, other in points[index - near : index + near + 1] if math.isfinite(other)]
-        average = math.fsum(window) / len(window) if math.isfinite(y) else math.nan
-        averages.append((x, average))
+        window = [value for _, value in points[index - near : index + near + 1] if math.isfinite(value)]
+        averages.append((x, math.fsum(window) / len(window) if math.isfinite(y) else math.nan))
 
     return averages
 

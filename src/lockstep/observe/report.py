@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
     """Return a table; `styles` holds a class for every row, or nothing."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
-    for index, row in enumerate(rows):
+    for row, style in zip_longest(rows, styles, fillvalue=""):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
-        style = styles[index] if styles else ""
         body += f'<tr class="{style}">{cells}</tr>'
 
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -146,16 +146,13 @@ def header(run: RunRecord, task: str) -> str:
 
 def outcome(run: RunRecord) -> tuple[str, str, str]:
     """Return (style, label, reason): how the run ended, as far as the folder tells."""
-    for event in reversed(run.events):
-        kind = event.get("event")
-        if kind == "end":
-            return "good", "finished", ""
-        if kind == "error":
-            reason = event.get("message") or event.get("error") or "No reason was recorded."
-            return "bad", "failed", str(reason)
-        # What came before the last start is an earlier attempt.
-        if kind == "start":
-            break
+    # What came before the last start is an earlier attempt.
+    kinds = ("start", "end", "error")
+    last = next((event for event in reversed(run.events) if event.get("event") in kinds), {})
+    if last.get("event") == "end":
+        return "good", "finished", ""
+    if last.get("event") == "error":
+        return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
 
     # The events may be lost or damaged: a summary is written at the end only.
     if run.summary and not run.events:
@@ -172,8 +169,8 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     known = {**(run.metrics[-1] if run.metrics else {}), **facts}
 
     latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
-    finite = [found for found in run.evals if number(found.get("loss")) is not None]
-    best = min(finite, key=lambda found: found["loss"], default=latest)
+    finite = [evaluation for evaluation in run.evals if number(evaluation.get("loss")) is not None]
+    best = min(finite, key=lambda evaluation: evaluation["loss"], default=latest)
 
     # A run that has not ended may not know all of these.
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
@@ -186,8 +183,8 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     counted = "samples" if unit == SAMPLE else "weight"
     return [
         ("Final loss", figures(known.get("loss"), 4), ""),
-        ("Best eval loss", figures(best.get("loss"), 4), _at_step(best)),
-        ("Last eval loss", figures(latest.get("loss"), 4), _at_step(latest)),
+        ("Best eval loss", figures(best.get("loss"), 4), f"step {best['step']}" if "step" in best else ""),
+        ("Last eval loss", figures(latest.get("loss"), 4), f"step {latest['step']}" if "step" in latest else ""),
         ("Steps", " / ".join(of_steps) or "-", " · ".join(counts)),
         ("Samples", compact(total(run.metrics, "samples")), tokens),
         ("Wall time", duration(wall_seconds(run)), ""),
@@ -200,10 +197,6 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _at_step(record: Record) -> str:
-    return f"step {record['step']}" if "step" in record else ""
-
-
 def amounts(records: Sequence[Record], key: str) -> list[float]:
     """Return the finite numbers that records hold under a key."""
     return [amount for record in records if (amount := number(record.get(key))) is not None]
@@ -211,8 +204,8 @@ def amounts(records: Sequence[Record], key: str) -> list[float]:
 
 def total(records: Sequence[Record], key: str) -> float | None:
     """Return all of a quantity that the records count interval by interval."""
-    found = amounts(records, key)
-    return math.fsum(found) if found else None
+    counts = amounts(records, key)
+    return math.fsum(counts) if counts else None
 
 
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
@@ -247,9 +240,12 @@ def curves(run: RunRecord) -> str:
     def series(key: str, name: str, style: Style = "line") -> list[Series]:
         return [Series(name, curve(run.metrics, key), style)]
 
+    # The same chart for wide and for narrow screens; the style sheet shows one of them.
+    skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
+    loss = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     charts = [
-        # The loss comes first, and is wide where the screen is.
-        *loss_charts(run),
+        line_chart(loss, "Loss", log=10, wide=True),
+        line_chart(loss, "Loss", log=10),
         line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
         line_chart(series("lr", "learning rate"), "Learning rate", zero=True),
         line_chart(series("grad_norm", "norm", "smooth"), "Gradient norm", log=10),
@@ -260,16 +256,8 @@ def curves(run: RunRecord) -> str:
 
     # A dict keeps the order in which metrics appeared.
     own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
-    for key in list(own)[:MOST_METRICS]:
-        charts.append(line_chart(train_and_eval(run, key), key.removeprefix("metrics.")))
+    charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MOST_METRICS]]
     return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
-
-
-def loss_charts(run: RunRecord) -> list[str]:
-    """Return the same chart for wide and for narrow screens; the style sheet shows one of them."""
-    skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
-    series = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
-    return [line_chart(series, "Loss", log=10, wide=wide) for wide in (True, False)]
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
@@ -279,14 +267,8 @@ def train_and_eval(run: RunRecord, key: str) -> list[Series]:
 
 def curve(records: Iterable[Record], key: str) -> list[Point]:
     """Return (step, value) of the records that have this key; NaN for a value that is not a finite number."""
-    points = []
-    for record in records:
-        step = number(record.get("step"))
-        if key in record and step is not None:
-            value = number(record[key])
-            points.append((step, math.nan if value is None else value))
-
-    return points
+    points = [(number(record.get("step")), number(record[key])) for record in records if key in record]
+    return [(step, math.nan if value is None else value) for step, value in points if step is not None]
 
 
 # ---- text and tables ----

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from lockstep.errors import unknown_name
 from lockstep.observe.sinks.csv_sink import CsvSink
-from lockstep.observe.sinks.jsonl import JsonlSink as JsonlSink
-from lockstep.observe.sinks.jsonl import RunJsonl as RunJsonl
-from lockstep.observe.sinks.jsonl import read_jsonl as read_jsonl
+from lockstep.observe.sinks.jsonl import JsonlSink, RunJsonl, read_jsonl
+
+__all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
 
 
 class Sink(Protocol):

@@ -20,8 +20,7 @@ class CsvSink:
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.csv"
         # A resumed run appends to the rows that are there.
-        rows = self._rows()
-        self._columns = rows[0] if rows else []
+        self._columns = next(iter(self._rows()), [])
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one row. The file is opened for each: a reader sees whole rows at any time."""

@@ -35,8 +35,7 @@ class RunJsonl:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record to the file of its kind."""
-        sink = self._events if "event" in record else self._metrics
-        sink.write(record)
+        (self._events if "event" in record else self._metrics).write(record)
 
     def close(self) -> None:
         """Close both files."""
@@ -48,32 +47,26 @@ class JsonlSink:
     """Appends records to `path`, which is created if it is not there; its folder must be."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
         # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _truncate_partial_line(self._fd)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        _truncate_partial_line(fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Objects with `.item()` (numpy scalars) become numbers, everything else becomes text."""
-        if self._fd is None:
-            raise ValueError(f"{self.path} is closed")
-
         line = (_encode(record) + "\n").encode()
         try:
             # A signal or a disk that fills up may split a write.
-            written = os.write(self._fd, line)
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
+            while line:
+                line = line[self._file.write(line) :]
         except OSError:
             # Leave whole lines behind, so that a later write is not glued to half of this one.
-            _truncate_partial_line(self._fd)
+            _truncate_partial_line(self._file.fileno())
             raise
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,18 +80,15 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     *lines, tail = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-
         record = _parse(line)
-        if record is None:
+        if record is not None:
+            records.append(record)
+        elif line.strip():
             raise UserError(
                 f"{path}: line {number} is not a JSON object",
                 f"it begins with {line[:60].decode(errors='replace')!r}",
                 f"look at it, and remove it: sed -i {number}d {shlex.quote(os.fspath(path))}",
             )
-
-        records.append(record)
 
     # A last line without a newline may still be complete.
     record = _parse(tail)
@@ -122,23 +112,23 @@ def _encode(record: Mapping[str, Any]) -> str:
     try:
         return _strict.encode(record)
     except ValueError:
-        found: dict[str, str] = {}
-        cleaned = _without_nonfinite(record, "", found)
-        return _strict.encode({**cleaned, NONFINITE: found})
+        marks: dict[str, str] = {}
+        cleaned = _without_nonfinite(record, "", marks)
+        return _strict.encode({**cleaned, NONFINITE: marks})
 
 
-def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """Return a copy with None for every non-finite number; `found` collects path -> "nan", "inf" or "-inf"."""
+def _without_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
+    """Return a copy with None for every non-finite number; `marks` collects path -> "nan", "inf" or "-inf"."""
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item, _join(path, key), found) for key, item in value.items()}
+        return {key: _without_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(item, _join(path, index), found) for index, item in enumerate(value)]
+        return [_without_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
 
-    # A numpy scalar may be non-finite, too.
+    # A numpy scalar may be non-finite.
     if value is not None and not isinstance(value, str | int | float):
-        return _without_nonfinite(_plain(value), path, found)
+        return _without_nonfinite(_plain(value), path, marks)
     if isinstance(value, float) and not math.isfinite(value):
-        found[path] = repr(float(value))
+        marks[path] = repr(float(value))
         return None
 
     return value
@@ -153,8 +143,7 @@ def _truncate_partial_line(fd: int) -> None:
 
     What an earlier process left half written was never a record (readers pass over it) and is truncated.
     """
-    size = os.fstat(fd).st_size
-    start = size
+    size = start = os.fstat(fd).st_size
     tail = b""
     while start > 0 and b"\n" not in tail:
         length = min(start, CHUNK)
