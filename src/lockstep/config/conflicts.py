@@ -39,8 +39,7 @@ def _parallel_axes(settings: Settings) -> list[Setting]:
 
 def _collective_forward(settings: Settings) -> list[Setting]:
     """Return the settings under which a forward waits for other ranks."""
-    local = with_trait("local_forward")
-    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in local]
+    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in with_trait("local_forward")]
     return strategies + _parallel_axes(settings)
 
 
@@ -53,24 +52,24 @@ def _together(one: Setting, other: Setting, reason: str, fix: str) -> UserError:
 EXCLUSIVE = (("steps", "epochs"), ("global_batch", "local_batch"), ("clip.norm", "clip.value", "clip.adaptive"))
 
 
-def exclusive(settings: Settings) -> list[UserError]:
-    """Return a problem for each group of EXCLUSIVE in which one layer sets more than one key."""
-    problems = []
+def exclusive(settings: Settings) -> Iterator[UserError]:
+    """Yield a problem for each group of EXCLUSIVE in which one layer sets more than one key."""
     for group in EXCLUSIVE:
         chosen = [settings[key] for key in group if key in settings and settings[key].value is not None]
         if len(chosen) > 1:
-            problem = f"{' and '.join(map(str, chosen))}: at most one of {', '.join(group)} can be set"
-            problems.append(UserError(problem, "", f"keep one, such as {chosen[0].key}={typed(chosen[0].value)}"))
-    return problems
+            yield UserError(
+                f"{' and '.join(map(str, chosen))}: at most one of {', '.join(group)} can be set",
+                "",
+                f"keep one, such as {chosen[0].key}={typed(chosen[0].value)}",
+            )
 
 
 # ---- settings that cannot work together ----
 
 
-def conflicts(settings: Settings) -> list[UserError]:
-    """Return every conflict, whatever the sources of the settings."""
-    rules = (_order, _reference_batch, _ddp_options, _exact, _load_balance, _stages, _cuda_graphs, _pairs)
-    return [problem for rule in rules for problem in rule(settings)]
+def conflicts(settings: Settings) -> Iterator[UserError]:
+    for rule in (_order, _reference_batch, _ddp_options, _exact, _load_balance, _stages, _cuda_graphs, _pairs):
+        yield from rule(settings)
 
 
 # Pairs of keys; the first must not be larger than the second.
@@ -88,8 +87,11 @@ def _order(settings: Settings) -> Iterator[UserError]:
         # micro_batch may be `auto`, which is no number.
         numbers = isinstance(lower.value, int | float) and isinstance(upper.value, int | float)
         if numbers and lower.value > upper.value:
-            fix = f"type {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}"
-            yield UserError(f"{lower} is larger than {upper}", "", fix)
+            yield UserError(
+                f"{lower} is larger than {upper}",
+                "",
+                f"type {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}",
+            )
 
 
 def _reference_batch(settings: Settings) -> Iterator[UserError]:
@@ -173,8 +175,12 @@ def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
 
         # One reason is enough: the first is the most fundamental.
         if others and graph.value != "auto":
-            reason = "a model that is sharded, waits for other ranks or computes twice, which is not captured"
-            yield _together(graph, others[0], reason, f"type graph=auto, or leave {others[0].key} out")
+            yield _together(
+                graph,
+                others[0],
+                "a model that is sharded, waits for other ranks or computes twice, which is not captured",
+                f"type graph=auto, or leave {others[0].key} out",
+            )
 
 
 # (key, value, other key, its value, reason, fix)
@@ -312,8 +318,8 @@ OPTIONS_OF = (
 )
 
 
-def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[UserError]:
-    """Return a problem for each option that was typed and has no effect.
+def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[UserError]:
+    """Yield a problem for each option that was typed and has no effect.
 
     Three sources are not judged: what a task has prepared for the day that the switch is turned on; a file that a run
     has written, which has every key; and a weaker layer than the switch's, so that a command line may switch
@@ -322,7 +328,6 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
     strength = {"default": -1} | {source: place for place, (source, _) in enumerate(layers)}
     written = {source for source, values in layers if _written_by_a_run(values)}
 
-    problems = []
     for rule in OPTIONS_OF:
         switch = settings.get(rule.switch)
         if switch is None or _is_on(rule, switch, settings):
@@ -334,14 +339,14 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
             # `ddp.hook: none` next to options of powersgd, in one file, is on purpose; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF
             if stronger or contradiction:
-                fix = f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}"
-                problem = f"{option} has no effect with {rule.switch}={typed(switch.value)}"
-                problems.append(UserError(problem, rule.reason, fix))
-    return problems
+                yield UserError(
+                    f"{option} has no effect with {rule.switch}={typed(switch.value)}",
+                    rule.reason,
+                    f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}",
+                )
 
 
 def _is_on(rule: OptionsOf, switch: Setting, settings: Settings) -> bool:
-    """Whether the options of a rule have an effect."""
     if switch.value in rule.values or (not rule.values and switch.value not in SWITCHED_OFF):
         return True
     others = [(settings[key], values) for key, values in rule.also.items() if key in settings]

@@ -31,14 +31,18 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml_dialect.load(text)
     except OSError as error:
-        fix = f"check the path; it is looked up from {Path.cwd()}"
-        raise UserError(f"{named} cannot be read", f"{error.strerror}", fix) from None
+        raise UserError(
+            f"{named} cannot be read", f"{error.strerror}", f"check the path; it is looked up from {Path.cwd()}"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise _syntax_error(path, error) from None
 
     if values is not None and not isinstance(values, dict):
-        found = f"a {type(values).__name__} at its top level"
-        raise UserError(f"{named} must hold keys with values", found, "write lines such as `steps: 1000`")
+        raise UserError(
+            f"{named} must hold keys with values",
+            f"a {type(values).__name__} at its top level",
+            "write lines such as `steps: 1000`",
+        )
     return values or {}
 
 
@@ -48,9 +52,11 @@ def _syntax_error(path: Path, error: yaml.YAMLError | ValueError) -> UserError:
     line = mark.line + 1 if mark else getattr(error, "lineno", None)
     reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
 
-    found = f"{reason} in line {line}" if line else reason
-    fix = f"correct {path}, line {line}" if line else f"correct {path}"
-    return UserError(f"the configuration file {path} is not valid", found, fix)
+    return UserError(
+        f"the configuration file {path} is not valid",
+        f"{reason} in line {line}" if line else reason,
+        f"correct {path}, line {line}" if line else f"correct {path}",
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,7 +99,6 @@ def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
 
 
 def _override(arg: str) -> tuple[str, Any]:
-    """Return (key, value) of one argument."""
     key, equals, text = (part.strip() for part in arg.partition("="))
     shown = f"{arg} (command line)"
     if not equals:
@@ -102,8 +107,9 @@ def _override(arg: str) -> tuple[str, Any]:
     if not key:
         raise UserError(f"{shown} has no key before the =", "", "type key=value, such as steps=1000")
     if not text:  # most often an unset shell variable
-        fix = f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
-        raise UserError(f"{shown} has no value after the =", "", fix)
+        raise UserError(
+            f"{shown} has no value after the =", "", f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
+        )
 
     # `none` is what a Python user types for null. Only brackets and quotes begin more than a plain word, so that
     # `task.text=a: b` is text and not a mapping.
@@ -112,8 +118,9 @@ def _override(arg: str) -> tuple[str, Any]:
     try:
         return key, yaml_dialect.load(text) if text[0] in "[{'\"" else yaml_dialect.word(text)
     except yaml.YAMLError:
-        problem = f"{shown} is not a complete list, mapping or quoted text"
-        raise UserError(problem, "", f"close it, or quote a text: {key}=\"'...'\"") from None
+        raise UserError(
+            f"{shown} is not a complete list, mapping or quoted text", "", f"close it, or quote a text: {key}=\"'...'\""
+        ) from None
 
 
 # ---- Python objects ----

@@ -124,7 +124,7 @@ def _checked(
     invalid = _invalid(merged)
     problems += [_bad_value(merged[key], expected) for key, expected in invalid.items()]
     valid = {key: setting for key, setting in {**defaults, **merged}.items() if key not in invalid}
-    problems += conflicts(valid) + unused(valid, layers)
+    problems += [*conflicts(valid), *unused(valid, layers)]
     if problems:
         raise ConfigError(problems)
     return merged
@@ -238,9 +238,11 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
 
 
 def _bad_value(setting: Setting, expected: str) -> UserError:
-    """Say what a value should be, with one to type."""
-    found = "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"
-    return UserError(f"{setting} {expected}", found, f"type {setting.key}={typed(_meant(setting, expected))}")
+    return UserError(
+        f"{setting} {expected}",
+        ("null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"),
+        f"type {setting.key}={typed(_meant(setting, expected))}",
+    )
 
 
 def _meant(setting: Setting, expected: str) -> Any:

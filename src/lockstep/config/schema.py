@@ -67,8 +67,6 @@ Precision = Literal[
 
 
 class LrConfig(Section):
-    """The learning rate."""
-
     # Steps are optimizer steps in all keys, however many micro-batches they take.
     peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
     schedule: str = _key("constant", "shape after the warm-up, by its name in optim/schedule.py")
@@ -89,16 +87,12 @@ class ClipConfig(Section):
 
 
 class NonfiniteConfig(Section):
-    """NaN and infinite gradients."""
-
     # Skipping keeps a run alive through a rare overflow. Five in a row are no accident: the run would never recover.
     policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
     max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
 
 
 class SpikeConfig(Section):
-    """Loss spikes."""
-
     # Off by default: what is a spike depends on the data, and a skipped step is a changed training.
     policy: SpikePolicy = _key("off", "what a step with a loss spike does")
     factor: float = _key(10.0, "a loss is a spike this many median absolute deviations above the median", gt=0)
@@ -119,8 +113,6 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation on `eval_data`."""
-
     every: int | None = _key(None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1)
     batch: int | None = _key(
         None, "samples per evaluation forward; null: micro_batch if set, else at most 32", example=8, ge=1
@@ -129,8 +121,6 @@ class EvaluateConfig(Section):
 
 
 class DataConfig(Section):
-    """Loading and ordering samples."""
-
     # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
@@ -180,8 +170,6 @@ class MeshConfig(Section):
 
 
 class PPConfig(Section):
-    """Pipeline parallelism."""
-
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = _key("1f1b", "order of forwards and backwards")
     stages_per_rank: int | None = _key(
         None, "stages of the model on each rank; null: interleaved 2, otherwise 1", example=2, ge=1
@@ -205,16 +193,12 @@ class CheckpointConfig(Section):
 
 
 class RestartConfig(Section):
-    """Restarts by the launcher."""
-
     # A failure that comes back faster than that needs a person.
     per_hour: int = _key(10, "most restarts after failures within an hour; 0: none", ge=0)
     grace: float = _key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
 
 class HangConfig(Section):
-    """The watchdog."""
-
     action: Literal["restart", "stop"] = _key("restart", "what the watchdog does when no rank makes progress")
     # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
     first: float = _key(900.0, "timeout in seconds of the first time: start, compilation, ...", gt=0)
@@ -223,8 +207,6 @@ class HangConfig(Section):
 
 
 class LogConfig(Section):
-    """What is logged and shown."""
-
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "log which samples every step was trained on")
     sinks: list[str] = _key([], "where metrics go besides metrics.jsonl, by name (observe/sinks)", example=["csv"])
@@ -232,8 +214,6 @@ class LogConfig(Section):
 
 
 class ChecksConfig(Section):
-    """Checks during training."""
-
     # Cheap enough to be always on: the first is one gather, the second a digest of the weights now and then.
     first_batch: bool = _key(True, "check on the first step that the ranks have different samples")
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
@@ -330,7 +310,7 @@ class RunConfig(Section):
         from lockstep.config.conflicts import conflicts, exclusive  # that module reads this one's keys
 
         settings = {key: Setting(key, value, "argument") for key, value in flatten(self).items()}
-        problems = exclusive(settings) + conflicts(settings)
+        problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
         return self

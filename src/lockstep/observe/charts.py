@@ -94,8 +94,9 @@ def line_chart(
     width, height = WIDE if wide else NARROW
     ys = [y for one in series for _, y in one.points if math.isfinite(y)]
     if not ys:
-        words = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
-        return _frame(words, title, unit, width, height)
+        return _frame(
+            f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>', title, unit, width, height
+        )
 
     # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):
@@ -127,7 +128,6 @@ def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
 
 
 def _legend(series: Sequence[Series], width: int) -> str:
-    """Return the names of the series, if there are several."""
     shown = [one for one in series if one.points]
     if len(shown) < 2:
         return ""
@@ -140,7 +140,6 @@ def _legend(series: Sequence[Series], width: int) -> str:
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> str:
-    """Return a rule for every tick of the y axis, the x axis, and all labels."""
     left, right = x_axis.start, x_axis.end
     base = y_axis.start
     parts = []
@@ -162,14 +161,14 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
-    """Return the line or lines of a series, and its tooltips."""
     lines = [("points" if series.style == "points" else "line", series.points)]
     # A short curve is not smoothed: there is nothing to see in an average of it.
     half = min(25, len(series.points) // 60) if series.style == "smooth" else 0
     if half:
         lines = [("raw", series.points), ("line", moving_average(series.points, half))]
-    paths = "".join(f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines)
-    return paths + _tooltips(series, x_axis, y_axis, unit)
+    return "".join(
+        f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines
+    ) + _tooltips(series, x_axis, y_axis, unit)
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
@@ -266,7 +265,6 @@ def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
 
 
 def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> Axis:
-    """Return a y axis with round numbers."""
     low, high = min(ys), max(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -286,7 +284,6 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
 
 def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
-    """Return a y axis that counts in powers of `base`."""
     low = math.floor(math.log(min(ys), base) + 1e-9)
     high = math.ceil(math.log(max(ys), base) - 1e-9)
     if low == high:
@@ -309,9 +306,7 @@ def round_ticks(low: float, high: float, about: int) -> list[float]:
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next((size * power for size in (1, 2, 5) if span / (size * power) <= about), 10 * power)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:

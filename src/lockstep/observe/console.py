@@ -118,7 +118,6 @@ class Tracker:
         self.last = record
 
     def event(self, record: Record) -> None:
-        """Take an event."""
         if record.get("event") == "eval":
             self.last_eval = record
 
@@ -194,8 +193,7 @@ class PlainDisplay(Display):
     def message(self, text: str) -> None:
         # Characters that the stream cannot encode become question marks.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        line = printable(text).encode(encoding, errors="replace").decode(encoding)
-        self._stream.write(line + "\n")
+        self._stream.write(printable(text).encode(encoding, errors="replace").decode(encoding) + "\n")
         self._stream.flush()
 
     @never_raises

@@ -89,15 +89,15 @@ class LiveDisplay(Display):
     # ---- drawing, in rich's thread ----
 
     def _frame(self) -> RenderableType:
-        facts = " · ".join(title_parts(self._tracker.facts))
-        title = Text(facts, style="bold", no_wrap=True, overflow="ellipsis")
+        title = Text(" · ".join(title_parts(self._tracker.facts)), style="bold", no_wrap=True, overflow="ellipsis")
 
         # Building and compiling a model may take minutes.
         if not self._tracker.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
 
-        lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
-        return Group(title, self._bar(), *map(_labelled, lines))
+        return Group(
+            title, self._bar(), *map(_labelled, (self._loss_parts(), self._optimizer_parts(), self._speed_parts()))
+        )
 
     def _bar(self) -> RenderableType:
         now = time.monotonic()

@@ -66,8 +66,11 @@ class Sums:
         # Sums are tensors or plain numbers, as the task gave them. The plain ones travel together.
         self._fold()
         flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
-        known = [0.0 if isinstance(value, Tensor) else value for value in flat]
-        pinned = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
+        pinned = torch.tensor(
+            [0.0 if isinstance(value, Tensor) else value for value in flat],
+            dtype=torch.float64,
+            pin_memory=device.type == "cuda",
+        )
         packed = pinned.to(device, non_blocking=True)
 
         # Tensors are added on the device: the host does not wait for them.
@@ -127,8 +130,9 @@ class ExactSums(Sums):
         totals = self.take_global(names, self._collectives)
         if self._collectives.world.rank:
             return torch.zeros(len(totals), dtype=torch.float64, device=device)
-        numbers = [from_exact(exact_from_text(total)) for total in totals]
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+        return torch.tensor(
+            [from_exact(exact_from_text(total)) for total in totals], dtype=torch.float64, device=device
+        )
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
         """Return the sums over all ranks, as text that loses nothing. Collective.
@@ -143,12 +147,10 @@ class ExactSums(Sums):
         return [exact_to_text(total) for total in totals]
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
-        """Add what `take_global` has returned."""
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
             self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def _fold(self) -> None:
-        """Add up what has been collected, without rounding, on the host."""
         collected = self._terms()
         values = [value for _, *pair in collected for value in pair]
 

@@ -107,8 +107,7 @@ class Recorder:
         """
         # One all-reduce carries the sums, followed by the times of all ranks.
         names = list(self.names)
-        local = torch.cat([sums.take(names, self.runtime.device), self._times(steps)])
-        packed = self.runtime.collectives.sum_(local)
+        packed = self.runtime.collectives.sum_(torch.cat([sums.take(names, self.runtime.device), self._times(steps)]))
 
         # Time and memory are those of rank 0, whose line it is.
         seconds = time.perf_counter() - self._since
@@ -179,8 +178,7 @@ class Recorder:
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])
-        weight = state["totals"][2 * self.names.index("loss") + 1]
-        self._carried_weight = from_exact(exact_from_text(weight))
+        self._carried_weight = from_exact(exact_from_text(state["totals"][2 * self.names.index("loss") + 1]))
 
     def _times(self, steps: int) -> torch.Tensor:
         """Return (ranks * WIDTH,) zeros with this rank's seconds in its own slot, so that one sum holds all ranks'."""
@@ -191,13 +189,13 @@ class Recorder:
 
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
-        figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
-        slots[world.rank] = torch.tensor(figures, dtype=torch.float64)
+        slots[world.rank] = torch.tensor(
+            stragglers.pack(self._spent, spent, steps, self.micro_batches), dtype=torch.float64
+        )
         self._spent = spent
         return slots.flatten().to(self.runtime.device, non_blocking=True)
 
     def _report_waiting(self, values: list[float], step: int) -> None:
-        """Log a rank that the others wait for, and GPUs that wait for data."""
         rows = stragglers.unpack(values)
         if self.watch_data and (late := self._late_data.look(rows)):
             self.event("warning", step=step, reason=late)
@@ -237,7 +235,6 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        """Close all displays and files."""
         for part in (*self._displays, self._records, self._sinks, self._log):
             if part is not None:
                 with self._ignoring_disk_errors():
@@ -290,5 +287,4 @@ def _record(
     # None if no step of the interval is known yet (a GPU's results come a step late) or all had weight 0. NaN if steps
     # were skipped: that must show.
     loss = means.pop("loss", math.nan if skipped else None)
-    rate = (weight - carried) / seconds
-    return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}
+    return {"loss": loss, **facts, "weight": weight, "weight_per_s": ((weight - carried) / seconds), "metrics": means}

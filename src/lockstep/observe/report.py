@@ -59,7 +59,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def page(run: RunRecord) -> str:
-    """Return the whole page."""
     task = str(run.facts.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
@@ -88,7 +87,6 @@ def page(run: RunRecord) -> str:
 
 
 def section(title: str, body: str) -> str:
-    """Return a part of the page with its heading."""
     return f"<section>\n<h2>{escaped(title)}</h2>\n{body}\n</section>"
 
 
@@ -118,7 +116,6 @@ def _plain(value: Any) -> str:
 
 
 def _clock(seconds: Any) -> str:
-    """Return the date and time of a record."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (TypeError, OverflowError, OSError, ValueError):
@@ -129,7 +126,6 @@ def _clock(seconds: Any) -> str:
 
 
 def header(run: RunRecord, task: str) -> str:
-    """Return the head of the page: how the run ended, and its key numbers."""
     state, label, reason = outcome(run)
     why = f'<p class="reason {state}">{escaped(reason)}</p>' if reason else ""
     cards = "".join(
@@ -147,8 +143,7 @@ def header(run: RunRecord, task: str) -> str:
 def outcome(run: RunRecord) -> tuple[str, str, str]:
     """Return (style, label, reason): how the run ended, as far as the folder tells."""
     # What came before the last start is an earlier attempt.
-    kinds = ("start", "end", "error")
-    last = next((event for event in reversed(run.events) if event.get("event") in kinds), {})
+    last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
     if last.get("event") == "end":
         return "good", "finished", ""
     if last.get("event") == "error":
@@ -261,7 +256,6 @@ def curves(run: RunRecord) -> str:
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
-    """Return a number of the training and the same of the evaluations."""
     return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
 
 
@@ -275,13 +269,11 @@ def curve(records: Iterable[Record], key: str) -> list[Point]:
 
 
 def sample(run: RunRecord) -> str:
-    """Return the text that the task has shown at the end."""
     text = run.last_event("sample").get("text")
     return section("Sample", f"<pre>{escaped(text)}</pre>") if text else ""
 
 
 def config_table(run: RunRecord) -> str:
-    """Return every setting with its source; those that were chosen come before the defaults."""
     if not run.config:
         return section("Configuration", nothing_in(run, "config.yaml"))
 
@@ -302,7 +294,6 @@ def source_of(key: str, sources: Record) -> str:
 
 
 def plan_table(run: RunRecord) -> str:
-    """Return the banner of the run, then the derived values with the reasons that the plan gives for them."""
     facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
     values = flat(run.plan)
@@ -310,12 +301,17 @@ def plan_table(run: RunRecord) -> str:
         return section("Plan", lead + nothing_in(run, "plan.json"))
 
     derived = [key for key in values if not key.startswith("reasons.")]
-    rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
-    return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
+    return section(
+        "Plan",
+        lead
+        + table(
+            ("Derived value", "Value", "Reason"),
+            [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived],
+        ),
+    )
 
 
 def events_table(run: RunRecord) -> str:
-    """Return the newest events, with the time since the first one."""
     if not run.events:
         return section("Events", nothing_in(run, "events.jsonl"))
 
@@ -329,7 +325,12 @@ def events_table(run: RunRecord) -> str:
         rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
 
     # The file has all of them.
-    styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""
-    return section("Events", lead + table(("Time", "Event", "Step", "Details"), rows, styles))
+    return section(
+        "Events",
+        lead
+        + table(
+            ("Time", "Event", "Step", "Details"), rows, [TROUBLE.get(str(event.get("event")), "") for event in shown]
+        ),
+    )

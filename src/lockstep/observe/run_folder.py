@@ -58,7 +58,6 @@ class RunFolder:
         return str(Path(self.shown) / path.relative_to(self.path))
 
     def let_go(self) -> None:
-        """Release the lock."""
         if self.lock is not None:
             self.lock.close()
             self.lock = None
@@ -102,7 +101,6 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
 
 
 def _open(config: RunConfig, name: str) -> RunFolder:
-    """Choose the folder and create it, on rank 0."""
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
     shown = choose_run_dir(config.run_dir, config.resume, name)
     # The user's code may change the working folder.
@@ -161,7 +159,6 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write what is known at the end."""
     (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
 
 

@@ -69,8 +69,9 @@ def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micr
 
 def unpack(values: Sequence[float]) -> list[dict[str, float]]:
     """Return the figures of all ranks, one after another, as one row per rank."""
-    names = (*COLUMNS, "micro_batches")
-    return [dict(zip(names, values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)]
+    return [
+        dict(zip((*COLUMNS, "micro_batches"), values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)
+    ]
 
 
 def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> SlowRank | None:
@@ -97,7 +98,6 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
 
 
 def _own(row: Mapping[str, float]) -> float:
-    """Return the seconds of a rank's own work."""
     return row["data"] + row["compute"]
 
 

@@ -44,7 +44,6 @@ class Option:
     saves: int | None  # None: it helps, but the amount is not known
 
     def enough(self, missing: int | None) -> bool:
-        """Whether it saves as much as is missing."""
         return self.saves is not None and missing is not None and self.saves >= missing
 
     def text(self, missing: int | None) -> str:
@@ -90,8 +89,12 @@ def options(
     # Less state: on one process there are no ranks to share it with yet.
     more_ranks = " --nproc 2" if world == 1 else ""
     if config.strategy != LEAST_MEMORY:
-        saves = round(_replicated(held, config.strategy) * (1 - 1 / max(2, world)))
-        found.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
+        found.append(
+            Option(
+                f"strategy={LEAST_MEMORY}{more_ranks}",
+                round(_replicated(held, config.strategy) * (1 - 1 / max(2, world))),
+            )
+        )
     if not config.fsdp.offload and not on_host:
         sharded = STRATEGIES[config.strategy].shards_parameters and world > 1
         typed = "fsdp.offload=true" if sharded else f"strategy={LEAST_MEMORY} fsdp.offload=true"

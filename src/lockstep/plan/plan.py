@@ -180,7 +180,6 @@ def _check_static_graph(config: RunConfig, world: int, accumulation: int, global
 
 
 def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) -> int:
-    """Return how many steps to train."""
     if config.steps is not None:
         reasons["steps"] = "as asked"
         return config.steps
@@ -196,7 +195,8 @@ def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) ->
     # Fractions of an epoch are allowed, down to one step.
     steps = round(config.epochs * per_epoch)
     if not steps:
-        problem = f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps"
-        raise UserError(problem, "", "type steps=1")
+        raise UserError(
+            f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps", "", "type steps=1"
+        )
     reasons["steps"] = f"{config.epochs:g} epochs of {per_epoch} steps"
     return steps

@@ -37,8 +37,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        problem = f"--json {path} cannot be written"
-        raise UserError(problem, str(error), "type a file in a folder that you may write to") from error
+        raise UserError(
+            f"--json {path} cannot be written", str(error), "type a file in a folder that you may write to"
+        ) from error
 
 
 def verify(
@@ -85,10 +86,17 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     if case.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
-    rows = _rows(case, worlds, splits, options)
     notes = [*matrix.notes, *notes, *_about_splits(case, first), *_about_rounding(case)]
-    seconds = time.monotonic() - began
-    return Report(target, options.steps, case.reference.facts, rows, causes, notes, seconds, options.exact)
+    return Report(
+        target,
+        options.steps,
+        case.reference.facts,
+        _rows(case, worlds, splits, options),
+        causes,
+        notes,
+        time.monotonic() - began,
+        options.exact,
+    )
 
 
 # ---- what is compared ----
@@ -150,7 +158,6 @@ def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyO
 
 
 def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
-    """Judge one trial."""
     failure = case.record(trial).failure
     if failure:
         return Row(trial, role, "REFUSED" if failure.for_user else "FAILED")
@@ -201,7 +208,14 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
         problem, _, found = head.partition("\n  found: ")
         raise UserError(problem, found, fix or "see above")
 
-    row = Row(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")
     facts = {"global_batch": "?", "device": "", "precision": ""} | (record.facts if record.ranks else {})
-    explained = replace(cause, evidence=failure.message if failure.for_user else failure.text())
-    return Report(target, options.steps, facts, [row], [explained], [], time.monotonic() - began, options.exact)
+    return Report(
+        target,
+        options.steps,
+        facts,
+        [Row(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")],
+        [replace(cause, evidence=failure.message if failure.for_user else failure.text())],
+        [],
+        time.monotonic() - began,
+        options.exact,
+    )

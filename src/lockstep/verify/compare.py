@@ -47,7 +47,6 @@ class Divergence:
 
     @property
     def text(self) -> str:
-        """The divergence in words."""
         if self.kind == "number of steps":
             return f"another number of steps: it ended after {self.step}"
 

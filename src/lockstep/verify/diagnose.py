@@ -119,8 +119,9 @@ def _differs_from_itself(case: Case) -> Cause | None:
     # Samples that look different when they are read again come before any arithmetic.
     changed = _first_changed_sample(case.reference, again)
     if changed is not None and changed.ids:
-        evidence = f"sample {changed.ids[0]} was read twice, and differed (1 process, nothing changed)"
-        return named("augmentation", evidence)
+        return named(
+            "augmentation", f"sample {changed.ids[0]} was read twice, and differed (1 process, nothing changed)"
+        )
     return named("nondeterminism", f"1 process, run twice: {first.text}")
 
 
@@ -298,9 +299,9 @@ def _carried(case: Case, where: str) -> Cause:
 
 
 def _differing_losses(record: Record, reference: Record, step: int) -> list[Micro]:
-    """Return the micro-batches of the same samples with another loss or weight."""
-    matched = _matched(record, reference, step)
-    return [a for a, b in matched if not (_close(a.total, b.total) and _close(a.weight, b.weight))]
+    return [
+        a for a, b in _matched(record, reference, step) if not (_close(a.total, b.total) and _close(a.weight, b.weight))
+    ]
 
 
 def _same_totals(record: Record, reference: Record) -> bool:
@@ -323,8 +324,7 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
     wrong = sum(d.kind == "gradient" and d.step == first.step for d in comparison.divergences)
     number = len(comparison.reference.tensors("gradients", first.step))
     if wrong < number:
-        evidence = f"{first.text}; {wrong} of {number} gradients are wrong, the losses are not"
-        return named("not-synchronised", evidence)
+        return named("not-synchronised", f"{first.text}; {wrong} of {number} gradients are wrong, the losses are not")
     return named("gradient", first.text)
 
 

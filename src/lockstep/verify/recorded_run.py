@@ -54,7 +54,6 @@ class RecordedBuilder(RunBuilder):
     def setup_model(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
     ) -> ModelSetup:
-        """Wrap the model."""
         self._task = task
         before = {"tied": _tied(model), "own_loop": task is None}  # wrapping might untie them
         wrapped = super().setup_model(model, optimizers, task, data)
@@ -63,7 +62,6 @@ class RecordedBuilder(RunBuilder):
         return wrapped
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
-        """Open the data."""
         self.run_class = RecordedRun
         run = super().setup_run(data, collate)
         assert isinstance(run, RecordedRun)
@@ -195,7 +193,6 @@ class RecordedRun(Run):
     # ---- between steps ----
 
     def _snapshot(self, step: int) -> None:
-        """Record the state before step `step`."""
         model = self.driver.model
         parameters = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
         self._put(f"parameters-{step}", parameters)
@@ -204,10 +201,9 @@ class RecordedRun(Run):
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
 
         # The numbers of this rank so far. A rank that is killed here leaves the last complete record.
-        record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps(record))
+        staged.write_text(json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
         staged.replace(path)
 
     def _extra(self) -> dict[str, Tensor]:
@@ -245,7 +241,6 @@ class RecordedRun(Run):
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors, on rank 0."""
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
 

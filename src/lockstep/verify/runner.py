@@ -70,7 +70,6 @@ class RunningTrial:
 
     @property
     def over(self) -> bool:
-        """Whether all ranks have exited."""
         return len(self.codes) == len(self.ranks)
 
     def late(self, limit_s: float) -> bool:
@@ -129,7 +128,6 @@ class Runner:
     # ---- one trial ----
 
     def _start(self, target: Target, trial: Trial) -> RunningTrial:
-        """Fork the ranks of a trial."""
         self._trials += 1
         folder = self._folder / f"{self._trials:03}"
         (folder / "attempt").mkdir(parents=True)
@@ -181,7 +179,6 @@ class Runner:
                 each.lifeline.close()
 
     def _end(self, ended: RunningTrial) -> Record:
-        """Read the record of a trial that is over."""
         ended.lifeline.close()
 
         # A slow model gets more time, measured by the trials that went well.
@@ -195,11 +192,11 @@ def _failure(ended: RunningTrial) -> Failure | None:
     if not any(ended.codes.values()):
         return None
     if ended.hung:
-        waited = f"still running after {time.monotonic() - ended.began:.0f} s"
-        return Failure(0, "localhost", time.time(), HANG, waited)
+        return Failure(0, "localhost", time.time(), HANG, f"still running after {time.monotonic() - ended.began:.0f} s")
 
-    paths = (ended.folder / "attempt").glob("rank-*.json")
-    failures = [Failure.from_json(json.loads(path.read_text())) for path in paths]
+    failures = [
+        Failure.from_json(json.loads(path.read_text())) for path in (ended.folder / "attempt").glob("rank-*.json")
+    ]
     if failures:
         return min(failures, key=lambda failure: (not failure.for_user, failure.time))
 

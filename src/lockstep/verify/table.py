@@ -34,8 +34,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verification."""
-
     target: str
     steps: int
     facts: dict[str, Any]
@@ -47,7 +45,6 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every trial trained the same model."""
         return not self.causes and not any(row.bad for row in self.rows)
 
     @property
@@ -60,7 +57,6 @@ class Report:
 
 
 def text_of(report: Report) -> str:
-    """Return the report for a terminal."""
     facts = report.facts
     head = f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  {facts['device']}"
     lines = [f"{head}  {facts['precision']}", ""]
@@ -91,7 +87,6 @@ def text_of(report: Report) -> str:
 
 
 def _line(row: Row, width: int) -> str:
-    """Return a line of the table: the trial, an error for each column, and the verdict."""
     cells = ["-"] * len(COLUMNS)
     if row.comparison:
         same = row.comparison.identical
@@ -101,7 +96,6 @@ def _line(row: Row, width: int) -> str:
 
 
 def json_of(report: Report) -> dict[str, Any]:
-    """Return the report for a program."""
     first = report.first
     return {
         "target": report.target,

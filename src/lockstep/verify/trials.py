@@ -30,7 +30,6 @@ class Trial:
 
     @property
     def text(self) -> str:
-        """The trial in words, for the table."""
         ranks = "1 process" if self.world == 1 else f"{self.world} processes {self.strategy or ''}".rstrip()
         flags = {"again": self.again, "nudged": self.nudge, "eval mode": self.eval_mode}
         return ", ".join([ranks, f"micro-batch {self.micro_batch}", *(word for word, on in flags.items() if on)])
@@ -63,7 +62,6 @@ class VerifyOptions:
 
     @staticmethod
     def parse(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
-        """Return the options as they were typed on a command line."""
         return VerifyOptions(
             worlds=None if worlds is None else _numbers("--worlds", worlds),
             strategies=None if strategies is None else tuple(strategies.split(",")),

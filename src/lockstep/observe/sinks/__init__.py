@@ -50,12 +50,10 @@ class SinkList:
                 self._sinks[name] = SINKS[name](run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Give a record to every sink."""
         for name in list(self._sinks):
             self._try(name, lambda sink: sink.write(record))
 
     def close(self) -> None:
-        """Close every sink."""
         for name in list(self._sinks):
             self._try(name, lambda sink: sink.close())
         self._sinks = {}

@@ -47,9 +47,8 @@ class CsvSink:
 
     def _add_columns(self, new: list[str]) -> None:
         """Write the file again with a longer header. A reader never sees half of it."""
-        rows = self._rows()[1:]
         self._columns = [*self._columns, *new]
         staged = self.path.with_suffix(".csv.tmp")
         with staged.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([self._columns, *rows])
+            csv.writer(file).writerows([self._columns, *self._rows()[1:]])
         os.replace(staged, self.path)

@@ -34,11 +34,9 @@ class RunJsonl:
         self._events = JsonlSink(run_dir / "events.jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record to the file of its kind."""
         (self._events if "event" in record else self._metrics).write(record)
 
     def close(self) -> None:
-        """Close both files."""
         self._metrics.close()
         self._events.close()
 
@@ -113,8 +111,7 @@ def _encode(record: Mapping[str, Any]) -> str:
         return _strict.encode(record)
     except ValueError:
         marks: dict[str, str] = {}
-        cleaned = _without_nonfinite(record, "", marks)
-        return _strict.encode({**cleaned, NONFINITE: marks})
+        return _strict.encode({**_without_nonfinite(record, "", marks), NONFINITE: marks})
 
 
 def _without_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
