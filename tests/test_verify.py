@@ -19,10 +19,9 @@ import pytest
 from lockstep import cli
 from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
-from lockstep.verify.command import verify
+from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
 from lockstep.verify.runner import Runner, Target
-from lockstep.verify.table import WIDTH, Report, json_of, text_of
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 from zoo import borrowed, broken, healthy
 

@@ -217,58 +217,53 @@ def _pairs(settings: Settings) -> Iterator[UserError]:
 # ---- exact ----
 
 
-class ExactRule(NamedTuple):
-    """The values of a key under which the result cannot depend on the number of ranks."""
-
-    allowed: tuple[Any, ...]
-    reason: str  # what the other values mean
-    fix: str
-
-
 # A parameter without a gradient would have to be found in every step, and found alike on every number of ranks.
 UNUSED_PARAMETERS = "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used"
 
-# Keys that are not listed change nothing about the order of additions.
-EXACT = {
-    "strategy": ExactRule(
-        with_trait("exact"), "a strategy that adds in an order of its own", "type strategy=ddp, or strategy=fsdp"
+# Key -> (the values under which the result cannot depend on the number of ranks, what the others mean, fix). Keys that
+# are not listed change nothing about the order of additions.
+EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "strategy": (
+        with_trait("exact"),
+        "a strategy that adds in an order of its own",
+        "type strategy=ddp, or strategy=fsdp",
     ),
-    "mesh.tp": ExactRule((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),
-    "mesh.pp": ExactRule((None, 1), "stages, which draw other random numbers than a full model", "leave mesh.pp out"),
-    "local_batch": ExactRule(
+    "mesh.tp": ((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),
+    "mesh.pp": ((None, 1), "stages, which draw other random numbers than a full model", "leave mesh.pp out"),
+    "local_batch": (
         (None,),
         "a batch that grows with the number of ranks",
         "type global_batch=N instead, the samples of all ranks together",
     ),
-    "ddp.hook": ExactRule(("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
-    "ddp.find_unused_parameters": ExactRule((False,), "an all-reduce in an order of its own", UNUSED_PARAMETERS),
-    "ddp.broadcast_buffers": ExactRule(
-        (False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"
+    "ddp.hook": (("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
+    "ddp.find_unused_parameters": ((False,), "an all-reduce in an order of its own", UNUSED_PARAMETERS),
+    "ddp.broadcast_buffers": ((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
+    "ddp.sync_batchnorm": (
+        (False,),
+        "statistics over the micro-batches that the ranks happen to run together",
+        "use GroupNorm",
     ),
-    "ddp.sync_batchnorm": ExactRule(
-        (False,), "statistics over the micro-batches that the ranks happen to run together", "use GroupNorm"
+    "data.seed_samples": ((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
+    "data.sharding": (("stride",), "a dataset that shards itself by ranks", "return a dataset with a length"),
+    "load_balance": (("none",), "shares that follow the speed of the ranks", "leave load_balance out"),
+    "precision": (
+        ("auto", "fp32", "tf32", "bf16", "fp16"),
+        "a format whose sums have no fixed order",
+        "type precision=bf16",
     ),
-    "data.seed_samples": ExactRule((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
-    "data.sharding": ExactRule(("stride",), "a dataset that shards itself by ranks", "return a dataset with a length"),
-    "load_balance": ExactRule(("none",), "shares that follow the speed of the ranks", "leave load_balance out"),
-    "precision": ExactRule(
-        ("auto", "fp32", "tf32", "bf16", "fp16"), "a format whose sums have no fixed order", "type precision=bf16"
-    ),
-    "optimizer": ExactRule(("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
-    "graph": ExactRule(("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
-    "attention": ExactRule(
-        ("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"
-    ),
-    "compile": ExactRule(("auto", False), "kernels that are generated again in every layout", "leave compile out"),
+    "optimizer": (("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
+    "graph": (("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
+    "attention": (("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"),
+    "compile": (("auto", False), "kernels that are generated again in every layout", "leave compile out"),
 }
 
 
 def _exact(settings: Settings) -> Iterator[UserError]:
     """Yield each setting under which the number of ranks would change the result."""
     for exact in _on(settings, "exact"):
-        for key, rule in EXACT.items():
-            if key in settings and settings[key].value not in rule.allowed:
-                yield _together(exact, settings[key], rule.reason, rule.fix)
+        for key, (allowed, reason, fix) in EXACT.items():
+            if key in settings and settings[key].value not in allowed:
+                yield _together(exact, settings[key], reason, fix)
 
 
 # ---- options of something that is switched off ----

@@ -32,6 +32,8 @@ NARROW = (510, 240)
 # Values beyond these would make an axis overflow.
 LARGEST = 1e290
 SMALLEST = 1e-290
+# (smallest value, unit of its labels, suffix): 5000 is easier to read than 5k.
+UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
 
 
 @dataclass
@@ -313,17 +315,10 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Return just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
-    unit, suffix = _tick_unit(size)
+    if 1e-3 <= size < 1e15:
+        unit, suffix = next((unit, suffix) for least, unit, suffix in UNITS if size >= least)
+    else:
+        exponent = math.floor(math.log10(size) + 1e-9)
+        unit, suffix = 10.0**exponent, f"e{exponent}"
     decimals = min(12, max(0, -math.floor(math.log10(gap / unit) + 1e-9)))
     return [f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks]
-
-
-def _tick_unit(size: float) -> tuple[float, str]:
-    """Return the number that labels count in, and its suffix."""
-    if not 1e-3 <= size < 1e15:
-        exponent = math.floor(math.log10(size) + 1e-9)
-        return 10.0**exponent, f"e{exponent}"
-
-    # (smallest value, unit, suffix): 5000 is easier to read than 5k.
-    units = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
-    return next((unit, suffix) for least, unit, suffix in units if size >= least)

@@ -94,14 +94,13 @@ def _point_at_null(stream: TextIO) -> None:
 
 
 class Tracker:
-    """The latest of everything, and the time left. It shows nothing itself."""
+    """The latest metrics, and the time left. It shows nothing itself."""
 
     def __init__(self, total_steps: int, unit: str):
         self.total_steps = total_steps
         self.unit = unit
         self.facts: Record = {}
         self.last: Record = {}
-        self.last_eval: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
 
@@ -116,10 +115,6 @@ class Tracker:
         if self._step_s and step is not None:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
         self.last = record
-
-    def event(self, record: Record) -> None:
-        if record.get("event") == "eval":
-            self.last_eval = record
 
 
 class Display:
@@ -181,7 +176,6 @@ class PlainDisplay(Display):
 
     @never_raises
     def event(self, record: Record) -> None:
-        self._tracker.event(record)
         # The last line of a run says where to find it.
         if record.get("event") == "end":
             record = {"run_dir": self._tracker.facts.get("run_dir"), **record}

@@ -162,6 +162,13 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return dotted
 
 
+def finite(value: Any) -> Any:
+    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> list[str]:
     """Return an event as a list of `key value`. Free text stands without its key, and None is left out."""
     words: list[str] = []

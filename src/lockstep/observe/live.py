@@ -44,6 +44,7 @@ class LiveDisplay(Display):
     def __init__(self, tracker: Tracker, stream: TextIO):
         super().__init__(tracker, stream)
         self._open = False
+        self._last_eval: Record = {}
         # When the run began, and when the last record came.
         self._began = self._updated = time.monotonic()
         self._live = Live(
@@ -70,9 +71,10 @@ class LiveDisplay(Display):
 
     @never_raises
     def event(self, record: Record) -> None:
-        self._tracker.event(record)
-        # The display itself shows these.
-        if record.get("event") not in ("start", "eval", "end"):
+        # The frame shows start, end and evaluations; everything else scrolls above it.
+        if record.get("event") == "eval":
+            self._last_eval = record
+        elif record.get("event") not in ("start", "end"):
             self.message(event_line(record))
 
     @never_raises
@@ -118,7 +120,7 @@ class LiveDisplay(Display):
         return row
 
     def _loss_parts(self) -> Iterable[tuple[str, str]]:
-        evaluation = self._tracker.last_eval
+        evaluation = self._last_eval
         yield "loss", figures(self._tracker.last.get("loss"), 4)
         if evaluation:
             yield "eval", f"{figures(evaluation.get('loss'), 4)} at {one_line(evaluation.get('step', '-'))}"

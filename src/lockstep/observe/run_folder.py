@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lockstep.launch.run_dir import (
     refuse_another_run,
     run_of,
 )
+from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
 
 if TYPE_CHECKING:
@@ -160,13 +160,6 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
-
-
-def finite(value: Any) -> Any:
-    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:

@@ -74,13 +74,12 @@ class Comparison:
     def first(self) -> Divergence | None:
         """The first divergence; among equals the largest one."""
         kinds = list(KINDS)
-
-        def order(d: Divergence) -> tuple[float, ...]:
+        return min(
+            self.divergences,
             # The statistics of a BatchNorm say more than its counter, which comes with them.
-            counter = d.name.endswith("num_batches_tracked")
-            return d.step, kinds.index(d.kind), counter, -d.gap / d.allowed
-
-        return min(self.divergences, key=order, default=None)
+            key=lambda d: (d.step, kinds.index(d.kind), d.name.endswith("num_batches_tracked"), -d.gap / d.allowed),
+            default=None,
+        )
 
 
 def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Iterable[str] = KINDS) -> Comparison:
@@ -186,6 +185,4 @@ def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | Non
 
 def _size(tensor: np.ndarray) -> float:
     """Return the largest absolute value of an element."""
-    if not tensor.size:
-        return 0.0
-    return float(np.abs(tensor.astype(np.float64)).max())
+    return float(np.abs(tensor.astype(np.float64)).max(initial=0.0))

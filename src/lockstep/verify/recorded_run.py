@@ -87,14 +87,12 @@ class RecordedRun(Run):
         source = self.source
         self._facts = facts | {
             "global_batch": self.plan.global_batch,
-            "micro_batch": self.plan.micro_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
             "samples": self.plan.samples,
             "stream": not isinstance(source, MapSource),
             "strategy": self.config.strategy,
             "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
-            "backend": self.runtime.backend,
             "replicated": self.driver.placement.replicated,
             "trainable": trainable(self.driver.model)[0],
         }
@@ -144,8 +142,6 @@ class RecordedRun(Run):
         self._steps.append(
             {
                 "micros": self._micros,
-                "applied": result.applied,
-                "grad_norm": result.grad_norm,
                 "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
             }
         )

@@ -50,18 +50,17 @@ class SinkList:
                 self._sinks[name] = SINKS[name](run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for name in list(self._sinks):
-            self._try(name, lambda sink: sink.write(record))
+        self._call("write", record)
 
     def close(self) -> None:
-        for name in list(self._sinks):
-            self._try(name, lambda sink: sink.close())
+        self._call("close")
         self._sinks = {}
 
-    def _try(self, name: str, act: Callable[[Sink], None]) -> None:
-        try:
-            act(self._sinks[name])
-        except Exception as error:
-            # A service that is down would cost its timeout at every record: it is not asked again.
-            del self._sinks[name]
-            self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")
+    def _call(self, method: str, *arguments: Any) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception as error:
+                # A service that is down would cost its timeout at every record: it is not asked again.
+                del self._sinks[name]
+                self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")
