@@ -50,13 +50,9 @@ def _goal(value: Any) -> str:
 _NONE = BeforeValidator(lambda value: "none" if value is None else value)
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
-Scaling = Annotated[Literal["none", "sqrt", "linear"], _NONE]
-SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], _OFF]
-Progress = Annotated[Literal["auto", "live", "plain", "off"], _OFF]
 Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
-GradientHook = Annotated[Literal["none", "fp16", "bf16", "powersgd"], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Precision = Literal[
     "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
@@ -74,7 +70,9 @@ class LrConfig(Section):
     min_ratio: float = _key(0.0, "final rate as a fraction of the peak", ge=0, le=1)
     # A fifth of the run is the usual length of the decay in warmup-stable-decay schedules.
     decay: float = _key(0.2, "wsd: last fraction of the run, in which the rate falls", ge=0, le=1)
-    scaling: Scaling = _key("none", "how the peak scales with global batch / reference_batch")
+    scaling: Annotated[Literal["none", "sqrt", "linear"], _NONE] = _key(
+        "none", "how the peak scales with global batch / reference_batch"
+    )
     reference_batch: int | None = _key(None, "samples per step that lr.peak was tuned for", example=256, ge=1)
 
 
@@ -94,7 +92,9 @@ class NonfiniteConfig(Section):
 
 class SpikeConfig(Section):
     # Off by default: what is a spike depends on the data, and a skipped step is a changed training.
-    policy: SpikePolicy = _key("off", "what a step with a loss spike does")
+    policy: Annotated[Literal["off", "skip", "rewind", "stop"], _OFF] = _key(
+        "off", "what a step with a loss spike does"
+    )
     factor: float = _key(10.0, "a loss is a spike this many median absolute deviations above the median", gt=0)
     window: int = _key(64, "steps that the median is taken over", ge=8)
 
@@ -139,7 +139,9 @@ class DDPConfig(Section):
     # 25 MiB is torch's default.
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; all-reduces after backward")
-    hook: GradientHook = _key("none", "gradient compression for the all-reduce; all but none are lossy")
+    hook: Annotated[Literal["none", "fp16", "bf16", "powersgd"], _NONE] = _key(
+        "none", "gradient compression for the all-reduce; all but none are lossy"
+    )
     # PowerSGD approximates a gradient matrix by one of low rank; the first steps are too rough for that.
     powersgd_rank: int = _key(4, "powersgd: rank of the compressed gradient matrices", ge=1)
     powersgd_start: int = _key(100, "powersgd: steps at the start without compression", ge=0)
@@ -210,7 +212,9 @@ class LogConfig(Section):
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "log which samples every step was trained on")
     sinks: list[str] = _key([], "where metrics go besides metrics.jsonl, by name (observe/sinks)", example=["csv"])
-    progress: Progress = _key("auto", "how progress is shown; auto: live on a terminal, else plain")
+    progress: Annotated[Literal["auto", "live", "plain", "off"], _OFF] = _key(
+        "auto", "how progress is shown; auto: live on a terminal, else plain"
+    )
 
 
 class ChecksConfig(Section):

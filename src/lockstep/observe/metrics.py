@@ -52,7 +52,6 @@ class Sums:
         return [total for total, _ in self._losses]
 
     def merge(self, other: Sums) -> None:
-        """Add all that `other` holds."""
         self._losses += other._losses
         self._metrics += other._metrics
         if len(self._losses) >= FOLD_AT:

@@ -58,10 +58,7 @@ class Recorder:
         # Lines of metrics whose numbers are still on their way from the device: (have they arrived?, make the record).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
-        # Of this rank, in the running interval.
-        self._since = time.perf_counter()
-        self.data_wait_s = 0.0
-        self.micro_batches = 0
+        self.start_clock()
         # The weight of the interval's steps from before a resume.
         self._carried_weight = 0.0
         self._process = psutil.Process()
@@ -90,7 +87,7 @@ class Recorder:
     # ---- metrics ----
 
     def start_clock(self) -> None:
-        """Begin an interval."""
+        """Begin an interval. These are of this rank only."""
         self._since = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0

@@ -7,13 +7,18 @@ A file that is missing or damaged costs its part of the page, never the page.
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lockstep.errors import UserError
 from lockstep.observe.charts import Point, Series, Style, line_chart
@@ -31,7 +36,9 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
-from lockstep.observe.run_record import Record, RunRecord, read_run
+from lockstep.observe.sinks.jsonl import read_jsonl
+
+Record = dict[str, Any]
 
 # The newest events are shown, and the first of the task's own metrics.
 MOST_EVENTS = 400
@@ -53,6 +60,99 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     draft.write_text(page(read_run(folder)), encoding="utf-8")
     draft.replace(path)
     return path
+
+
+# ---- the run folder, read back ----
+
+
+@dataclass
+class RunRecord:
+    """The contents of a run folder."""
+
+    name: str
+    # Flat: the task's own metrics are `metrics.NAME`.
+    metrics: list[Record]
+    events: list[Record]
+    config: Record
+    sources: Record
+    plan: Record
+    summary: Record
+    # File -> why it could not be read.
+    notes: dict[str, str]
+
+    @cached_property
+    def evals(self) -> list[Record]:
+        """The evaluations, flat, one per step."""
+        return without_undone(flat(event) for event in self.events if event.get("event") == "eval")
+
+    @cached_property
+    def facts(self) -> Record:
+        """All that is known of the run as a whole. Where two records differ, the later one counts."""
+        # In the order in which they were written.
+        facts: Record = {}
+        for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
+            facts |= {key: value for key, value in record.items() if value is not None}
+        return facts
+
+    @property
+    def unit(self) -> str:
+        """What a loss weight of 1 is."""
+        return str(self.facts.get("unit", SAMPLE))
+
+    def last_event(self, kind: str) -> Record:
+        """Return the last event of a kind, or an empty record."""
+        return next((event for event in reversed(self.events) if event.get("event") == kind), {})
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder. A file that is missing or damaged is a note, not an error."""
+    notes: dict[str, str] = {}
+
+    def read(file: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
+        try:
+            return reader(folder / file)
+        except FileNotFoundError:
+            notes[file] = f"{file} is not there"
+        except (OSError, ValueError, yaml.YAMLError, UserError) as error:
+            notes[file] = f"{file} could not be read: {error}"
+
+        return otherwise
+
+    return RunRecord(
+        name=folder.resolve().name,
+        metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
+        events=read("events.jsonl", read_jsonl, []),
+        config=read("config.yaml", _read_mapping, {}),
+        sources=read("config.sources.json", _read_mapping, {}),
+        plan=read("plan.json", _read_mapping, {}),
+        summary=read("summary.json", _read_mapping, {}),
+        notes=notes,
+    )
+
+
+def _read_mapping(path: Path) -> Record:
+    # `safe_load`: nothing that a file holds can run code.
+    text = path.read_text(encoding="utf-8")
+    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"a mapping was expected, a {type(found).__name__} was found")
+    return found
+
+
+def without_undone(records: Iterable[Record]) -> list[Record]:
+    """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
+    kept: list[Record] = []
+    for record in records:
+        step = number(record.get("step"))
+        if step is None:
+            continue
+
+        # A step that comes again undoes all that came after it.
+        while kept and kept[-1]["step"] >= step:
+            kept.pop()
+        kept.append(record)
+
+    return kept
 
 
 # ---- the page ----
@@ -228,7 +328,6 @@ def wall_seconds(run: RunRecord) -> float | None:
 
 
 def curves(run: RunRecord) -> str:
-    """Return a chart for every kind of number that the run has logged."""
     if not run.metrics:
         return section("Curves", nothing_in(run, "metrics.jsonl"))
 

@@ -1,6 +1,6 @@
 """Opening and writing the run folder, where a run leaves everything it knows.
 
-`run_record` reads it back, and `launch/run_dir.py` chooses and locks it.
+`report` reads it back, and `launch/run_dir.py` chooses and locks it.
 """
 
 from __future__ import annotations

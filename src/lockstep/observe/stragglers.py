@@ -150,8 +150,7 @@ class SlowRankWatch:
 class LateDataWatch:
     """Reports once that all GPUs wait for data. If only one waits, that one is slow."""
 
-    def __init__(self) -> None:
-        self._intervals = 0
+    _intervals = 0
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
         """Take the figures of an interval, and return a warning if it is due."""

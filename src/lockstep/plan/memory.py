@@ -47,7 +47,6 @@ class Option:
         return self.saves is not None and missing is not None and self.saves >= missing
 
     def text(self, missing: int | None) -> str:
-        """Return the setting with what it saves."""
         if self.saves is None:
             return self.typed
         verdict = ", enough by itself" if self.enough(missing) else ""

@@ -55,7 +55,9 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     _check_static_graph(config, world, accumulation, global_batch)
 
     # The run: how many steps.
-    per_epoch = None if samples is None else _steps_per_epoch(samples, global_batch, config.tail)
+    per_epoch = None
+    if samples is not None:
+        per_epoch = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
     # Without this check a run would end before its first step, and look like a success.
     if per_epoch == 0:
         raise UserError(
@@ -81,10 +83,6 @@ def smaller_micro_batch(plan: Plan) -> int:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _steps_per_epoch(samples: int, global_batch: int, tail: str) -> int:
-    return samples // global_batch if tail == "drop" else math.ceil(samples / global_batch)
 
 
 def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int:
