@@ -60,7 +60,7 @@ def _syntax_error(path: Path, error: yaml.YAMLError | ValueError) -> UserError:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, of which json would keep the last."""
+    """Refuse duplicate keys; json would keep the last value."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:

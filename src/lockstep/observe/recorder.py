@@ -87,7 +87,7 @@ class Recorder:
     # ---- metrics ----
 
     def start_clock(self) -> None:
-        """Begin an interval. These are of this rank only."""
+        """Begin an interval. What it counts is this rank's own."""
         self._since = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0
@@ -97,7 +97,7 @@ class Recorder:
         self._since += seconds
 
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
-        """End an interval of `steps`, of which some were skipped. Collective.
+        """End an interval of `steps`, `skipped` of them skipped. Collective.
 
         The sums are reduced over ranks, and written once they have arrived on the host. `facts` are the other
         numbers of the line, which are equal on all ranks: step, learning rate, norm, epoch, loss scale.
@@ -186,9 +186,8 @@ class Recorder:
 
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
-        slots[world.rank] = torch.tensor(
-            stragglers.pack(self._spent, spent, steps, self.micro_batches), dtype=torch.float64
-        )
+        figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
+        slots[world.rank] = torch.tensor(figures, dtype=torch.float64)
         self._spent = spent
         return slots.flatten().to(self.runtime.device, non_blocking=True)
 
@@ -276,12 +275,12 @@ def _record(
 ) -> dict[str, Any]:
     """Return a line of metrics.
 
-    `packed` holds (sum, weight) of every name, then figures that do not belong here. `carried` is weight from before a
-    resume, for which no time was spent here.
+    `packed` holds (sum, weight) of every name, followed by figures of the ranks. `carried` is weight from before a
+    resume, which took none of these `seconds`.
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
     # None if no step of the interval is known yet (a GPU's results come a step late) or all had weight 0. NaN if steps
     # were skipped: that must show.
     loss = means.pop("loss", math.nan if skipped else None)
-    return {"loss": loss, **facts, "weight": weight, "weight_per_s": ((weight - carried) / seconds), "metrics": means}
+    return {"loss": loss, **facts, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}

@@ -70,15 +70,13 @@ class RunRecord:
     """The contents of a run folder."""
 
     name: str
-    # Flat: the task's own metrics are `metrics.NAME`.
-    metrics: list[Record]
+    metrics: list[Record]  # flat: the task's own metrics are `metrics.NAME`
     events: list[Record]
     config: Record
     sources: Record
     plan: Record
     summary: Record
-    # File -> why it could not be read.
-    notes: dict[str, str]
+    notes: dict[str, str]  # file -> why it could not be read
 
     @cached_property
     def evals(self) -> list[Record]:
@@ -133,26 +131,26 @@ def read_run(folder: Path) -> RunRecord:
 def _read_mapping(path: Path) -> Record:
     # `safe_load`: nothing that a file holds can run code.
     text = path.read_text(encoding="utf-8")
-    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"a mapping was expected, a {type(found).__name__} was found")
-    return found
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")
+    return values
 
 
 def without_undone(records: Iterable[Record]) -> list[Record]:
     """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
-    kept: list[Record] = []
+    newest: list[Record] = []
     for record in records:
         step = number(record.get("step"))
         if step is None:
             continue
 
         # A step that comes again undoes all that came after it.
-        while kept and kept[-1]["step"] >= step:
-            kept.pop()
-        kept.append(record)
+        while newest and newest[-1]["step"] >= step:
+            newest.pop()
+        newest.append(record)
 
-    return kept
+    return newest
 
 
 # ---- the page ----
@@ -400,14 +398,8 @@ def plan_table(run: RunRecord) -> str:
         return section("Plan", lead + nothing_in(run, "plan.json"))
 
     derived = [key for key in values if not key.startswith("reasons.")]
-    return section(
-        "Plan",
-        lead
-        + table(
-            ("Derived value", "Value", "Reason"),
-            [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived],
-        ),
-    )
+    rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
+    return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
 
 
 def events_table(run: RunRecord) -> str:

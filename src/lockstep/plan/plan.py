@@ -78,9 +78,6 @@ def smaller_micro_batch(plan: Plan) -> int:
     return next(size for size in range(half, 0, -1) if plan.micro_batch % size == 0)
 
 
-# ---- the batch ----------------------------------------------------------------------------------------
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
@@ -163,9 +160,6 @@ def _for_pipeline(micro_batch: int, share: int, depth: int, stream: bool, reason
     if not stream:
         return largest
     return next(size for size in range(largest, 0, -1) if share % size == 0)
-
-
-# ---- checks and steps ---------------------------------------------------------------------------------
 
 
 def _check_static_graph(config: RunConfig, world: int, accumulation: int, global_batch: int) -> None:

@@ -32,7 +32,7 @@ KINDS = {
     "state": "after step {step}",
     "number of steps": "",
 }
-ALWAYS = ("gradient", "parameter", "state")  # kinds of which nothing that the reference has may be missing
+ALWAYS = ("gradient", "parameter", "state")  # kinds in which a name of the reference must not be missing
 
 
 @dataclass(frozen=True)

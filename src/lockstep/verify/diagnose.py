@@ -58,8 +58,9 @@ class Case:
     def compare(self, trial: Trial) -> Comparison:
         """Compare a trial with the reference of the same mode."""
         if trial not in self.comparisons:
-            base = [replace(each, eval_mode=trial.eval_mode) for each in (self.matrix.reference, *self.matrix.nudged)]
-            record, reference, *nudged = self.need([trial, *base])
+            measures = (self.matrix.reference, *self.matrix.nudged)
+            same_mode = [replace(measure, eval_mode=trial.eval_mode) for measure in measures]
+            record, reference, *nudged = self.need([trial, *same_mode])
 
             # Buffers and extra state of a model in eval mode are not those of training.
             kinds = [kind for kind in KINDS if not trial.eval_mode or kind not in ("buffer", "state")]

@@ -1,4 +1,4 @@
-"""Run trials: their ranks are forked from one process that has imported torch, and write a record each."""
+"""Run trials: their ranks are forked from one process that has imported torch, and each writes a record."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ class Runner:
         records: dict[Trial, Record] = {}
 
         while waiting or running:
-            busy = sum(len(each.ranks) for each in running)
+            busy = sum(started.trial.world for started in running)
             if waiting and (not running or busy + waiting[0].world <= slots):
                 running.append(self._start(target, waiting.pop(0)))
                 continue
 
             self._watch(running)
-            for each in [each for each in running if each.over]:
-                running.remove(each)
-                records[each.trial] = self._end(each)
+            for ended in [started for started in running if started.over]:
+                running.remove(ended)
+                records[ended.trial] = self._end(ended)
         return records
 
     # ---- one trial ----
@@ -168,15 +168,15 @@ class Runner:
         for report in self._zygote.poll():
             if "code" not in report:
                 continue  # it has started
-            ended = next(each for each in running if report["rank"] in each.ranks)
-            ended.codes[report["rank"]] = report["code"]
-            if report["code"] and ended.failed is None:
-                ended.failed = time.monotonic()
+            started = next(started for started in running if report["rank"] in started.ranks)
+            started.codes[report["rank"]] = report["code"]
+            if report["code"] and started.failed is None:
+                started.failed = time.monotonic()
         assert self._zygote.alive, "the process that forks the ranks has exited"
 
-        for each in running:
-            if not each.over and each.late(self._limit_s):
-                each.lifeline.close()
+        for started in running:
+            if not started.over and started.late(self._limit_s):
+                started.lifeline.close()
 
     def _end(self, ended: RunningTrial) -> Record:
         ended.lifeline.close()
