@@ -132,18 +132,21 @@ def from_object(obj: Any) -> dict[str, Any]:
     if omegaconf is not None and omegaconf.OmegaConf.is_config(obj):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True, throw_on_missing=True)
 
-    if obj is None:
-        return {}
-    if isinstance(obj, RunConfig):
-        return nested(obj, only_set=True)  # a default must not override a task's own value
-    if isinstance(obj, (str, os.PathLike)):
-        return read_file(obj)
-    if not isinstance(obj, Mapping):
-        problem = f"a configuration cannot be an object of type {type(obj).__name__}"
-        raise UserError(problem, "", "pass a dict, a RunConfig, the path of a file, or nothing")
-
-    problems: list[UserError] = []
-    settings = settings_of(obj.items(), "argument", problems)
-    if problems:
-        raise ConfigError(problems)
-    return nest(settings)
+    match obj:
+        case None:
+            return {}
+        case RunConfig():
+            return nested(obj, only_set=True)  # a default must not override a task's own value
+        case str() | os.PathLike():
+            return read_file(obj)
+        case Mapping():
+            problems: list[UserError] = []
+            settings = settings_of(obj.items(), "argument", problems)
+            if problems:
+                raise ConfigError(problems)
+            return nest(settings)
+    raise UserError(
+        f"a configuration cannot be an object of type {type(obj).__name__}",
+        "",
+        "pass a dict, a RunConfig, the path of a file, or nothing",
+    )

@@ -134,8 +134,6 @@ class DataConfig(Section):
 
 
 class DDPConfig(Section):
-    """Options of torch's DistributedDataParallel."""
-
     # 25 MiB is torch's default.
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; all-reduces after backward")
@@ -179,8 +177,6 @@ class PPConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
     # By time rather than by steps, because what a failure costs is time.
     every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
     minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)

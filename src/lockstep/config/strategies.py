@@ -38,7 +38,6 @@ class Strategy:
 
     @property
     def pipeline(self) -> bool:
-        """Whether the model is divided into stages."""
         return self.axis == "pp"
 
 

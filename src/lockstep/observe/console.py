@@ -105,7 +105,6 @@ class Tracker:
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def update(self, record: Record) -> None:
-        """Take a record of metrics, and estimate the time left."""
         step = number(record.get("step"))
         step_s = number(record.get("step_s"))
         # The first record holds compilation and warm-up.
@@ -199,7 +198,6 @@ class PlainDisplay(Display):
 
 
 def title_parts(facts: Record) -> list[str]:
-    """Return the parts of the first line: task, ranks, device, precision, parameters."""
     task, device, precision = (one_line(facts.get(key, "-")) for key in ("task", "device", "precision"))
     return [task, ranks(facts.get("world")), device, precision, f"{compact(facts.get('parameters'))} parameters"]
 

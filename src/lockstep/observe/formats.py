@@ -96,13 +96,11 @@ def rate_key(unit: str) -> str:
 
 @_or_dash
 def rate(per_second: float, unit: str) -> str:
-    """Return a rate as `57.6k token/s`."""
     return f"{compact(per_second)} {unit}/s"
 
 
 @_or_dash
 def megabytes(value: float) -> str:
-    """Return an amount of memory in MB, or in GB if it is large."""
     # 10,000 MB would take more columns.
     return f"{value:.0f} MB" if abs(value) < 9999.5 else f"{value / 1024:.1f} GB"
 
@@ -122,7 +120,6 @@ def duration(seconds: float) -> str:
 
 @_or_dash
 def ranks(world: float) -> str:
-    """Return `1 rank` or `4 ranks`."""
     return "1 rank" if world == 1 else f"{world:.0f} ranks"
 
 
@@ -142,7 +139,6 @@ def escaped(value: Any) -> str:
 
 
 def one_line(value: Any, most: int = 160) -> str:
-    """Return text on one line, truncated to `most` characters."""
     text = " ".join(printable(value).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 

@@ -166,7 +166,6 @@ class ExactSums(Sums):
 
 
 def terms(loss: Loss) -> Iterator[Term]:
-    """Yield the loss and each metric, detached."""
     yield "loss", loss.total.detach(), loss.weight
     yield from metric_terms(loss)
 

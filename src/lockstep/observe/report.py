@@ -67,8 +67,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 @dataclass
 class RunRecord:
-    """The contents of a run folder."""
-
     name: str
     metrics: list[Record]  # flat: the task's own metrics are `metrics.NAME`
     events: list[Record]
@@ -98,7 +96,6 @@ class RunRecord:
         return str(self.facts.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:
-        """Return the last event of a kind, or an empty record."""
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})
 
 
@@ -291,7 +288,6 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def amounts(records: Sequence[Record], key: str) -> list[float]:
-    """Return the finite numbers that records hold under a key."""
     return [amount for record in records if (amount := number(record.get(key))) is not None]
 
 

@@ -127,7 +127,6 @@ def _open(config: RunConfig, name: str) -> RunFolder:
 
 
 def _create(folder: RunFolder) -> None:
-    """Create the folder with all that is in it from the start, and lock it."""
     path = folder.path
     try:
         prepare(path)

@@ -168,7 +168,6 @@ def named(key: str, evidence: str = "") -> Cause:
 
 
 def in_own_loop(cause: Cause) -> Cause:
-    """Return the same cause with the fix for a script's own loop."""
     return replace(cause, fix=_IN_OWN_LOOP.get(cause.key, cause.fix))
 
 

@@ -52,7 +52,6 @@ class Case:
 
     @property
     def reference(self) -> Record:
-        """The record that all others are compared with."""
         return self.records[self.matrix.reference]
 
     def compare(self, trial: Trial) -> Comparison:

@@ -160,7 +160,6 @@ def _truncate_partial_line(fd: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record that a line holds, or None if it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
