@@ -18,16 +18,11 @@ from lockstep.observe.formats import escaped
 Point = tuple[float, float]
 Style = Literal["line", "smooth", "points", "marks"]
 
-# Per drawn line: more than the pixels of a chart only costs bytes.
-MOST_POINTS = 600
-# Per series: each is an invisible circle that carries a tooltip.
-MOST_HOVERS = 150
-# Room for one character.
-CHARACTER = 9
-# Margins. The left one depends on the labels.
-RIGHT, TOP, BOTTOM = 14, 44, 30
-# (width, height)
-WIDE = (1040, 340)
+MOST_POINTS = 600  # per drawn line: more than the pixels of a chart only costs bytes
+MOST_HOVERS = 150  # per series: each is an invisible circle that carries a tooltip
+CHARACTER = 9  # room for one character
+RIGHT, TOP, BOTTOM = 14, 44, 30  # margins; the left one depends on the labels
+WIDE = (1040, 340)  # (width, height)
 NARROW = (510, 240)
 # Values beyond these would make an axis overflow.
 LARGEST = 1e290
@@ -40,8 +35,8 @@ UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (
 class Series:
     """Points of one colour, in the order of their steps.
 
-    `smooth` is a faint line with its moving average over it, `points` are dots joined by a dashed line;
-    of `marks` only the step counts, each is a triangle on the x axis.
+    `smooth` is a faint line with its moving average over it, `points` are dots joined by a dashed line, and `marks`
+    are triangles on the x axis, whose values do not matter.
     """
 
     name: str
@@ -65,9 +60,8 @@ class Axis:
 
     low: float
     high: float
-    # The coordinates of `low` and of `high`.
-    start: float
-    end: float
+    start: float  # the coordinate of `low`
+    end: float  # the coordinate of `high`
     ticks: Sequence[float]
     labels: Sequence[str]
     log: bool = False
@@ -94,11 +88,10 @@ def line_chart(
     than two decades, `log=2` counts in powers of two.
     """
     width, height = WIDE if wide else NARROW
-    ys = [y for one in series for _, y in one.points if math.isfinite(y)]
+    ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
     if not ys:
-        return _frame(
-            f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>', title, unit, width, height
-        )
+        nothing = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
+        return _frame(nothing, title, unit, width, height)
 
     # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):
@@ -108,9 +101,9 @@ def line_chart(
 
     # The labels of the y axis decide how much room is left for the curves.
     left = 12 + CHARACTER * max(4, *map(len, y_axis.labels))
-    x_axis = _step_axis([x for one in series for x, _ in one.points], left, width - RIGHT)
+    x_axis = _step_axis([x for curve in series for x, _ in curve.points], left, width - RIGHT)
 
-    curves = "".join(_draw(one, x_axis, y_axis, unit) for one in series)
+    curves = "".join(_draw(curve, x_axis, y_axis, unit) for curve in series)
     aside = ", ".join(word for word in (unit, "log scale" if y_axis.log else "") if word)
     return _frame(_grid(x_axis, y_axis) + curves + _legend(series, width), title, aside, width, height)
 
@@ -130,12 +123,14 @@ def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
 
 
 def _legend(series: Sequence[Series], width: int) -> str:
-    shown = [one for one in series if one.points]
+    shown = [curve for curve in series if curve.points]
     if len(shown) < 2:
         return ""
 
     symbols = {"marks": "▼"}
-    words = [f'<tspan class="{one.style}">{symbols.get(one.style, "●")}</tspan> {escaped(one.name)}' for one in shown]
+    words = [
+        f'<tspan class="{curve.style}">{symbols.get(curve.style, "●")}</tspan> {escaped(curve.name)}' for curve in shown
+    ]
     # An em space is wide enough to tell the names apart.
     joined = "\u2003".join(words)
     return f'<text class="legend" x="{width - RIGHT}" y="18">{joined}</text>'

@@ -34,14 +34,10 @@ from lockstep.observe.formats import (
 Record = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "off"]
 
-# Records that the time left is estimated from.
-RECENT_STEPS = 20
-# The task's own metrics on one line.
-MOST_METRICS = 2
-# Columns of a line that is made of several parts, where they fit.
-WIDTH = 100
-# Events whose lines are wrapped: they are long in every run.
-WRAPPED = ("checkpoint", "end")
+RECENT_STEPS = 20  # records that the time left is estimated from
+MOST_METRICS = 2  # the task's own metrics on one line
+WIDTH = 100  # columns of a line that is made of several parts, where they fit
+WRAPPED = ("checkpoint", "end")  # events whose lines are wrapped: they are long in every run
 # What the last line shows. The rest of the summary was shown at the start.
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 

@@ -17,14 +17,12 @@ from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, Weight
 
-# Losses that are kept before they are added up: appending to a list is all that the hot path does.
+# Losses that are collected before they are added up: appending to a list is all that the hot path does.
 FOLD_AT = 128
 
-# 2^-1074 is the smallest float above 0.
-SMALLEST_POWER = 1074
+SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
-# (name, sum, weight)
-Term = tuple[str, Weight, Weight]
+Term = tuple[str, Weight, Weight]  # (name, sum, weight)
 # A multiple of 2^-1074, as an integer; a float only if it is nan or infinite.
 Exact = int | float
 
@@ -121,8 +119,7 @@ class ExactSums(Sums):
     def __init__(self, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        # name -> [sum, weight]
-        self._exact: dict[str, list[Exact]] = {}
+        self._exact: dict[str, list[Exact]] = {}  # name -> [sum, weight]
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""

@@ -43,8 +43,7 @@ class Recorder:
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
         self._late_data = stragglers.LateDataWatch()
-        # Whether time for data is time for which the device waits.
-        self.watch_data = False
+        self.watch_data = False  # whether the device waits while a rank waits for data
         self._spent = dict(runtime.heartbeat.spent)
 
         # Only rank 0 writes records.
@@ -53,14 +52,12 @@ class Recorder:
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
         self._warned_of_disk = False
         self._displays: list[Display] = []
-        # Events from before there was a display.
-        self._early: list[dict[str, Any]] = []
+        self._early: list[dict[str, Any]] = []  # events from before there was a display
         # Lines of metrics whose numbers are still on their way from the device: (have they arrived?, make the record).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
         self.start_clock()
-        # The weight of the interval's steps from before a resume.
-        self._carried_weight = 0.0
+        self._carried_weight = 0.0  # of the interval's steps from before a resume
         self._process = psutil.Process()
 
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:

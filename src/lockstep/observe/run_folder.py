@@ -38,24 +38,17 @@ class RunFolder:
     """The folder of a run, and where its state comes from."""
 
     path: Path
-    # The path as the user knows it.
-    shown: str
-    # A checkpoint, or another run, to begin from; None: from scratch, or from this run's own.
-    origin: Path | None
-    # Whether this run's own checkpoints count.
-    continues: bool
-    # 0, or how often the launcher has restarted this run.
-    attempt: int
-    # Tells this attempt from an earlier one that may still be writing.
-    token: str
-    # Held open by rank 0.
-    lock: Any = None
+    shown: str  # the path as the user knows it
+    origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
+    continues: bool  # whether this run's own checkpoints count
+    attempt: int  # 0, or how often the launcher has restarted this run
+    token: str  # tells this attempt from an earlier one that may still be writing
+    lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: Path) -> str:
         """Return a path in this folder, or any other, as the user would write it."""
-        if not path.is_relative_to(self.path):
-            return str(path)
-        return str(Path(self.shown) / path.relative_to(self.path))
+        inside = path.is_relative_to(self.path)
+        return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
 
     def let_go(self) -> None:
         if self.lock is not None:

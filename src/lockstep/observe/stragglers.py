@@ -42,13 +42,10 @@ class SlowRank:
     """A rank that the others wait for."""
 
     rank: int
-    # "data" or "compute"
-    cause: str
-    # Seconds per step that this rank spends on the cause, and the median of what the others would.
-    own: float
-    others: float
-    # The share of every rank's step that is lost by waiting.
-    share: float
+    cause: str  # "data" or "compute"
+    own: float  # seconds per step that this rank spends on the cause
+    others: float  # the median of what the others would spend
+    share: float  # of every rank's step, lost by waiting
 
     def __str__(self) -> str:
         what = {"data": "waits for data", "compute": "computes"}[self.cause]

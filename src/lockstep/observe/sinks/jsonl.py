@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,9 +93,6 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records if record is None else [*records, record]
 
 
-# ---- writing ----
-
-
 def _plain(value: object) -> object:
     """Return a value that JSON can hold for one that it cannot."""
     item = getattr(value, "item", None)
@@ -111,28 +108,26 @@ def _encode(record: Mapping[str, Any]) -> str:
         return _strict.encode(record)
     except ValueError:
         marks: dict[str, str] = {}
-        return _strict.encode({**_without_nonfinite(record, "", marks), NONFINITE: marks})
+
+        def mark(path: str, value: Any) -> Any:
+            # A numpy scalar may be non-finite.
+            if value is not None and not isinstance(value, str | int | float):
+                value = _plain(value)
+            if isinstance(value, float) and not math.isfinite(value):
+                marks[path] = repr(float(value))
+                return None
+            return value
+
+        return _strict.encode({**_mapped(record, mark), NONFINITE: marks})
 
 
-def _without_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
-    """Return a copy with None for every non-finite number; `marks` collects path -> "nan", "inf" or "-inf"."""
+def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return a copy of nested dicts and lists in which `change(dotted path, value)` has replaced every value."""
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
+        return {key: _mapped(item, change, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
-
-    # A numpy scalar may be non-finite.
-    if value is not None and not isinstance(value, str | int | float):
-        return _without_nonfinite(_plain(value), path, marks)
-    if isinstance(value, float) and not math.isfinite(value):
-        marks[path] = repr(float(value))
-        return None
-
-    return value
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+        return [_mapped(item, change, f"{path}.{index}") for index, item in enumerate(value)]
+    return change(path.removeprefix("."), value)
 
 
 def _truncate_partial_line(fd: int) -> None:
@@ -156,30 +151,16 @@ def _truncate_partial_line(fd: int) -> None:
         os.ftruncate(fd, size - len(torn))
 
 
-# ---- reading ----
-
-
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None
-
     if not isinstance(record, dict):
         return None
 
-    # Most records have no such number.
+    # Most records have no non-finite number.
     marks = record.pop(NONFINITE, None)
-    return _with_nonfinite(record, "", marks) if isinstance(marks, dict) else record
-
-
-def _with_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
-    """Return a copy with the non-finite numbers that `marks` names, by path."""
-    if value is None and path in marks:
-        return float(marks[path])
-    if isinstance(value, dict):
-        return {key: _with_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
-
-    return value
+    if not isinstance(marks, dict):
+        return record
+    return _mapped(record, lambda path, value: float(marks[path]) if value is None and path in marks else value)
