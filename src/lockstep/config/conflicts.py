@@ -342,10 +342,9 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
 
 
 def _is_on(rule: OptionsOf, switch: Setting, settings: Settings) -> bool:
-    if switch.value in rule.values or (not rule.values and switch.value not in SWITCHED_OFF):
-        return True
+    by_switch = switch.value in rule.values if rule.values else switch.value not in SWITCHED_OFF
     others = [(settings[key], values) for key, values in rule.also.items() if key in settings]
-    return any(other.value in values if values else _changed(other) for other, values in others)
+    return by_switch or any(other.value in values if values else _changed(other) for other, values in others)
 
 
 def _changed(setting: Setting) -> bool:

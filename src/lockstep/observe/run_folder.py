@@ -66,14 +66,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
     def open_on_rank0() -> dict[str, Any]:
         nonlocal folder
         folder = _open(config, name)
-        return {
-            "path": str(folder.path),
-            "shown": folder.shown,
-            "origin": folder.origin and str(folder.origin),
-            "continues": folder.continues,
-            "attempt": folder.attempt,
-            "token": folder.token,
-        }
+        return vars(folder) | {"path": str(folder.path), "origin": folder.origin and str(folder.origin), "lock": None}
 
     agreed = runtime.collectives.run_on_rank0(open_on_rank0)
     if folder is None:
@@ -113,8 +106,14 @@ def _open(config: RunConfig, name: str) -> RunFolder:
 
     # Resuming a run in its own folder means its newest checkpoint, unless one is named.
     newest = origin is not None and resumes_here and not is_checkpoint(origin)
-    continues = attempt > 0 or newest or config.resume == "auto"
-    folder = RunFolder(path, str(shown), None if newest else origin, continues, attempt, secrets.token_hex(4))
+    folder = RunFolder(
+        path,
+        str(shown),
+        origin=None if newest else origin,
+        continues=attempt > 0 or newest or config.resume == "auto",
+        attempt=attempt,
+        token=secrets.token_hex(4),
+    )
     _create(folder)
     return folder
 

@@ -182,9 +182,10 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
     for trial in (case.matrix.again, *worlds) if options.exact else ():
         comparison = case.compare(trial)
         if not comparison.bits:
-            differing = [name for name, same in comparison.identical.items() if not same]
-            errors = ", ".join(f"{name} {comparison.errors[name]:.1e}" for name in differing)
-            return [named("bits", f"{trial.text}: {errors}")]
+            errors = [
+                f"{name} {comparison.errors[name]:.1e}" for name, same in comparison.identical.items() if not same
+            ]
+            return [named("bits", f"{trial.text}: {', '.join(errors)}")]
     return []
 
 
@@ -272,8 +273,11 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
 
 def text_of(report: Report) -> str:
     facts = report.facts
-    head = f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  {facts['device']}"
-    lines = [f"{head}  {facts['precision']}", ""]
+    lines = [
+        f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  "
+        f"{facts['device']}  {facts['precision']}",
+        "",
+    ]
 
     # The table.
     width = max(len(row.trial.text) for row in report.rows)

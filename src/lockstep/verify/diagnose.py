@@ -178,8 +178,11 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
     """Name the running statistics that differ, rather than the counter that comes first in the alphabet."""
     names = [d.name for d in comparison.divergences if d.kind == "buffer" and d.step == step]
     statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
-    agreeing = f"losses, gradients and parameters of step {step} agree"
-    return named("batchnorm", f"{agreeing}, {' and '.join(statistics[:2])} do not ({len(names)} buffers in all)")
+    return named(
+        "batchnorm",
+        f"losses, gradients and parameters of step {step} agree, "
+        f"{' and '.join(statistics[:2])} do not ({len(names)} buffers in all)",
+    )
 
 
 def _settings_differ(record: Record, reference: Record, step: int) -> Cause | None:
@@ -193,8 +196,11 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
             for group, other in zip(numbers["steps"][number]["settings"], expected, strict=False):
                 for key in other:
                     if group.get(key) != other[key]:
-                        value = f"{group.get(key)} on rank {rank} of {record.trial.world}"
-                        return named("schedule", f"{key} in step {number}: {value}, {other[key]} on one process")
+                        return named(
+                            "schedule",
+                            f"{key} in step {number}: {group.get(key)} on rank {rank} of {record.trial.world}, "
+                            f"{other[key]} on one process",
+                        )
     return None
 
 
@@ -354,9 +360,11 @@ def _of_split(case: Case, trial: Trial) -> Cause:
     # The same samples must weigh the same, however they are split.
     if not _close(record.weight(step), reference.weight(step)):
         weights = {micro.weight for micro in (*record.micros[step], *reference.micros[step])}
-        counts = f"the weights of a step add up to {record.weight(step):g} and {reference.weight(step):g}"
-        key = "mean-of-means" if len(weights) == 1 else "loss-weight"
-        return named(key, f"{counts} in two splits of the same samples")
+        return named(
+            "mean-of-means" if len(weights) == 1 else "loss-weight",
+            f"the weights of a step add up to {record.weight(step):g} and {reference.weight(step):g} "
+            "in two splits of the same samples",
+        )
 
     # The weights agree and the sums do not: a probe tells why, but a stream cannot be read twice for it.
     if first.kind == "loss" and not record.facts["stream"]:
