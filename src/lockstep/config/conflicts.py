@@ -217,7 +217,7 @@ def _pairs(settings: Settings) -> Iterator[UserError]:
 # ---- exact ----
 
 
-# A parameter without a gradient would have to be found in every step, and found alike on every number of ranks.
+# A parameter without a gradient would have to be detected in every step, with the same result on any number of ranks.
 UNUSED_PARAMETERS = "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used"
 
 # Key -> (the values under which the result cannot depend on the number of ranks, what the others mean, fix). Keys that

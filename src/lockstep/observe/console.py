@@ -90,7 +90,7 @@ def _point_at_null(stream: TextIO) -> None:
 
 
 class Tracker:
-    """The latest metrics, and the time left. It shows nothing itself."""
+    """Keeps the latest metrics and estimates the time left. It shows nothing itself."""
 
     def __init__(self, total_steps: int, unit: str):
         self.total_steps = total_steps
@@ -113,7 +113,7 @@ class Tracker:
 
 
 class Display:
-    """A display that shows nothing, and what all displays share.
+    """Shows nothing (`log.progress=off`), and is the base of the other displays.
 
     Any call may come at any time, from one thread, and none raises: a display is not worth a training run. Its first
     failure is kept in `failure`, where a test can find it.

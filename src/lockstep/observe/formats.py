@@ -38,7 +38,7 @@ def number(value: Any) -> float | None:
 
 
 def _or_dash(write: Callable[..., str]) -> Callable[..., str]:
-    """Let a function of a finite number take anything, and return `-` for what is none."""
+    """Make a formatter of finite numbers accept any value: it returns `-` for anything else."""
 
     @functools.wraps(write)
     def checked(value: Any, *arguments: Any) -> str:

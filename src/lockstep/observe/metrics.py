@@ -36,7 +36,7 @@ class Sums:
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
     def add(self, loss: Loss) -> None:
-        """Add one micro-batch. The device is not waited for.
+        """Add one micro-batch without waiting for the device.
 
         Nothing is added up here: that would be one more kernel per micro-batch.
         """
@@ -77,7 +77,7 @@ class Sums:
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the same, summed over all ranks, on the host, for a checkpoint. Collective.
+        """Return what `take` returns, summed over all ranks, on the host, for a checkpoint. Collective.
 
         This is a host-device synchronisation.
         """

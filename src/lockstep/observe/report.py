@@ -44,7 +44,7 @@ Record = dict[str, Any]
 MOST_EVENTS = 400
 MOST_METRICS = 8
 
-# The style of events that are no good news.
+# The style of events that are bad news.
 TROUBLE = {"skip": "warn", "warning": "warn", "error": "bad"}
 
 
@@ -311,7 +311,7 @@ def mean_rate(records: Sequence[Record], key: str) -> float | None:
 
 
 def wall_seconds(run: RunRecord) -> float | None:
-    """Return how long the run took, or how long it has left records so far."""
+    """Return how long the run took, or the time that its records span so far."""
     if "seconds" in run.facts:
         return number(run.facts["seconds"])
     times = amounts([*run.events, *run.metrics], "time")

@@ -29,7 +29,7 @@ from lockstep.runtime.context import Runtime
 if TYPE_CHECKING:
     from torch import Tensor
 
-# How often this run has been started again, as our launcher and torchrun say it.
+# How often this run has been restarted, as set by our launcher and by torchrun.
 ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -145,7 +145,7 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
     (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
-    # A summary of an earlier end is not true any more.
+    # A resumed run makes the summary of its earlier end stale.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 

@@ -30,7 +30,7 @@ COLUMNS = ("gradients", "parameters", "losses")
 
 @dataclass(frozen=True)
 class Row:
-    """A trial, and what became of it."""
+    """One trial with its verdict."""
 
     trial: Trial
     role: str  # reference, again, rounding, world, split
@@ -189,7 +189,7 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
     return []
 
 
-# ---- what is said about it ----
+# ---- verdicts and notes ----
 
 
 def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:

@@ -150,7 +150,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     if a.shape != b.shape:
         return math.inf
 
-    # A nan equals a nan: what to do about nan is decided by the engine, not by this comparison.
+    # A nan equals a nan: the engine decides what to do about nan, not this comparison.
     if not a.size or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
     with np.errstate(invalid="ignore"):

@@ -26,7 +26,7 @@ SAME = 1e-5
 class Case:
     """All trials that ran, and a way to run more.
 
-    Records and comparisons are kept: a question may need a trial that another one has run already.
+    Records and comparisons are cached: several questions may need the same trial.
     """
 
     matrix: Matrix
@@ -80,7 +80,7 @@ class Case:
 
 
 def explain(case: Case, rows: list[Trial]) -> list[Cause]:
-    """Return the causes of what is wrong in `rows`, in the order in which they were found. Empty: nothing is."""
+    """Return the causes of what is wrong in `rows`, in the order in which they were found. It may return none."""
     if cause := _differs_from_itself(case):
         return [cause]
 
@@ -155,7 +155,7 @@ def _of_world(case: Case, trial: Trial) -> Cause:
         if cause := check(comparison.record, comparison.reference, first.step):
             return cause
 
-    # Otherwise the first kind of thing that differs tells.
+    # Otherwise the kind of the first divergence decides.
     match first.kind:
         case "loss weight" | "loss":
             return _of_loss(case, comparison, first.step)
@@ -427,8 +427,8 @@ def _untied(case: Case, rows: list[Trial]) -> Cause | None:
 def _copied(reference: Record) -> Cause | None:
     """Look for two matrices of different kinds of modules that start as the same random numbers, and part.
 
-    An embedding and a linear layer were meant to be tied then. Layers of one kind may well start equal, and so may
-    whatever a formula fills.
+    An embedding and a linear layer that start equal were probably meant to be tied. Layers of the same kind may start
+    equal, and so may anything that is filled by a formula.
     """
     start = reference.tensors("parameters", 0)
     end = reference.tensors("parameters", reference.steps)

@@ -33,7 +33,7 @@ from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
-SHORT = 16  # characters of a digest that are kept: enough to tell samples apart, and the record stays small
+SHORT = 16  # characters of a digest that are kept: enough to tell samples apart in a small record
 
 
 def work(spec: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def work(spec: dict[str, Any]) -> None:
 
 
 class RecordedBuilder(RunBuilder):
-    """Builds a RecordedRun, and records what the model was made of before and after it was wrapped."""
+    """Builds a RecordedRun, and records the structure of the model before and after it is wrapped."""
 
     orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
@@ -69,7 +69,7 @@ class RecordedBuilder(RunBuilder):
         return run
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure; the SystemExit with which `step_batches` ends a trial is none."""
+        """Record a failure. `step_batches` ends a trial with SystemExit, which is not one."""
         if not isinstance(error, SystemExit) or error.code:
             super().fail(error)
 
@@ -153,7 +153,7 @@ class RecordedRun(Run):
         super().maintain(evaluation_due)
 
     def save_weights(self) -> None:
-        """Do nothing: nothing of it is needed, whichever way the loop has ended."""
+        """Do nothing: a trial needs no weights."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Return an empty summary: a trial writes none."""
