@@ -97,9 +97,8 @@ class LiveDisplay(Display):
         if not self._tracker.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
 
-        return Group(
-            title, self._bar(), *map(_labelled, (self._loss_parts(), self._optimizer_parts(), self._speed_parts()))
-        )
+        lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
+        return Group(title, self._bar(), *map(_labelled, lines))
 
     def _bar(self) -> RenderableType:
         now = time.monotonic()

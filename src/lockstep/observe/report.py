@@ -168,11 +168,11 @@ def page(run: RunRecord) -> str:
 <body>
 <main>
 {header(run, task)}
-{curves(run)}
+{section("Curves", curves(run) if run.metrics else nothing_in(run, "metrics.jsonl"))}
 {sample(run)}
-{config_table(run)}
-{plan_table(run)}
-{events_table(run)}
+{section("Configuration", config_table(run) if run.config else nothing_in(run, "config.yaml"))}
+{section("Plan", plan_table(run))}
+{section("Events", events_table(run) if run.events else nothing_in(run, "events.jsonl"))}
 <footer>Written by Lockstep on {_clock(datetime.now(UTC).timestamp())}<br/>
 {escaped(" · ".join(run.notes.values()))}</footer>
 </main>
@@ -322,9 +322,6 @@ def wall_seconds(run: RunRecord) -> float | None:
 
 
 def curves(run: RunRecord) -> str:
-    if not run.metrics:
-        return section("Curves", nothing_in(run, "metrics.jsonl"))
-
     def series(key: str, name: str, style: Style = "line") -> list[Series]:
         return [Series(name, curve(run.metrics, key), style)]
 
@@ -345,7 +342,7 @@ def curves(run: RunRecord) -> str:
     # A dict keeps the order in which metrics appeared.
     own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
     charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MOST_METRICS]]
-    return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
+    return f'<div class="grid">{"".join(charts)}</div>'
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
@@ -367,16 +364,13 @@ def sample(run: RunRecord) -> str:
 
 
 def config_table(run: RunRecord) -> str:
-    if not run.config:
-        return section("Configuration", nothing_in(run, "config.yaml"))
-
     heads = ("Key", "Value", "Source")
     rows = [(key, value, source_of(key, run.sources)) for key, value in flat(run.config).items()]
     chosen = [row for row in rows if row[2] != "default"]
     defaults = [row for row in rows if row[2] == "default"]
     # Most settings are defaults: they are folded away.
     rest = f"<summary>{len(defaults)} values left at their default</summary>{table(heads, defaults)}"
-    return section("Configuration", f"{table(heads, chosen)}<details>{rest}</details>")
+    return f"{table(heads, chosen)}<details>{rest}</details>"
 
 
 def source_of(key: str, sources: Record) -> str:
@@ -391,17 +385,14 @@ def plan_table(run: RunRecord) -> str:
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
     values = flat(run.plan)
     if not values:
-        return section("Plan", lead + nothing_in(run, "plan.json"))
+        return lead + nothing_in(run, "plan.json")
 
     derived = [key for key in values if not key.startswith("reasons.")]
     rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
-    return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
+    return lead + table(("Derived value", "Value", "Reason"), rows)
 
 
 def events_table(run: RunRecord) -> str:
-    if not run.events:
-        return section("Events", nothing_in(run, "events.jsonl"))
-
     began = number(run.events[0].get("time"))
     shown = run.events[-MOST_EVENTS:]
     rows = []
@@ -412,12 +403,7 @@ def events_table(run: RunRecord) -> str:
         rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
 
     # The file has all of them.
+    styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""
-    return section(
-        "Events",
-        lead
-        + table(
-            ("Time", "Event", "Step", "Details"), rows, [TROUBLE.get(str(event.get("event")), "") for event in shown]
-        ),
-    )
+    return lead + table(("Time", "Event", "Step", "Details"), rows, styles)

@@ -34,13 +34,8 @@ class Row:
 
     trial: Trial
     role: str  # reference, again, rounding, world, split
-    verdict: str  # reference, ok, yardstick, not judged, DIFFERS, REFUSED, FAILED
+    verdict: str  # reference, ok, yardstick, not judged; in capitals what is bad: DIFFERS, REFUSED, FAILED
     comparison: Comparison | None = None
-
-    @property
-    def bad(self) -> bool:
-        """Whether the verdict is one in capitals."""
-        return self.verdict.isupper()
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,13 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return not self.causes and not any(row.bad for row in self.rows)
+        return not self.causes and not any(row.verdict.isupper() for row in self.rows)
 
     @property
     def first(self) -> tuple[Row, Divergence] | None:
         """What diverged first, in the first trial that did."""
         for row in self.rows:
-            if row.bad and row.comparison and row.comparison.first:
+            if row.verdict.isupper() and row.comparison and row.comparison.first:
                 return row, row.comparison.first
         return None
 

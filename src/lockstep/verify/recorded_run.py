@@ -272,8 +272,8 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 def _owners(model: nn.Module) -> dict[str, str]:
     """Return parameter -> the class of the module that holds it."""
-    names = [name for name, _ in model.named_parameters()]
-    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names}
+    parameters = model.named_parameters()
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in parameters}
 
 
 def _batchnorms(model: nn.Module) -> list[str]:
