@@ -34,8 +34,7 @@ import pytest
 
 import preloaded
 from lockstep.config import KEYS, read_file, resolve
-from lockstep.config.schema import SECTIONS
-from lockstep.config.values import typed
+from lockstep.config.schema import SECTIONS, typed
 from lockstep.registries import REGISTRIES
 from ports import free_port
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lockstep.config import parse_overrides, resolve
+from lockstep.config import read_layers, resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import RunBuilder, open_run
@@ -572,7 +572,7 @@ TABLE = CONFIGURATION | GRAPHS | GRID | MODEL | BATCH | DATA
 
 def attempt(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], Any], *fix: str) -> None:
     values = {"device": "cpu", "compile": False, "run_dir": str(folder / f"run{len(fix)}"), "log.progress": "off"}
-    layers = [("task default", values), ("command line", PLAIN | row.values), ("fix", parse_overrides(fix))]
+    layers = [("task default", values), ("command line", PLAIN | row.values), ("fix", read_layers([], fix)[0][1])]
     resolved = resolve(layers)
     with pretended(row.ranks) as runtime:
         train(open_run(resolved, runtime, "asked"), row.task)

@@ -19,11 +19,10 @@ import pytest
 from lockstep import cli
 from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
-from lockstep.verify.command import verify
+from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
-from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.runner import Runner, Target
-from lockstep.verify.table import WIDTH, Report, json_of, text_of
+from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 from zoo import borrowed, broken, healthy
 
 ZOO = Path(__file__).parent / "zoo"
@@ -88,8 +87,8 @@ def test_the_zoo_is_large_enough() -> None:
 
 def test_dropout_was_on_in_the_worlds_and_off_in_the_cuts(runner: Runner) -> None:
     report = verify(f"{ZOO / 'healthy.py'}:TiedWithDropout", [], QUICK, runner)
-    assert [row.layout.eval_mode for row in report.rows if row.role == "world"] == [False]
-    assert all(row.layout.eval_mode for row in report.rows if row.role == "split")
+    assert [row.trial.eval_mode for row in report.rows if row.role == "world"] == [False]
+    assert all(row.trial.eval_mode for row in report.rows if row.role == "split")
     assert any("set micro_batch" in note for note in report.notes)
 
 
@@ -188,10 +187,10 @@ def test_a_script_without_a_run(source: str, words: str, tmp_path: Path, capsys:
 
 def test_ranks_that_wait_forever_are_ended_and_named() -> None:
     """The limit is short, and it does not matter whether it is met while starting or while waiting."""
-    layout = Layout(2, 4)
+    trial = Trial(2, 4)
     with Runner(limit=timedelta(seconds=4)) as runner:
         target = Target(f"{ZOO / 'broken.py'}:WaitsForRank0", [], 2)
-        record = runner.run(target, [layout])[layout]
+        record = runner.run(target, [trial])[trial]
     assert record.failure is not None
     assert refusal(record.failure.message, record.failure.for_user).key == "hang"
 
@@ -201,17 +200,17 @@ def test_a_task_that_cannot_run_is_the_users_to_fix(runner: Runner) -> None:
         verify(f"{ZOO / 'broken.py'}:MeanOfMeans", [("test", {"global_batch": None})], QUICK, runner)
 
 
-# ---- which layouts --------------------------------------------------------------------------------------
+# ---- which trials ---------------------------------------------------------------------------------------
 
 FACTS: dict[str, Any] = {"global_batch": 16, "micro_batch_asked": None, "stream": False, "strategy": "ddp"}
 
 
-def test_layouts_by_default() -> None:
+def test_trials_by_default() -> None:
     matrix = choose(VerifyOptions(), FACTS)
-    assert [layout.world for layout in matrix.worlds] == [2, 3, 4]
-    assert len({layout.micro_batch for layout in (matrix.reference, *matrix.worlds)}) == 1, "one split for all worlds"
+    assert [trial.world for trial in matrix.worlds] == [2, 3, 4]
+    assert len({trial.micro_batch for trial in (matrix.reference, *matrix.worlds)}) == 1, "one split for all worlds"
     assert -(-16 // (matrix.reference.micro_batch or 16)) >= 4, "work for every rank"
-    sizes = [layout.micro_batch or 0 for layout in matrix.splits]
+    sizes = [trial.micro_batch or 0 for trial in matrix.splits]
     assert 16 in sizes
     assert any(16 % size for size in sizes), "one of the splits leaves a ragged rest"
 
@@ -219,18 +218,18 @@ def test_layouts_by_default() -> None:
 def test_a_micro_batch_that_was_asked_for_is_the_largest() -> None:
     matrix = choose(VerifyOptions(), FACTS | {"micro_batch_asked": 4})
     assert matrix.reference.micro_batch == 4
-    assert all((layout.micro_batch or 99) <= 4 for layout in (matrix.reference, *matrix.worlds, *matrix.splits))
+    assert all((trial.micro_batch or 99) <= 4 for trial in (matrix.reference, *matrix.worlds, *matrix.splits))
 
 
 def test_worlds_that_do_not_fit() -> None:
     small = FACTS | {"global_batch": 3}
-    assert [layout.world for layout in choose(VerifyOptions(), small).worlds] == [2, 3]
+    assert [trial.world for trial in choose(VerifyOptions(), small).worlds] == [2, 3]
     assert choose(VerifyOptions(), small).notes
     with pytest.raises(UserError, match="cannot be divided among 4"):
         choose(VerifyOptions(worlds=(1, 4)), small)
     stream = choose(VerifyOptions(), FACTS | {"stream": True})
-    assert [layout.world for layout in stream.worlds] == [2, 4]
-    assert all(16 // layout.world % (layout.micro_batch or 99) == 0 for layout in stream.worlds)
+    assert [trial.world for trial in stream.worlds] == [2, 4]
+    assert all(16 // trial.world % (trial.micro_batch or 99) == 0 for trial in stream.worlds)
 
 
 def test_unknown_strategies_are_refused() -> None:
@@ -250,10 +249,8 @@ class Told:
         self._weights = np.array(weights, dtype=np.float32)
         self._loss = loss
 
-    def parameters(self, step: int) -> dict[str, np.ndarray]:
+    def tensors(self, kind: str, step: int) -> dict[str, np.ndarray]:
         return {"w": self._weights}
-
-    gradients = buffers = extra = parameters
 
     def loss(self, step: int) -> float:
         return self._loss

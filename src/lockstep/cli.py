@@ -152,7 +152,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.config import read_layers
     from lockstep.verify import command
-    from lockstep.verify.layouts import VerifyOptions
+    from lockstep.verify.trials import VerifyOptions
 
     layers = read_layers(options.config, overrides)
     asked = VerifyOptions.parse(options.worlds, options.strategies, options.splits, options.steps, options.exact)
@@ -169,8 +169,8 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import targets
-    from lockstep.config import describe, read_layers, resolve_for
-    from lockstep.config.values import typed
+    from lockstep.config import flatten, read_layers, resolve_for
+    from lockstep.config.schema import typed
     from lockstep.registries import check_names
 
     layers = read_layers(options.config, overrides)
@@ -180,8 +180,8 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Raise what training would refuse.
     check_names([("task default", kind.defaults), *layers])
     targets.make_task(kind, resolved.config.task)
-    for key, value, source in describe(resolved.config, resolved.sources):
-        print(f"{key:32} {typed(value):24} {source}")
+    for key, value in flatten(resolved.config).items():
+        print(f"{key:32} {typed(value):24} {resolved.sources.get(key, 'default')}")
     return 0
 
 

@@ -39,8 +39,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.writer import PendingSave
 from lockstep.config import RunConfig, flatten
-from lockstep.config.schema import KEYS, RENAMED
-from lockstep.config.values import typed
+from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes

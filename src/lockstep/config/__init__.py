@@ -4,8 +4,7 @@ Values arrive in layers (task default, preset, file, command line, argument); a 
 All problems of all layers are reported together. Nothing is derived here (that is the Plan's work), and
 `task.*` is passed on as it is: only the task knows its own options.
 
-schema        the keys, with their meaning
-values        a setting: a value with its source
+schema        the keys, with their meaning; a setting: a value with its source
 strategies    what a configuration must know about each strategy
 conflicts     settings that do not work together
 yaml_dialect  the YAML that we read and write
@@ -15,8 +14,8 @@ load          files, command line, Python objects -> layers
 
 from __future__ import annotations
 
-from lockstep.config.load import from_object, parse_overrides, read_file, read_layers
-from lockstep.config.resolve import Layer, Resolved, check, describe, diff, resolve, resolve_for
+from lockstep.config.load import from_object, read_file, read_layers
+from lockstep.config.resolve import Layer, Resolved, check, resolve, resolve_for
 from lockstep.config.schema import (
     KEYS,
     CheckpointConfig,
@@ -54,11 +53,8 @@ __all__ = [
     "ScalerConfig",
     "SpikeConfig",
     "check",
-    "describe",
-    "diff",
     "flatten",
     "from_object",
-    "parse_overrides",
     "read_file",
     "read_layers",
     "resolve",

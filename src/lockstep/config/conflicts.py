@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lockstep.config.schema import KEYS, flatten
+from lockstep.config.schema import KEYS, Setting, flatten, typed
 from lockstep.config.strategies import with_trait
-from lockstep.config.values import Setting, typed
 from lockstep.errors import UserError
 
 Settings = Mapping[str, Setting]  # by dotted key
@@ -40,8 +39,7 @@ def _parallel_axes(settings: Settings) -> list[Setting]:
 
 def _collective_forward(settings: Settings) -> list[Setting]:
     """Return the settings under which a forward waits for other ranks."""
-    local = with_trait("local_forward")
-    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in local]
+    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in with_trait("local_forward")]
     return strategies + _parallel_axes(settings)
 
 
@@ -49,35 +47,32 @@ def _together(one: Setting, other: Setting, reason: str, fix: str) -> UserError:
     return UserError(f"{one} cannot be combined with {other}", reason, fix)
 
 
-# ---- keys of one layer ----------------------------------------------------------------------------------
+# ---- keys of one layer ----
 
 EXCLUSIVE = (("steps", "epochs"), ("global_batch", "local_batch"), ("clip.norm", "clip.value", "clip.adaptive"))
 
 
-def exclusive(settings: Settings) -> list[UserError]:
-    """Return a problem for each group of EXCLUSIVE of which one layer sets more than one key."""
-    problems = []
+def exclusive(settings: Settings) -> Iterator[UserError]:
+    """Yield a problem for each group of EXCLUSIVE in which one layer sets more than one key."""
     for group in EXCLUSIVE:
-        given = [settings[key] for key in group if key in settings and settings[key].value is not None]
-        if len(given) > 1:
-            problem = f"{' and '.join(map(str, given))}: at most one of {', '.join(group)} can be set"
-            problems.append(UserError(problem, "", f"keep one, such as {given[0].key}={typed(given[0].value)}"))
-    return problems
+        chosen = [settings[key] for key in group if key in settings and settings[key].value is not None]
+        if len(chosen) > 1:
+            yield UserError(
+                f"{' and '.join(map(str, chosen))}: at most one of {', '.join(group)} can be set",
+                "",
+                f"keep one, such as {chosen[0].key}={typed(chosen[0].value)}",
+            )
 
 
-# ---- settings that cannot work together -----------------------------------------------------------------
+# ---- settings that cannot work together ----
 
 
-def conflicts(settings: Settings) -> list[UserError]:
-    """Return every conflict, whatever the sources of the settings."""
-    rules = (
-        *(_order, _reference_batch, _ddp_options, _exact),
-        *(_load_balance, _static_graph, _stages, _cuda_graphs, _attention),
-    )
-    return [problem for rule in rules for problem in rule(settings)]
+def conflicts(settings: Settings) -> Iterator[UserError]:
+    for rule in (_order, _reference_batch, _ddp_options, _exact, _load_balance, _stages, _cuda_graphs, _pairs):
+        yield from rule(settings)
 
 
-# Pairs of keys of which the first must not be larger than the second.
+# Pairs of keys; the first must not be larger than the second.
 NOT_ABOVE = (
     ("micro_batch", "global_batch"),
     ("micro_batch", "local_batch"),
@@ -87,16 +82,16 @@ NOT_ABOVE = (
 
 
 def _order(settings: Settings) -> Iterator[UserError]:
-    for lower_key, upper_key in NOT_ABOVE:
-        if lower_key not in settings or upper_key not in settings:
-            continue
-
+    known = [(settings[low], settings[high]) for low, high in NOT_ABOVE if low in settings and high in settings]
+    for lower, upper in known:
         # micro_batch may be `auto`, which is no number.
-        lower, upper = settings[lower_key], settings[upper_key]
         numbers = isinstance(lower.value, int | float) and isinstance(upper.value, int | float)
         if numbers and lower.value > upper.value:
-            fix = f"type {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}"
-            yield UserError(f"{lower} is larger than {upper}", "", fix)
+            yield UserError(
+                f"{lower} is larger than {upper}",
+                "",
+                f"type {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}",
+            )
 
 
 def _reference_batch(settings: Settings) -> Iterator[UserError]:
@@ -122,8 +117,7 @@ ONLY_DDP = {
 
 def _ddp_options(settings: Settings) -> Iterator[UserError]:
     """Yield a problem for each option of torch's DDP where something else runs the model or reduces the gradients."""
-    others = _collective_forward(settings)
-    others += _on(settings, "ddp.find_unused_parameters")
+    others = _collective_forward(settings) + _on(settings, "ddp.find_unused_parameters")
     reason = "an option of torch's DistributedDataParallel, which is not used then"
 
     for key, neutral in ONLY_DDP.items():
@@ -131,7 +125,7 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
         if option is None or option.value in (None, neutral):
             continue
         for other in others:
-            # Our own all-reduce for unused parameters broadcasts buffers, too.
+            # Our own all-reduce for unused parameters broadcasts buffers as well.
             if (key, other.key) != ("ddp.broadcast_buffers", "ddp.find_unused_parameters"):
                 yield _together(option, other, reason, f"type {key}={typed(neutral)}, or leave {other.key} out")
 
@@ -140,24 +134,16 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
     """Yield what does not allow ranks to run different numbers of micro-batches."""
     for balance in _on(settings, "load_balance"):
         # A rank that runs fewer forwards would leave the others waiting in theirs.
-        if collective := _collective_forward(settings):
-            other = collective[0]
-            fix = "type strategy=ddp, or strategy=zero1" if other.key == "strategy" else f"leave {other.key} out"
+        collective = _collective_forward(settings)
+        coupled = _on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm")
+        if collective:
+            key = collective[0].key
+            fix = "type strategy=ddp, or strategy=zero1" if key == "strategy" else f"leave {key} out"
             reason = "forwards in which the ranks wait for each other, so that all must run the same number"
-            yield _together(balance, other, reason, f"{fix}; or leave {balance.key} out")
-            continue
-        for other in (_on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm"))[:1]:
+            yield _together(balance, collective[0], reason, f"{fix}; or leave {balance.key} out")
+        elif coupled:
             reason = "an option that requires one micro-batch per rank and step, or the same number on all ranks"
-            yield _together(balance, other, reason, f"leave {other.key} out, or {balance.key}")
-
-
-def _static_graph(settings: Settings) -> Iterator[UserError]:
-    """Refuse both together: micro_batch=auto may divide a step into several micro-batches when memory runs out."""
-    for static in _on(settings, "ddp.static_graph"):
-        for micro in _on(settings, "micro_batch"):
-            if micro.value == "auto":
-                reason = "an option that requires one micro-batch per rank and step"
-                yield _together(micro, static, reason, f"leave {static.key} out, or micro_batch")
+            yield _together(balance, coupled[0], reason, f"leave {coupled[0].key} out, or {balance.key}")
 
 
 # Schedules for several stages on each rank. Zero-bubble takes one as well.
@@ -167,9 +153,9 @@ MANY_STAGES = ("interleaved", "zero-bubble")
 def _stages(settings: Settings) -> Iterator[UserError]:
     """Check that the schedule can order the number of stages on a rank."""
     schedule = settings.get("pp.schedule")
-    by_strategy = [s for s in _on(settings, "strategy") if s.value in with_trait("pipeline")]
-    by_mesh = [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
-    if schedule is None or not (by_strategy or by_mesh):
+    pipelines = [setting for setting in _on(settings, "strategy") if setting.value in with_trait("pipeline")]
+    pipelines += [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
+    if schedule is None or not pipelines:
         return
     for stages in _on(settings, "pp.stages_per_rank"):
         if stages.value > 1 and schedule.value not in MANY_STAGES:
@@ -183,88 +169,104 @@ def _stages(settings: Settings) -> Iterator[UserError]:
 def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
     """Yield what cannot be captured: forwards that wait for other ranks, recompute, or differ from call to call."""
     for graph in _on(settings, "graph"):
-        if graph.value == "auto":
-            continue
-
-        # One reason is enough: the first is the most fundamental.
         others = _collective_forward(settings)
         for key in ("ddp.sync_batchnorm", "ddp.find_unused_parameters", "remat"):
             others += _on(settings, key)
-        reason = "a model that is sharded, waits for other ranks or computes twice, which is not captured"
-        for other in others[:1]:
-            yield _together(graph, other, reason, f"type graph=auto, or leave {other.key} out")
+
+        # One reason is enough: the first is the most fundamental.
+        if others and graph.value != "auto":
+            yield _together(
+                graph,
+                others[0],
+                "a model that is sharded, waits for other ranks or computes twice, which is not captured",
+                f"type graph=auto, or leave {others[0].key} out",
+            )
 
 
-def _attention(settings: Settings) -> Iterator[UserError]:
-    """Refuse cuDNN under `deterministic`: its backward adds in no fixed order."""
-    for attention in _on(settings, "attention"):
-        for deterministic in _on(settings, "deterministic"):
-            if attention.value == "cudnn":
-                yield _together(attention, deterministic, "kernels that add in no fixed order", "type attention=flash")
+# (key, value, other key, its value, reason, fix)
+PAIRS = (
+    (
+        # micro_batch=auto may divide a step into several micro-batches when memory runs out.
+        "micro_batch",
+        "auto",
+        "ddp.static_graph",
+        True,
+        "an option that requires one micro-batch per rank and step",
+        "leave ddp.static_graph out, or micro_batch",
+    ),
+    ("attention", "cudnn", "deterministic", True, "kernels that add in no fixed order", "type attention=flash"),
+    (
+        "exact",
+        True,
+        "micro_batch",
+        "auto",
+        "micro-batches that depend on the memory that is free at the time",
+        "type micro_batch=4, the same on every number of ranks",
+    ),
+)
 
 
-# ---- exact ----------------------------------------------------------------------------------------------
+def _pairs(settings: Settings) -> Iterator[UserError]:
+    for key, value, other_key, other_value, reason, fix in PAIRS:
+        one = settings.get(key)
+        other = settings.get(other_key)
+        if one and other and one.value == value and other.value == other_value:
+            yield _together(one, other, reason, fix)
 
 
-class ExactRule(NamedTuple):
-    """The values of a key under which the result cannot depend on the number of ranks."""
-
-    allowed: tuple[Any, ...]
-    reason: str  # what the other values mean
-    fix: str
+# ---- exact ----
 
 
-# A parameter without a gradient would have to be found in every step, and found alike on every number of ranks.
+# A parameter without a gradient would have to be detected in every step, with the same result on any number of ranks.
 UNUSED_PARAMETERS = "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used"
 
-# Keys that are not listed change nothing about the order of additions.
-EXACT = {
-    "strategy": ExactRule(
-        with_trait("exact"), "a strategy that adds in an order of its own", "type strategy=ddp, or strategy=fsdp"
+# Key -> (the values under which the result cannot depend on the number of ranks, what the others mean, fix). Keys that
+# are not listed change nothing about the order of additions.
+EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "strategy": (
+        with_trait("exact"),
+        "a strategy that adds in an order of its own",
+        "type strategy=ddp, or strategy=fsdp",
     ),
-    "mesh.tp": ExactRule((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),
-    "mesh.pp": ExactRule((None, 1), "stages, which draw other random numbers than a full model", "leave mesh.pp out"),
-    "local_batch": ExactRule(
+    "mesh.tp": ((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),
+    "mesh.pp": ((None, 1), "stages, which draw other random numbers than a full model", "leave mesh.pp out"),
+    "local_batch": (
         (None,),
         "a batch that grows with the number of ranks",
         "type global_batch=N instead, the samples of all ranks together",
     ),
-    "ddp.hook": ExactRule(("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
-    "ddp.find_unused_parameters": ExactRule((False,), "an all-reduce in an order of its own", UNUSED_PARAMETERS),
-    "ddp.broadcast_buffers": ExactRule(
-        (False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"
+    "ddp.hook": (("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
+    "ddp.find_unused_parameters": ((False,), "an all-reduce in an order of its own", UNUSED_PARAMETERS),
+    "ddp.broadcast_buffers": ((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
+    "ddp.sync_batchnorm": (
+        (False,),
+        "statistics over the micro-batches that the ranks happen to run together",
+        "use GroupNorm",
     ),
-    "ddp.sync_batchnorm": ExactRule(
-        (False,), "statistics over the micro-batches that the ranks happen to run together", "use GroupNorm"
+    "data.seed_samples": ((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
+    "data.sharding": (("stride",), "a dataset that shards itself by ranks", "return a dataset with a length"),
+    "load_balance": (("none",), "shares that follow the speed of the ranks", "leave load_balance out"),
+    "precision": (
+        ("auto", "fp32", "tf32", "bf16", "fp16"),
+        "a format whose sums have no fixed order",
+        "type precision=bf16",
     ),
-    "data.seed_samples": ExactRule((True,), "random numbers that follow the ranks", "leave data.seed_samples out"),
-    "data.sharding": ExactRule(("stride",), "a dataset that shards itself by ranks", "return a dataset with a length"),
-    "load_balance": ExactRule(("none",), "shares that follow the speed of the ranks", "leave load_balance out"),
-    "precision": ExactRule(
-        ("auto", "fp32", "tf32", "bf16", "fp16"), "a format whose sums have no fixed order", "type precision=bf16"
-    ),
-    "optimizer": ExactRule(("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
-    "graph": ExactRule(("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
-    "attention": ExactRule(
-        ("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"
-    ),
-    "compile": ExactRule(("auto", False), "kernels that are generated again in every layout", "leave compile out"),
+    "optimizer": (("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
+    "graph": (("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
+    "attention": (("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"),
+    "compile": (("auto", False), "kernels that are generated again in every layout", "leave compile out"),
 }
 
 
 def _exact(settings: Settings) -> Iterator[UserError]:
     """Yield each setting under which the number of ranks would change the result."""
     for exact in _on(settings, "exact"):
-        for key, rule in EXACT.items():
-            if key in settings and settings[key].value not in rule.allowed:
-                yield _together(exact, settings[key], rule.reason, rule.fix)
-        for micro in _on(settings, "micro_batch"):
-            if micro.value == "auto":
-                reason = "micro-batches that depend on the memory that is free at the time"
-                yield _together(exact, micro, reason, "type micro_batch=4, the same on every number of ranks")
+        for key, (allowed, reason, fix) in EXACT.items():
+            if key in settings and settings[key].value not in allowed:
+                yield _together(exact, settings[key], reason, fix)
 
 
-# ---- options of something that is switched off ----------------------------------------------------------
+# ---- options of something that is switched off ----
 
 
 class OptionsOf(NamedTuple):
@@ -311,8 +313,8 @@ OPTIONS_OF = (
 )
 
 
-def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[UserError]:
-    """Return a problem for each option that was typed and has no effect.
+def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[UserError]:
+    """Yield a problem for each option that was typed and has no effect.
 
     Three sources are not judged: what a task has prepared for the day that the switch is turned on; a file that a run
     has written, which has every key; and a weaker layer than the switch's, so that a command line may switch
@@ -321,7 +323,6 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
     strength = {"default": -1} | {source: place for place, (source, _) in enumerate(layers)}
     written = {source for source, values in layers if _written_by_a_run(values)}
 
-    problems = []
     for rule in OPTIONS_OF:
         switch = settings.get(rule.switch)
         if switch is None or _is_on(rule, switch, settings):
@@ -333,21 +334,17 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
             # `ddp.hook: none` next to options of powersgd, in one file, is on purpose; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF
             if stronger or contradiction:
-                fix = f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}"
-                problem = f"{option} has no effect with {rule.switch}={typed(switch.value)}"
-                problems.append(UserError(problem, rule.reason, fix))
-    return problems
+                yield UserError(
+                    f"{option} has no effect with {rule.switch}={typed(switch.value)}",
+                    rule.reason,
+                    f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}",
+                )
 
 
 def _is_on(rule: OptionsOf, switch: Setting, settings: Settings) -> bool:
-    """Whether the options of a rule have an effect."""
-    if switch.value in rule.values or (not rule.values and switch.value not in SWITCHED_OFF):
-        return True
-    for key, values in rule.also.items():
-        other = settings.get(key)
-        if other is not None and (other.value in values if values else _changed(other)):
-            return True
-    return False
+    by_switch = switch.value in rule.values if rule.values else switch.value not in SWITCHED_OFF
+    others = [(settings[key], values) for key, values in rule.also.items() if key in settings]
+    return by_switch or any(other.value in values if values else _changed(other) for other, values in others)
 
 
 def _changed(setting: Setting) -> bool:

@@ -13,11 +13,10 @@ import yaml
 
 from lockstep.config import yaml_dialect
 from lockstep.config.resolve import Layer, check, nearest, nest, settings_of, usual
-from lockstep.config.schema import KEYS, RunConfig, nested
-from lockstep.config.values import typed
+from lockstep.config.schema import KEYS, RunConfig, nested, typed
 from lockstep.errors import ConfigError, UserError
 
-# ---- files ----------------------------------------------------------------------------------------------
+# ---- files ----
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -32,14 +31,18 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml_dialect.load(text)
     except OSError as error:
-        fix = f"check the path; it is looked up from {Path.cwd()}"
-        raise UserError(f"{named} cannot be read", f"{error.strerror}", fix) from None
+        raise UserError(
+            f"{named} cannot be read", f"{error.strerror}", f"check the path; it is looked up from {Path.cwd()}"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise _syntax_error(path, error) from None
 
     if values is not None and not isinstance(values, dict):
-        found = f"a {type(values).__name__} at its top level"
-        raise UserError(f"{named} must hold keys with values", found, "write lines such as `steps: 1000`")
+        raise UserError(
+            f"{named} must hold keys with values",
+            f"a {type(values).__name__} at its top level",
+            "write lines such as `steps: 1000`",
+        )
     return values or {}
 
 
@@ -49,13 +52,15 @@ def _syntax_error(path: Path, error: yaml.YAMLError | ValueError) -> UserError:
     line = mark.line + 1 if mark else getattr(error, "lineno", None)
     reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
 
-    found = f"{reason} in line {line}" if line else reason
-    fix = f"correct {path}, line {line}" if line else f"correct {path}"
-    return UserError(f"the configuration file {path} is not valid", found, fix)
+    return UserError(
+        f"the configuration file {path} is not valid",
+        f"{reason} in line {line}" if line else reason,
+        f"correct {path}, line {line}" if line else f"correct {path}",
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, of which json would keep the last."""
+    """Refuse duplicate keys; json would keep the last value."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -64,20 +69,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-# ---- the command line -----------------------------------------------------------------------------------
-
-
-def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
-    """`lr.peak=1e-3 task.sizes=[1,2] clip.norm=null` -> nested values."""
-    problems: list[UserError] = []
-    values = _overrides(args, problems)
-    if problems:
-        raise ConfigError(problems)
-    return values
+# ---- the command line ----
 
 
 def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
-    """Return the layers of a command, weakest first. The problems of all of them are raised at once."""
+    """Return the layers of a command, weakest first. The problems of all of them are raised at once.
+
+    `lr.peak=1e-3 task.sizes=[1,2] clip.norm=null` are overrides.
+    """
     layers: list[Layer] = []
     problems: list[UserError] = []
 
@@ -85,26 +84,21 @@ def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
     for path in files:
         try:
             layers.append((f"file {path}", read_file(path)))
-        except UserError as error:
-            problems.append(error)
-    layers.append(("command line", _overrides(overrides, problems)))
-    check(layers, problems)
-    return layers
+        except UserError as problem:
+            problems.append(problem)
 
-
-def _overrides(args: Sequence[str], problems: list[UserError]) -> dict[str, Any]:
-    """Return nested values of the valid arguments; the problems of the others are appended."""
     items = []
-    for arg in args:
+    for arg in overrides:
         try:
             items.append(_override(arg))
         except UserError as problem:
             problems.append(problem)
-    return nest(settings_of(items, "command line", problems))
+    layers.append(("command line", nest(settings_of(items, "command line", problems))))
+    check(layers, problems)
+    return layers
 
 
 def _override(arg: str) -> tuple[str, Any]:
-    """Return (key, value) of one argument."""
     key, equals, text = (part.strip() for part in arg.partition("="))
     shown = f"{arg} (command line)"
     if not equals:
@@ -113,8 +107,9 @@ def _override(arg: str) -> tuple[str, Any]:
     if not key:
         raise UserError(f"{shown} has no key before the =", "", "type key=value, such as steps=1000")
     if not text:  # most often an unset shell variable
-        fix = f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
-        raise UserError(f"{shown} has no value after the =", "", fix)
+        raise UserError(
+            f"{shown} has no value after the =", "", f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
+        )
 
     # `none` is what a Python user types for null. Only brackets and quotes begin more than a plain word, so that
     # `task.text=a: b` is text and not a mapping.
@@ -123,11 +118,12 @@ def _override(arg: str) -> tuple[str, Any]:
     try:
         return key, yaml_dialect.load(text) if text[0] in "[{'\"" else yaml_dialect.word(text)
     except yaml.YAMLError:
-        problem = f"{shown} is not a complete list, mapping or quoted text"
-        raise UserError(problem, "", f"close it, or quote a text: {key}=\"'...'\"") from None
+        raise UserError(
+            f"{shown} is not a complete list, mapping or quoted text", "", f"close it, or quote a text: {key}=\"'...'\""
+        ) from None
 
 
-# ---- Python objects -------------------------------------------------------------------------------------
+# ---- Python objects ----
 
 
 def from_object(obj: Any) -> dict[str, Any]:
@@ -136,18 +132,21 @@ def from_object(obj: Any) -> dict[str, Any]:
     if omegaconf is not None and omegaconf.OmegaConf.is_config(obj):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True, throw_on_missing=True)
 
-    if obj is None:
-        return {}
-    if isinstance(obj, RunConfig):
-        return nested(obj, only_set=True)  # a default must not override a task's own value
-    if isinstance(obj, (str, os.PathLike)):
-        return read_file(obj)
-    if not isinstance(obj, Mapping):
-        problem = f"a configuration cannot be an object of type {type(obj).__name__}"
-        raise UserError(problem, "", "pass a dict, a RunConfig, the path of a file, or nothing")
-
-    problems: list[UserError] = []
-    settings = settings_of(obj.items(), "argument", problems)
-    if problems:
-        raise ConfigError(problems)
-    return nest(settings)
+    match obj:
+        case None:
+            return {}
+        case RunConfig():
+            return nested(obj, only_set=True)  # a default must not override a task's own value
+        case str() | os.PathLike():
+            return read_file(obj)
+        case Mapping():
+            problems: list[UserError] = []
+            settings = settings_of(obj.items(), "argument", problems)
+            if problems:
+                raise ConfigError(problems)
+            return nest(settings)
+    raise UserError(
+        f"a configuration cannot be an object of type {type(obj).__name__}",
+        "",
+        "pass a dict, a RunConfig, the path of a file, or nothing",
+    )

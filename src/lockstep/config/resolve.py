@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
-from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, flatten, walk
-from lockstep.config.values import Setting, typed
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, Setting, typed, walk
 from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
 
@@ -24,7 +23,7 @@ class Resolved:
     """A configuration, and where each of its values came from."""
 
     config: RunConfig
-    sources: dict[str, str]  # every dotted key, task.* too -> "default" or the name of the layer that set it
+    sources: dict[str, str]  # every dotted key, also of task.* -> "default" or the name of the layer that set it
 
     def without_options(self) -> Resolved:
         """Return it without `task.*`, for a task object that was made with options of its own."""
@@ -33,11 +32,11 @@ class Resolved:
 
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
-    """Merge the layers, weakest first, key by key; raise every problem (`earlier` ones too) at once."""
+    """Merge the layers, weakest first, key by key; raise every problem, `earlier` ones included, at once."""
     defaults = {key: Setting(key, field.default, "default") for key, field in KEYS.items()}
-    given = _checked(layers, defaults, earlier)
-    config = RunConfig.model_validate(nest(given))
-    return Resolved(config, {key: setting.source for key, setting in (defaults | given).items()})
+    settings = _checked(layers, defaults, earlier)
+    config = RunConfig.model_validate(nest(settings))
+    return Resolved(config, {key: setting.source for key, setting in (defaults | settings).items()})
 
 
 def check(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> None:
@@ -64,27 +63,14 @@ def resolve_for(
             problem = f"the preset {name} sets preset = {inner}, and a preset cannot choose another one"
             problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
-        near = get_close_matches(name, presets, 1, 0.0)
+        near = get_close_matches(name, presets, 1, 0.0) or ["null"]
         problem = f"preset = {name} ({source}) is not a preset of the task"
         found = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
-        problems = [UserError(problem, found, f"type preset={near[0] if near else 'null'}")]
+        problems = [UserError(problem, found, f"type preset={near[0]}")]
     return resolve([*weakest, *layers], problems)
 
 
-def describe(config: RunConfig, sources: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    """Return (key, value, where it came from) of every key, for `lockstep config show`."""
-    return [(key, value, sources.get(key, "default")) for key, value in flatten(config).items()]
-
-
-def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Return (key, value in a, value in b) where they differ; a task option that one of them lacks is None there."""
-    left = flatten(a)
-    right = flatten(b)
-    keys = [key for key in left | right if key not in left or key not in right or left[key] != right[key]]
-    return [(key, left.get(key), right.get(key)) for key in keys]
-
-
-# ---- merging --------------------------------------------------------------------------------------------
+# ---- merging ----
 
 
 def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
@@ -132,27 +118,27 @@ def _checked(
     `defaults` count only in the rules between keys.
     """
     problems = list(earlier)
-    given = _merge(layers, problems)
+    merged = _merge(layers, problems)
 
     # A value of the wrong type is reported once, and kept out of the rules between keys.
-    invalid = _invalid(given)
-    problems += [_bad_value(given[key], expected) for key, expected in invalid.items()]
-    valid = {key: setting for key, setting in {**defaults, **given}.items() if key not in invalid}
-    problems += conflicts(valid) + unused(valid, layers)
+    invalid = _invalid(merged)
+    problems += [_bad_value(merged[key], expected) for key, expected in invalid.items()]
+    valid = {key: setting for key, setting in {**defaults, **merged}.items() if key not in invalid}
+    problems += [*conflicts(valid), *unused(valid, layers)]
     if problems:
         raise ConfigError(problems)
-    return given
+    return merged
 
 
 def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Setting]:
     """Return the strongest setting of every known key. Problems are appended."""
-    parts = [settings_of(values.items(), source, problems) for source, values in layers]
+    of_layers = [settings_of(values.items(), source, problems) for source, values in layers]
 
     # Any option that some layer gives to the task counts as known, so that a typo can be likened to it.
-    known = [*KEYS, *(key for settings in parts for key in settings if _inside(key, "task"))]
+    known = [*KEYS, *(key for settings in of_layers for key in settings if _inside(key, "task"))]
 
     merged: dict[str, Setting] = {}
-    for settings in parts:
+    for settings in of_layers:
         problems += [_unknown(setting, known) for key, setting in settings.items() if key not in known]
         settings = {key: setting for key, setting in settings.items() if key in known}
 
@@ -183,14 +169,14 @@ def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
             # pydantic reports each member of a union by itself, with one more part in its location.
             parts = 2 if detail["loc"][0] in SECTIONS else 1
             key = ".".join(map(str, detail["loc"][:parts]))
-            should = detail["msg"].removeprefix("Input ")
+            expected = detail["msg"].removeprefix("Input ")
             if key in invalid:
-                should = f"{invalid[key]} or {should.removeprefix('should be ')}"
-            invalid[key] = should
+                expected = f"{invalid[key]} or {expected.removeprefix('should be ')}"
+            invalid[key] = expected
     return invalid
 
 
-# ---- problems -------------------------------------------------------------------------------------------
+# ---- problems ----
 
 # Keys that other tools use -> what to type here.
 _ALIASES = {
@@ -252,9 +238,11 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
 
 
 def _bad_value(setting: Setting, expected: str) -> UserError:
-    """Say what a value should be, with one to type."""
-    found = "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"
-    return UserError(f"{setting} {expected}", found, f"type {setting.key}={typed(_meant(setting, expected))}")
+    return UserError(
+        f"{setting} {expected}",
+        ("null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"),
+        f"type {setting.key}={typed(_meant(setting, expected))}",
+    )
 
 
 def _meant(setting: Setting, expected: str) -> Any:

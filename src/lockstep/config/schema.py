@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
-from lockstep.config.values import Setting
 
 # Old key -> new key. An old one is refused with its new name; it never works silently.
 RENAMED = {"speed_weights": "load_balance"}
@@ -29,7 +29,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# ---- types ----------------------------------------------------------------------------------------------
+# ---- types ----
 
 
 def _remat(value: Any) -> str:
@@ -50,25 +50,19 @@ def _goal(value: Any) -> str:
 _NONE = BeforeValidator(lambda value: "none" if value is None else value)
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
-Scaling = Annotated[Literal["none", "sqrt", "linear"], _NONE]
-SpikePolicy = Annotated[Literal["off", "skip", "rewind", "stop"], _OFF]
-Progress = Annotated[Literal["auto", "live", "plain", "off"], _OFF]
 Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
-GradientHook = Annotated[Literal["none", "fp16", "bf16", "powersgd"], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Precision = Literal[
     "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
 ]
 
 
-# ---- sections -------------------------------------------------------------------------------------------
+# ---- sections ----
 
 
 class LrConfig(Section):
-    """The learning rate."""
-
     # Steps are optimizer steps in all keys, however many micro-batches they take.
     peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
     schedule: str = _key("constant", "shape after the warm-up, by its name in optim/schedule.py")
@@ -76,7 +70,9 @@ class LrConfig(Section):
     min_ratio: float = _key(0.0, "final rate as a fraction of the peak", ge=0, le=1)
     # A fifth of the run is the usual length of the decay in warmup-stable-decay schedules.
     decay: float = _key(0.2, "wsd: last fraction of the run, in which the rate falls", ge=0, le=1)
-    scaling: Scaling = _key("none", "how the peak scales with global batch / reference_batch")
+    scaling: Annotated[Literal["none", "sqrt", "linear"], _NONE] = _key(
+        "none", "how the peak scales with global batch / reference_batch"
+    )
     reference_batch: int | None = _key(None, "samples per step that lr.peak was tuned for", example=256, ge=1)
 
 
@@ -89,18 +85,16 @@ class ClipConfig(Section):
 
 
 class NonfiniteConfig(Section):
-    """NaN and infinite gradients."""
-
     # Skipping keeps a run alive through a rare overflow. Five in a row are no accident: the run would never recover.
     policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
     max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
 
 
 class SpikeConfig(Section):
-    """Loss spikes."""
-
     # Off by default: what is a spike depends on the data, and a skipped step is a changed training.
-    policy: SpikePolicy = _key("off", "what a step with a loss spike does")
+    policy: Annotated[Literal["off", "skip", "rewind", "stop"], _OFF] = _key(
+        "off", "what a step with a loss spike does"
+    )
     factor: float = _key(10.0, "a loss is a spike this many median absolute deviations above the median", gt=0)
     window: int = _key(64, "steps that the median is taken over", ge=8)
 
@@ -119,8 +113,6 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation on `eval_data`."""
-
     every: int | None = _key(None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1)
     batch: int | None = _key(
         None, "samples per evaluation forward; null: micro_batch if set, else at most 32", example=8, ge=1
@@ -129,8 +121,6 @@ class EvaluateConfig(Section):
 
 
 class DataConfig(Section):
-    """Loading and ordering samples."""
-
     # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
@@ -144,12 +134,12 @@ class DataConfig(Section):
 
 
 class DDPConfig(Section):
-    """Options of torch's DistributedDataParallel."""
-
     # 25 MiB is torch's default.
     bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
     find_unused_parameters: bool = _key(False, "allow parameters without a gradient; all-reduces after backward")
-    hook: GradientHook = _key("none", "gradient compression for the all-reduce; all but none are lossy")
+    hook: Annotated[Literal["none", "fp16", "bf16", "powersgd"], _NONE] = _key(
+        "none", "gradient compression for the all-reduce; all but none are lossy"
+    )
     # PowerSGD approximates a gradient matrix by one of low rank; the first steps are too rough for that.
     powersgd_rank: int = _key(4, "powersgd: rank of the compressed gradient matrices", ge=1)
     powersgd_start: int = _key(100, "powersgd: steps at the start without compression", ge=0)
@@ -180,8 +170,6 @@ class MeshConfig(Section):
 
 
 class PPConfig(Section):
-    """Pipeline parallelism."""
-
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = _key("1f1b", "order of forwards and backwards")
     stages_per_rank: int | None = _key(
         None, "stages of the model on each rank; null: interleaved 2, otherwise 1", example=2, ge=1
@@ -189,8 +177,6 @@ class PPConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
     # By time rather than by steps, because what a failure costs is time.
     every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
     minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)
@@ -205,16 +191,12 @@ class CheckpointConfig(Section):
 
 
 class RestartConfig(Section):
-    """Restarts by the launcher."""
-
     # A failure that comes back faster than that needs a person.
     per_hour: int = _key(10, "most restarts after failures within an hour; 0: none", ge=0)
     grace: float = _key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
 
 class HangConfig(Section):
-    """The watchdog."""
-
     action: Literal["restart", "stop"] = _key("restart", "what the watchdog does when no rank makes progress")
     # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
     first: float = _key(900.0, "timeout in seconds of the first time: start, compilation, ...", gt=0)
@@ -223,24 +205,22 @@ class HangConfig(Section):
 
 
 class LogConfig(Section):
-    """What is logged and shown."""
-
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "log which samples every step was trained on")
     sinks: list[str] = _key([], "where metrics go besides metrics.jsonl, by name (observe/sinks)", example=["csv"])
-    progress: Progress = _key("auto", "how progress is shown; auto: live on a terminal, else plain")
+    progress: Annotated[Literal["auto", "live", "plain", "off"], _OFF] = _key(
+        "auto", "how progress is shown; auto: live on a terminal, else plain"
+    )
 
 
 class ChecksConfig(Section):
-    """Checks during training."""
-
     # Cheap enough to be always on: the first is one gather, the second a digest of the weights now and then.
     first_batch: bool = _key(True, "check on the first step that the ranks have different samples")
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
 
 
-# ---- the configuration ----------------------------------------------------------------------------------
+# ---- the configuration ----
 
 
 class RunConfig(Section):
@@ -330,7 +310,7 @@ class RunConfig(Section):
         from lockstep.config.conflicts import conflicts, exclusive  # that module reads this one's keys
 
         settings = {key: Setting(key, value, "argument") for key, value in flatten(self).items()}
-        problems = exclusive(settings) + conflicts(settings)
+        problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
         return self
@@ -349,7 +329,28 @@ KEYS = dict(_keys(RunConfig))  # every dotted key but task.*; `KEYS[key].descrip
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} | {"task"}
 
 
-# ---- nested and dotted ----------------------------------------------------------------------------------
+# ---- values with their sources ----
+
+
+class Setting(NamedTuple):
+    """One value, and where it came from."""
+
+    key: str  # dotted
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {typed(self.value)} ({self.source})"
+
+
+def typed(value: Any) -> str:
+    """Return a value as one would type it after `key=`."""
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=str, skipkeys=True)
+
+
+# ---- nested and dotted ----
 
 
 def nested(config: BaseModel, only_set: bool = False) -> dict[str, Any]:

@@ -37,13 +37,7 @@ class Strategy:
         return self.shards_parameters or "optimizer" not in self.replicates
 
     @property
-    def uses_least_memory(self) -> bool:
-        """Whether this is the strategy to advise when memory runs out."""
-        return self.name == LEAST_MEMORY
-
-    @property
     def pipeline(self) -> bool:
-        """Whether the model is divided into stages."""
         return self.axis == "pp"
 
 

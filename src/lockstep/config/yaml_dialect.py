@@ -29,8 +29,10 @@ _KEPT = {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge")}
 
 def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Return first character -> (tag, pattern) of the plain words that are not text, as PyYAML keeps them."""
-    yaml_1_1 = yaml.SafeLoader.yaml_implicit_resolvers
-    rules = {first: [rule for rule in old if rule[0] in _KEPT] for first, old in yaml_1_1.items()}
+    rules = {
+        first: [rule for rule in old if rule[0] in _KEPT]
+        for first, old in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     for tag, pattern in _NUMBERS.items():
         for first in "+-.0123456789":
             rules.setdefault(first, []).append((tag, re.compile(pattern)))
@@ -38,7 +40,7 @@ def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads our dialect, and refuses a key that is set twice, of which PyYAML would keep the last."""
+    """Reads our dialect, and refuses a key that is set twice (PyYAML would keep the last value)."""
 
     yaml_implicit_resolvers = _scalar_rules()
 
@@ -54,8 +56,6 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes our dialect."""
-
     yaml_implicit_resolvers = _scalar_rules()
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -67,7 +67,6 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_st
 
 
 def load(text: str) -> Any:
-    """Read a document."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -87,5 +86,8 @@ def to_yaml(config: RunConfig) -> str:
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
         key = next((key for key, one in flatten(config).items() if one is value), "task")
-        problem = f"the configuration cannot be saved: YAML cannot hold {key}, a {type(value).__name__} object"
-        raise UserError(problem, "", "give it plain numbers, texts or lists") from None
+        raise UserError(
+            f"the configuration cannot be saved: YAML cannot hold {key}, a {type(value).__name__} object",
+            "",
+            "give it plain numbers, texts or lists",
+        ) from None

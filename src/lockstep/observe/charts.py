@@ -18,28 +18,25 @@ from lockstep.observe.formats import escaped
 Point = tuple[float, float]
 Style = Literal["line", "smooth", "points", "marks"]
 
-# Per drawn line: more than the pixels of a chart only costs bytes.
-MOST_POINTS = 600
-# Per series: each is an invisible circle that carries a tooltip.
-MOST_HOVERS = 150
-# Room for one character.
-CHARACTER = 9
-# Margins. The left one depends on the labels.
-RIGHT, TOP, BOTTOM = 14, 44, 30
-# (width, height)
-WIDE = (1040, 340)
+MOST_POINTS = 600  # per drawn line: more than the pixels of a chart only costs bytes
+MOST_HOVERS = 150  # per series: each is an invisible circle that carries a tooltip
+CHARACTER = 9  # room for one character
+RIGHT, TOP, BOTTOM = 14, 44, 30  # margins; the left one depends on the labels
+WIDE = (1040, 340)  # (width, height)
 NARROW = (510, 240)
 # Values beyond these would make an axis overflow.
 LARGEST = 1e290
 SMALLEST = 1e-290
+# (smallest value, unit of its labels, suffix): 5000 is easier to read than 5k.
+UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
 
 
 @dataclass
 class Series:
     """Points of one colour, in the order of their steps.
 
-    `smooth` is a faint line with its moving average over it, `points` are dots joined by a dashed line;
-    of `marks` only the step counts, each is a triangle on the x axis.
+    `smooth` is a faint line with its moving average over it, `points` are dots joined by a dashed line, and `marks`
+    are triangles on the x axis, whose values do not matter.
     """
 
     name: str
@@ -63,9 +60,8 @@ class Axis:
 
     low: float
     high: float
-    # The coordinates of `low` and of `high`.
-    start: float
-    end: float
+    start: float  # the coordinate of `low`
+    end: float  # the coordinate of `high`
     ticks: Sequence[float]
     labels: Sequence[str]
     log: bool = False
@@ -92,10 +88,10 @@ def line_chart(
     than two decades, `log=2` counts in powers of two.
     """
     width, height = WIDE if wide else NARROW
-    ys = [y for one in series for _, y in one.points if math.isfinite(y)]
+    ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
     if not ys:
-        words = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
-        return _frame(words, title, unit, width, height)
+        nothing = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
+        return _frame(nothing, title, unit, width, height)
 
     # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):
@@ -105,9 +101,9 @@ def line_chart(
 
     # The labels of the y axis decide how much room is left for the curves.
     left = 12 + CHARACTER * max(4, *map(len, y_axis.labels))
-    x_axis = _step_axis([x for one in series for x, _ in one.points], left, width - RIGHT)
+    x_axis = _step_axis([x for curve in series for x, _ in curve.points], left, width - RIGHT)
 
-    curves = "".join(_draw(one, x_axis, y_axis, unit) for one in series)
+    curves = "".join(_draw(curve, x_axis, y_axis, unit) for curve in series)
     aside = ", ".join(word for word in (unit, "log scale" if y_axis.log else "") if word)
     return _frame(_grid(x_axis, y_axis) + curves + _legend(series, width), title, aside, width, height)
 
@@ -127,22 +123,20 @@ def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
 
 
 def _legend(series: Sequence[Series], width: int) -> str:
-    """Return the names of the series, if there are several."""
-    shown = [one for one in series if one.points]
+    shown = [curve for curve in series if curve.points]
     if len(shown) < 2:
         return ""
 
-    words = []
-    for one in shown:
-        symbol = "▼" if one.style == "marks" else "●"
-        words.append(f'<tspan class="{one.style}">{symbol}</tspan> {escaped(one.name)}')
+    symbols = {"marks": "▼"}
+    words = [
+        f'<tspan class="{curve.style}">{symbols.get(curve.style, "●")}</tspan> {escaped(curve.name)}' for curve in shown
+    ]
     # An em space is wide enough to tell the names apart.
     joined = "\u2003".join(words)
     return f'<text class="legend" x="{width - RIGHT}" y="18">{joined}</text>'
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> str:
-    """Return a rule for every tick of the y axis, the x axis, and all labels."""
     left, right = x_axis.start, x_axis.end
     base = y_axis.start
     parts = []
@@ -164,14 +158,14 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
-    """Return the line or lines of a series, and its tooltips."""
     lines = [("points" if series.style == "points" else "line", series.points)]
     # A short curve is not smoothed: there is nothing to see in an average of it.
     half = min(25, len(series.points) // 60) if series.style == "smooth" else 0
     if half:
         lines = [("raw", series.points), ("line", moving_average(series.points, half))]
-    paths = "".join(f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines)
-    return paths + _tooltips(series, x_axis, y_axis, unit)
+    return "".join(
+        f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines
+    ) + _tooltips(series, x_axis, y_axis, unit)
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
@@ -225,14 +219,14 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
     # A bucket gives two points, or three.
     size = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
+    extremes: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
-        kept += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
+        extremes += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
 
-    return kept
+    return extremes
 
 
 def moving_average(points: Sequence[Point], half: int) -> list[Point]:
@@ -244,9 +238,8 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
     averages = []
     for index, (x, y) in enumerate(points):
         near = min(half, index)
-        window = [other for _, other in points[index - near : index + near + 1] if math.isfinite(other)]
-        average = math.fsum(window) / len(window) if math.isfinite(y) else math.nan
-        averages.append((x, average))
+        window = [value for _, value in points[index - near : index + near + 1] if math.isfinite(value)]
+        averages.append((x, math.fsum(window) / len(window) if math.isfinite(y) else math.nan))
 
     return averages
 
@@ -269,7 +262,6 @@ def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
 
 
 def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> Axis:
-    """Return a y axis with round numbers."""
     low, high = min(ys), max(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -289,7 +281,6 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
 
 def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
-    """Return a y axis that counts in powers of `base`."""
     low = math.floor(math.log(min(ys), base) + 1e-9)
     high = math.ceil(math.log(max(ys), base) - 1e-9)
     if low == high:
@@ -312,26 +303,17 @@ def round_ticks(low: float, high: float, about: int) -> list[float]:
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next((size * power for size in (1, 2, 5) if span / (size * power) <= about), 10 * power)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Return just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
-    unit, suffix = _tick_unit(size)
+    if 1e-3 <= size < 1e15:
+        unit, suffix = next((unit, suffix) for least, unit, suffix in UNITS if size >= least)
+    else:
+        exponent = math.floor(math.log10(size) + 1e-9)
+        unit, suffix = 10.0**exponent, f"e{exponent}"
     decimals = min(12, max(0, -math.floor(math.log10(gap / unit) + 1e-9)))
     return [f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks]
-
-
-def _tick_unit(size: float) -> tuple[float, str]:
-    """Return the number that labels count in, and its suffix."""
-    if not 1e-3 <= size < 1e15:
-        exponent = math.floor(math.log10(size) + 1e-9)
-        return 10.0**exponent, f"e{exponent}"
-
-    # (smallest value, unit, suffix): 5000 is easier to read than 5k.
-    units = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
-    return next((unit, suffix) for least, unit, suffix in units if size >= least)

@@ -11,8 +11,9 @@ import os
 import statistics
 import textwrap
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Literal, TextIO, get_args
 
 from lockstep.errors import unknown_name
 from lockstep.observe.formats import (
@@ -30,43 +31,36 @@ from lockstep.observe.formats import (
     scientific,
 )
 
-if TYPE_CHECKING:
-    from lockstep.observe.live import LiveDisplay
-
 Record = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "off"]
 
-# Records that the time left is estimated from.
-RECENT_STEPS = 20
-# The task's own metrics on one line.
-MOST_METRICS = 2
-# Columns of a line that is made of several parts, where they fit.
-WIDTH = 100
-# Events whose lines are wrapped: they are long in every run.
-WRAPPED = ("checkpoint", "end")
+RECENT_STEPS = 20  # records that the time left is estimated from
+MOST_METRICS = 2  # the task's own metrics on one line
+WIDTH = 100  # columns of a line that is made of several parts, where they fit
+WRAPPED = ("checkpoint", "end")  # events whose lines are wrapped: they are long in every run
 # What the last line shows. The rest of the summary was shown at the start.
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 
 
-def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Progress:
+def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
     """Return the display for this stream: `auto` is live on a terminal and plain lines everywhere else."""
     if mode not in get_args(Mode):
         raise unknown_name("log.progress", mode, get_args(Mode))
-    if mode == "off":
-        return Progress(None, stream)
 
     tracker = Tracker(total_steps, unit)
+    if mode == "off":
+        return Display(tracker, stream)
     obstacle = _why_not_live(stream)
     if mode != "plain" and obstacle is None:
         # rich is imported only where it is used.
         from lockstep.observe.live import LiveDisplay
 
-        return Progress(LiveDisplay(tracker, stream), stream)
+        return LiveDisplay(tracker, stream)
 
-    progress = Progress(PlainDisplay(tracker, stream), stream)
+    display = PlainDisplay(tracker, stream)
     if mode == "live":
-        progress.message(f"log.progress=live: {obstacle}; showing plain lines")
-    return progress
+        display.message(f"log.progress=live: {obstacle}; showing plain lines")
+    return display
 
 
 def _why_not_live(stream: TextIO) -> str | None:
@@ -86,49 +80,6 @@ def _why_not_live(stream: TextIO) -> str | None:
     return None
 
 
-class Progress:
-    """A display that cannot fail. Any call may come at any time, from one thread, and none raises.
-
-    A display is not worth a training run: its first failure is kept in `failure`, where a test can find it.
-    """
-
-    def __init__(self, display: PlainDisplay | LiveDisplay | None, stream: TextIO):
-        self._display = display
-        self._stream = stream
-        self.failure: Exception | None = None
-
-    def start(self, facts: Record) -> None:
-        """Begin; `facts` is the start event: task, world, device, precision, parameters."""
-        self._show("start", facts)
-
-    def update(self, record: Record) -> None:
-        """Show one record of metrics.jsonl."""
-        self._show("update", record)
-
-    def event(self, record: Record) -> None:
-        """Show one record of events.jsonl."""
-        self._show("event", record)
-
-    def message(self, text: str) -> None:
-        """Show a line of text."""
-        self._show("message", text)
-
-    def close(self) -> None:
-        """End the display."""
-        self._show("close")
-
-    def _show(self, method: str, *arguments: Any) -> None:
-        if self._display is None:
-            return
-
-        try:
-            getattr(self._display, method)(*arguments)
-        except Exception as error:
-            self.failure = self.failure or error
-            if isinstance(error, BrokenPipeError):
-                _point_at_null(self._stream)
-
-
 def _point_at_null(stream: TextIO) -> None:
     """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe gives 120."""
     # A stream without a descriptor needs no mending.
@@ -139,19 +90,17 @@ def _point_at_null(stream: TextIO) -> None:
 
 
 class Tracker:
-    """The latest of everything, and the time left. It shows nothing itself."""
+    """Keeps the latest metrics and estimates the time left. It shows nothing itself."""
 
     def __init__(self, total_steps: int, unit: str):
         self.total_steps = total_steps
         self.unit = unit
         self.facts: Record = {}
         self.last: Record = {}
-        self.last_eval: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def update(self, record: Record) -> None:
-        """Take a record of metrics, and estimate the time left."""
         step = number(record.get("step"))
         step_s = number(record.get("step_s"))
         # The first record holds compilation and warm-up.
@@ -162,47 +111,82 @@ class Tracker:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
         self.last = record
 
-    def event(self, record: Record) -> None:
-        """Take an event."""
-        if record.get("event") == "eval":
-            self.last_eval = record
 
+class Display:
+    """Shows nothing (`log.progress=off`), and is the base of the other displays.
 
-class PlainDisplay:
-    """One line per record: for files, pipes and schedulers' logs."""
+    Any call may come at any time, from one thread, and none raises: a display is not worth a training run. Its first
+    failure is kept in `failure`, where a test can find it.
+    """
+
+    failure: Exception | None = None
 
     def __init__(self, tracker: Tracker, stream: TextIO):
         self._tracker = tracker
         self._stream = stream
 
     def start(self, facts: Record) -> None:
-        """Show what is trained, and where."""
+        """Begin; `facts` is the start event: task, world, device, precision, parameters."""
+
+    def update(self, record: Record) -> None:
+        """Show one record of metrics.jsonl."""
+
+    def event(self, record: Record) -> None:
+        """Show one record of events.jsonl."""
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+
+    def close(self) -> None:
+        """End the display."""
+
+
+def never_raises(method: Callable[..., None]) -> Callable[..., None]:
+    """Keep the first failure of a display's method instead of raising it."""
+
+    @wraps(method)
+    def guarded(display: Display, *arguments: Any) -> None:
+        try:
+            method(display, *arguments)
+        except Exception as error:
+            display.failure = display.failure or error
+            if isinstance(error, BrokenPipeError):
+                _point_at_null(display._stream)
+
+    return guarded
+
+
+class PlainDisplay(Display):
+    """One line per record: for files, pipes and schedulers' logs."""
+
+    @never_raises
+    def start(self, facts: Record) -> None:
         self._tracker.facts = facts
         self.message("  ".join(title_parts(facts)))
 
+    @never_raises
     def update(self, record: Record) -> None:
-        """Show a line of metrics."""
         self._tracker.update(record)
         self.message(step_line(self._tracker))
 
+    @never_raises
     def event(self, record: Record) -> None:
-        """Show an event, unless `start` has shown it."""
-        self._tracker.event(record)
         # The last line of a run says where to find it.
         if record.get("event") == "end":
             record = {"run_dir": self._tracker.facts.get("run_dir"), **record}
+        # `start` has shown the start event.
         if record.get("event") != "start":
             self.message(event_line(record))
 
+    @never_raises
     def message(self, text: str) -> None:
-        """Write text; characters that the stream cannot encode become question marks."""
+        # Characters that the stream cannot encode become question marks.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        line = printable(text).encode(encoding, errors="replace").decode(encoding)
-        self._stream.write(line + "\n")
+        self._stream.write(printable(text).encode(encoding, errors="replace").decode(encoding) + "\n")
         self._stream.flush()
 
+    @never_raises
     def close(self) -> None:
-        """Flush the stream, which is not ours to close."""
         self._stream.flush()
 
 
@@ -210,7 +194,6 @@ class PlainDisplay:
 
 
 def title_parts(facts: Record) -> list[str]:
-    """Return the parts of the first line: task, ranks, device, precision, parameters."""
     task, device, precision = (one_line(facts.get(key, "-")) for key in ("task", "device", "precision"))
     return [task, ranks(facts.get("world")), device, precision, f"{compact(facts.get('parameters'))} parameters"]
 

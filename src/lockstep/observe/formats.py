@@ -6,10 +6,11 @@ and control characters are replaced.
 
 from __future__ import annotations
 
+import functools
 import html
 import math
 import unicodedata
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 # The unit of a task that names none.
@@ -27,13 +28,24 @@ def number(value: Any) -> float | None:
     if isinstance(value, str | bytes | bool):
         return None
 
-    # numpy scalars and tensors of one element are numbers, too.
+    # numpy scalars and tensors of one element are numbers as well.
     try:
-        found = float(value)
+        converted = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
 
-    return found if math.isfinite(found) else None
+    return converted if math.isfinite(converted) else None
+
+
+def _or_dash(write: Callable[..., str]) -> Callable[..., str]:
+    """Make a formatter of finite numbers accept any value: it returns `-` for anything else."""
+
+    @functools.wraps(write)
+    def checked(value: Any, *arguments: Any) -> str:
+        finite = number(value)
+        return "-" if finite is None else write(finite, *arguments)
+
+    return checked
 
 
 def figures(value: Any, digits: int) -> str:
@@ -41,43 +53,40 @@ def figures(value: Any, digits: int) -> str:
     # A loss of nan is news, not a missing key.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    return _figures(value, digits)
 
-    found = number(value)
-    if found is None:
-        return "-"
-    if found == 0:
+
+@_or_dash
+def _figures(value: float, digits: int) -> str:
+    if value == 0:
         return f"{0:.{digits - 1}f}"
 
     # Very small and very large numbers would need more columns than the others.
-    exponent = math.floor(math.log10(abs(found)))
+    exponent = math.floor(math.log10(abs(value)))
     if not -3 <= exponent <= 5:
-        return f"{found:.{max(1, digits - 3)}e}"
+        return f"{value:.{max(1, digits - 3)}e}"
 
     decimals = min(4, max(0, digits - 1 - exponent))
-    return f"{found:.{decimals}f}"
+    return f"{value:.{decimals}f}"
 
 
-def scientific(value: Any) -> str:
+@_or_dash
+def scientific(value: float) -> str:
     """Return a number as `1.0e-03`."""
-    found = number(value)
-    return "-" if found is None else f"{found:.1e}"
+    return f"{value:.1e}"
 
 
-def compact(value: Any) -> str:
+@_or_dash
+def compact(value: float) -> str:
     """Return three significant digits and a thousands suffix: `57.6k`, `1.05M`, `900`, `0.25`."""
-    found = number(value)
-    if found is None:
-        return "-"
-
     for suffix in ("", "k", "M", "B", "T"):
         # 999.5 would be shown as 1000.
-        if abs(found) < 999.5:
-            return f"{found:.3g}{suffix}"
-
-        found /= 1000
+        if abs(value) < 999.5:
+            return f"{value:.3g}{suffix}"
+        value /= 1000
 
     # There is no suffix for more than 999 T.
-    return f"{found * 1e15:.1e}"
+    return f"{value * 1e15:.1e}"
 
 
 def rate_key(unit: str) -> str:
@@ -85,29 +94,22 @@ def rate_key(unit: str) -> str:
     return "samples_per_s" if unit == SAMPLE else "weight_per_s"
 
 
-def rate(per_second: Any, unit: str) -> str:
-    """Return a rate as `57.6k token/s`."""
-    return "-" if number(per_second) is None else f"{compact(per_second)} {unit}/s"
+@_or_dash
+def rate(per_second: float, unit: str) -> str:
+    return f"{compact(per_second)} {unit}/s"
 
 
-def megabytes(value: Any) -> str:
-    """Return an amount of memory in MB, or in GB if it is large."""
-    found = number(value)
-    if found is None:
-        return "-"
-
+@_or_dash
+def megabytes(value: float) -> str:
     # 10,000 MB would take more columns.
-    return f"{found:.0f} MB" if abs(found) < 9999.5 else f"{found / 1024:.1f} GB"
+    return f"{value:.0f} MB" if abs(value) < 9999.5 else f"{value / 1024:.1f} GB"
 
 
-def duration(seconds: Any) -> str:
+@_or_dash
+def duration(seconds: float) -> str:
     """Return a time as `0:42`, `1:02:03` or `2d 01:02:03`."""
-    found = number(seconds)
-    if found is None:
-        return "-"
-
     # The time left may be estimated below 0.
-    minutes, second = divmod(max(0, round(found)), 60)
+    minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:
@@ -116,12 +118,9 @@ def duration(seconds: Any) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minutes}:{second:02}"
 
 
-def ranks(world: Any) -> str:
-    """Return `1 rank` or `4 ranks`."""
-    found = number(world)
-    if found is None:
-        return "-"
-    return "1 rank" if found == 1 else f"{found:.0f} ranks"
+@_or_dash
+def ranks(world: float) -> str:
+    return "1 rank" if world == 1 else f"{world:.0f} ranks"
 
 
 # ---- text ----
@@ -129,12 +128,9 @@ def ranks(world: Any) -> str:
 
 def printable(value: Any) -> str:
     """Return text that cannot steer a terminal or break a page: `\ufffd` for control characters and surrogates."""
-
-    def is_safe(character: str) -> bool:
-        return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
-
     text = str(value).replace("\r\n", "\n")
-    return "".join(character if is_safe(character) else "\ufffd" for character in text)
+    unsafe = {character for character in set(text) - {"\n", "\t"} if unicodedata.category(character) in ("Cc", "Cs")}
+    return "".join("\ufffd" if character in unsafe else character for character in text)
 
 
 def escaped(value: Any) -> str:
@@ -143,7 +139,6 @@ def escaped(value: Any) -> str:
 
 
 def one_line(value: Any, most: int = 160) -> str:
-    """Return text on one line, truncated to `most` characters."""
     text = " ".join(printable(value).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -153,15 +148,21 @@ def one_line(value: Any, most: int = 160) -> str:
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one, with dotted keys."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in values.items():
-        dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found |= flat(value, f"{dotted}.")
+            dotted |= flat(value, f"{prefix}{key}.")
         else:
-            found[dotted] = value
+            dotted[f"{prefix}{key}"] = value
 
-    return found
+    return dotted
+
+
+def finite(value: Any) -> Any:
+    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> list[str]:

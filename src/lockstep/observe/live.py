@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.observe.console import Record, Tracker, event_line, metric_parts, title_parts
+from lockstep.observe.console import Display, Record, Tracker, event_line, metric_parts, never_raises, title_parts
 from lockstep.observe.formats import (
     SAMPLE,
     duration,
@@ -35,15 +35,16 @@ STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for dat
 MUCH_WAITING = 0.05
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A few lines at the bottom of the terminal, redrawn by rich's thread; all else scrolls above them.
 
     That thread takes no lock: it only reads attributes, and those are replaced, never changed.
     """
 
     def __init__(self, tracker: Tracker, stream: TextIO):
-        self._tracker = tracker
+        super().__init__(tracker, stream)
         self._open = False
+        self._last_eval: Record = {}
         # When the run began, and when the last record came.
         self._began = self._updated = time.monotonic()
         self._live = Live(
@@ -55,40 +56,42 @@ class LiveDisplay:
             redirect_stderr=bool(sys.stderr and sys.stderr.isatty()),
         )
 
+    @never_raises
     def start(self, facts: Record) -> None:
-        """Begin to draw."""
         self._tracker.facts = facts
         self._began = self._updated = time.monotonic()
         _restore_streams_in_children(self._live)
         self._open = True
         self._live.start()
 
+    @never_raises
     def update(self, record: Record) -> None:
-        """Take a record of metrics: the next frame shows it."""
         self._tracker.update(record)
         self._updated = time.monotonic()
 
+    @never_raises
     def event(self, record: Record) -> None:
-        """Print an event above the display, unless the display itself shows it."""
-        self._tracker.event(record)
-        if record.get("event") not in ("start", "eval", "end"):
+        # The frame shows start, end and evaluations; everything else scrolls above it.
+        if record.get("event") == "eval":
+            self._last_eval = record
+        elif record.get("event") not in ("start", "end"):
             self.message(event_line(record))
 
+    @never_raises
     def message(self, text: str) -> None:
-        """Print a line above the display."""
         # A Text, not a string: rich would read [brackets] in a string as its own markup.
         self._live.console.print(Text(printable(text)))
 
+    @never_raises
     def close(self) -> None:
-        """Leave the last frame on the terminal."""
+        # The last frame stays on the terminal.
         self._open = False
         self._live.stop()
 
     # ---- drawing, in rich's thread ----
 
     def _frame(self) -> RenderableType:
-        facts = " · ".join(title_parts(self._tracker.facts))
-        title = Text(facts, style="bold", no_wrap=True, overflow="ellipsis")
+        title = Text(" · ".join(title_parts(self._tracker.facts)), style="bold", no_wrap=True, overflow="ellipsis")
 
         # Building and compiling a model may take minutes.
         if not self._tracker.last:
@@ -101,17 +104,12 @@ class LiveDisplay:
         now = time.monotonic()
         total = self._tracker.total_steps
         step = number(self._tracker.last.get("step")) or 0
-        words = [
-            f"{step:.0f}/{total}",
-            f"{step / max(1, total):.0%}",
-            f"{duration(now - self._began)} elapsed",
-        ]
+        words = [f"{step:.0f}/{total}", f"{step / max(1, total):.0%}", f"{duration(now - self._began)} elapsed"]
 
         # The clock runs on between records. After the end there is no time left to show.
         if self._open:
             left = self._tracker.seconds_left
-            passed = now - self._updated
-            words.append(f"{duration(None if left is None else left - passed)} left")
+            words.append(f"{duration(None if left is None else left - (now - self._updated))} left")
 
         # The bar takes the width that the words leave.
         row = Table.grid(padding=(0, 2), expand=True)
@@ -121,10 +119,10 @@ class LiveDisplay:
         return row
 
     def _loss_parts(self) -> Iterable[tuple[str, str]]:
-        found = self._tracker.last_eval
+        evaluation = self._last_eval
         yield "loss", figures(self._tracker.last.get("loss"), 4)
-        if found:
-            yield "eval", f"{figures(found.get('loss'), 4)} at {one_line(found.get('step', '-'))}"
+        if evaluation:
+            yield "eval", f"{figures(evaluation.get('loss'), 4)} at {one_line(evaluation.get('step', '-'))}"
 
     def _optimizer_parts(self) -> Iterable[tuple[str, str]]:
         last = self._tracker.last
@@ -172,13 +170,11 @@ def _restore_streams_in_children(live: Live) -> None:
     """
     # A hook at fork cannot be removed: it must not keep the display alive.
     drawing = weakref.ref(live)
-    stdout = sys.stdout
-    stderr = sys.stderr
+    streams = (sys.stdout, sys.stderr)
 
     def restore() -> None:
         parent = drawing()
         if parent is not None and parent.is_started:
-            sys.stdout = stdout
-            sys.stderr = stderr
+            sys.stdout, sys.stderr = streams
 
     os.register_at_fork(after_in_child=restore)

@@ -17,14 +17,12 @@ from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, Weight
 
-# Losses that are kept before they are added up: appending to a list is all that the hot path does.
+# Losses that are collected before they are added up: appending to a list is all that the hot path does.
 FOLD_AT = 128
 
-# 2^-1074 is the smallest float above 0.
-SMALLEST_POWER = 1074
+SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
-# (name, sum, weight)
-Term = tuple[str, Weight, Weight]
+Term = tuple[str, Weight, Weight]  # (name, sum, weight)
 # A multiple of 2^-1074, as an integer; a float only if it is nan or infinite.
 Exact = int | float
 
@@ -38,7 +36,7 @@ class Sums:
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
     def add(self, loss: Loss) -> None:
-        """Add one micro-batch. The device is not waited for.
+        """Add one micro-batch without waiting for the device.
 
         Nothing is added up here: that would be one more kernel per micro-batch.
         """
@@ -52,7 +50,6 @@ class Sums:
         return [total for total, _ in self._losses]
 
     def merge(self, other: Sums) -> None:
-        """Add all that `other` holds."""
         self._losses += other._losses
         self._metrics += other._metrics
         if len(self._losses) >= FOLD_AT:
@@ -66,8 +63,11 @@ class Sums:
         # Sums are tensors or plain numbers, as the task gave them. The plain ones travel together.
         self._fold()
         flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
-        known = [0.0 if isinstance(value, Tensor) else value for value in flat]
-        pinned = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
+        pinned = torch.tensor(
+            [0.0 if isinstance(value, Tensor) else value for value in flat],
+            dtype=torch.float64,
+            pin_memory=device.type == "cuda",
+        )
         packed = pinned.to(device, non_blocking=True)
 
         # Tensors are added on the device: the host does not wait for them.
@@ -77,7 +77,7 @@ class Sums:
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the same, summed over all ranks, on the host, for a checkpoint. Collective.
+        """Return what `take` returns, summed over all ranks, on the host, for a checkpoint. Collective.
 
         This is a host-device synchronisation.
         """
@@ -93,23 +93,21 @@ class Sums:
 
     def _terms(self) -> list[Term]:
         """Return what has not been folded yet, and forget it."""
-        found = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
+        collected = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
         self._losses = []
         self._metrics = []
-        return found
+        return collected
 
     def _fold(self) -> None:
         """Add up what has been collected, with one stacked sum per name."""
-        # The sum so far is the first part of the next one.
-        parts: dict[str, tuple[list[Weight], list[Weight]]] = {
-            name: ([total], [weight]) for name, (total, weight) in self._folded.items()
-        }
+        # The sum so far is the first summand of the next one.
+        summands = {name: ([total], [weight]) for name, (total, weight) in self._folded.items()}
         for name, total, weight in self._terms():
-            totals, weights = parts.setdefault(name, ([], []))
+            totals, weights = summands.setdefault(name, ([], []))
             totals.append(total)
             weights.append(weight)
 
-        self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in parts.items()}
+        self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in summands.items()}
 
 
 class ExactSums(Sums):
@@ -121,16 +119,16 @@ class ExactSums(Sums):
     def __init__(self, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        # name -> [sum, weight]
-        self._exact: dict[str, list[Exact]] = {}
+        self._exact: dict[str, list[Exact]] = {}  # name -> [sum, weight]
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
         totals = self.take_global(names, self._collectives)
-        mine = [0.0] * len(totals)
-        if self._collectives.world.rank == 0:
-            mine = [from_exact(exact_from_text(total)) for total in totals]
-        return torch.tensor(mine, dtype=torch.float64, device=device)
+        if self._collectives.world.rank:
+            return torch.zeros(len(totals), dtype=torch.float64, device=device)
+        return torch.tensor(
+            [from_exact(exact_from_text(total)) for total in totals], dtype=torch.float64, device=device
+        )
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
         """Return the sums over all ranks, as text that loses nothing. Collective.
@@ -138,22 +136,25 @@ class ExactSums(Sums):
         Every rank adds up the same integers, so that all have the same result, whatever the number of ranks.
         """
         self._fold()
-        mine = [exact_to_text(part) for name in names for part in self._exact.pop(name, [0, 0])]
-        totals: list[Exact] = [0] * len(mine)
-        for theirs in collectives.gather_json(mine):
-            totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, theirs, strict=True)]
+        local = [exact_to_text(value) for name in names for value in self._exact.pop(name, [0, 0])]
+        totals: list[Exact] = [0] * len(local)
+        for texts in collectives.gather_json(local):
+            totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
         return [exact_to_text(total) for total in totals]
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
-        """Add what `take_global` has returned."""
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
             self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def _fold(self) -> None:
-        """Add up what has been collected, without rounding, on the host."""
-        found = self._terms()
-        numbers = _as_floats([part for _, *pair in found for part in pair])
-        for (name, *_), total, weight in zip(found, numbers[0::2], numbers[1::2], strict=True):
+        collected = self._terms()
+        values = [value for _, *pair in collected for value in pair]
+
+        # Those on a device are fetched together: one synchronisation.
+        tensors = [value.double() for value in values if isinstance(value, Tensor)]
+        fetched = iter(torch.stack(tensors).tolist() if tensors else [])
+        numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
+        for (name, *_), total, weight in zip(collected, numbers[0::2], numbers[1::2], strict=True):
             self._add(name, to_exact(total), to_exact(weight))
 
     def _add(self, name: str, total: Exact, weight: Exact) -> None:
@@ -162,7 +163,6 @@ class ExactSums(Sums):
 
 
 def terms(loss: Loss) -> Iterator[Term]:
-    """Yield the loss and each metric, detached."""
     yield "loss", loss.total.detach(), loss.weight
     yield from metric_terms(loss)
 
@@ -192,14 +192,7 @@ def _add_up(values: list[Weight]) -> Weight:
     return torch.stack(tensors).sum() + plain if tensors else plain
 
 
-def _as_floats(values: list[Weight]) -> list[float]:
-    """Return the values on the host. Those on a device are fetched together: one synchronisation."""
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
-
-
-# ---- sums without rounding ------------------------------------------------------------------------------
+# ---- sums without rounding ----
 
 
 def to_exact(value: float) -> Exact:
@@ -224,11 +217,11 @@ def from_exact(value: Exact) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def add_exact(one: Exact, other: Exact) -> Exact:
+def add_exact(a: Exact, b: Exact) -> Exact:
     """Add two numbers. Nothing finite changes one that is not."""
-    if isinstance(one, int) != isinstance(other, int):
-        return other if isinstance(one, int) else one
-    return one + other
+    if isinstance(a, int) != isinstance(b, int):
+        return b if isinstance(a, int) else a
+    return a + b
 
 
 def exact_to_text(value: Exact) -> str:

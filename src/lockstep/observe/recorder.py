@@ -12,25 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 
 from lockstep.observe import stragglers
-from lockstep.observe.console import Progress, fact_lines, make_progress
+from lockstep.observe.console import Display, fact_lines, make_progress
 from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotients
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
 
 MIB = 2**20
-
-
-class _Pending(NamedTuple):
-    """A line of metrics whose numbers are still on their way from the device."""
-
-    arrived: Callable[[], bool]
-    record: Callable[[], dict[str, Any]]
 
 
 class Recorder:
@@ -50,8 +43,7 @@ class Recorder:
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
         self._late_data = stragglers.LateDataWatch()
-        # Whether time for data is time for which the device waits.
-        self.watch_data = False
+        self.watch_data = False  # whether the device waits while a rank waits for data
         self._spent = dict(runtime.heartbeat.spent)
 
         # Only rank 0 writes records.
@@ -59,17 +51,13 @@ class Recorder:
         self._records = RunJsonl(run_dir) if runtime.is_main else None
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
         self._warned_of_disk = False
-        self._displays: list[Progress] = []
-        # Events from before there was a display.
-        self._early: list[dict[str, Any]] = []
-        self._pending: list[_Pending] = []
+        self._displays: list[Display] = []
+        self._early: list[dict[str, Any]] = []  # events from before there was a display
+        # Lines of metrics whose numbers are still on their way from the device: (have they arrived?, make the record).
+        self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
-        # Of this rank, in the running interval.
-        self._since = time.perf_counter()
-        self.data_wait_s = 0.0
-        self.micro_batches = 0
-        # The weight of the interval's steps from before a resume.
-        self._carried_weight = 0.0
+        self.start_clock()
+        self._carried_weight = 0.0  # of the interval's steps from before a resume
         self._process = psutil.Process()
 
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:
@@ -96,7 +84,7 @@ class Recorder:
     # ---- metrics ----
 
     def start_clock(self) -> None:
-        """Begin an interval."""
+        """Begin an interval. What it counts is this rank's own."""
         self._since = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0
@@ -106,15 +94,14 @@ class Recorder:
         self._since += seconds
 
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
-        """End an interval of `steps`, of which some were skipped. Collective.
+        """End an interval of `steps`, `skipped` of them skipped. Collective.
 
         The sums are reduced over ranks, and written once they have arrived on the host. `facts` are the other
         numbers of the line, which are equal on all ranks: step, learning rate, norm, epoch, loss scale.
         """
         # One all-reduce carries the sums, followed by the times of all ranks.
         names = list(self.names)
-        taken = sums.take(names, self.runtime.device)
-        packed = self.runtime.collectives.sum_(torch.cat([taken, self._times(steps)]))
+        packed = self.runtime.collectives.sum_(torch.cat([sums.take(names, self.runtime.device), self._times(steps)]))
 
         # Time and memory are those of rank 0, whose line it is.
         seconds = time.perf_counter() - self._since
@@ -142,28 +129,28 @@ class Recorder:
             self._report_waiting(values[2 * len(names) :], facts["step"])
             return _record(names, values, seconds, facts, carried, skipped)
 
-        self._pending.append(_Pending(_arrival(packed), record))
+        self._pending.append((_arrival(packed), record))
         self.poll()
 
     def poll(self, wait: bool = False) -> None:
         """Write the lines whose numbers have arrived from the device. It costs nothing if there are none."""
-        while self._pending and (wait or self._pending[0].arrived()):
+        while self._pending and (wait or self._pending[0][0]()):
             # Host-device synchronisation, at the end of a run only.
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
 
-            self.last = self._pending.pop(0).record()
+            _, record = self._pending.pop(0)
+            self.last = record()
             self._write(self.last)
             for display in self._displays:
-                with self._ignoring_disk_errors():
-                    display.update(self.last)
+                display.update(self.last)
 
-    def agree_on_names(self, mine: set[str]) -> None:
+    def agree_on_names(self, seen: set[str]) -> None:
         """Learn the metrics that some rank has seen for the first time. Collective.
 
-        From now on every rank sums them in the same order; `mine` are those that this rank has seen.
+        From now on every rank sums them in the same order; `seen` are those of this rank.
         """
-        names = {name for names in self.runtime.collectives.gather_json(sorted(mine)) for name in names}
+        names = {name for names in self.runtime.collectives.gather_json(sorted(seen)) for name in names}
         self.names = ["loss", *sorted(names - {"loss"})]
 
     def interval_state(self, sums: Sums) -> dict[str, Any]:
@@ -185,24 +172,23 @@ class Recorder:
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])
-        weight = state["totals"][2 * self.names.index("loss") + 1]
-        self._carried_weight = from_exact(exact_from_text(weight))
+        self._carried_weight = from_exact(exact_from_text(state["totals"][2 * self.names.index("loss") + 1]))
 
     def _times(self, steps: int) -> torch.Tensor:
         """Return (ranks * WIDTH,) zeros with this rank's seconds in its own slot, so that one sum holds all ranks'."""
         world = self.runtime.world
-        width = stragglers.WIDTH
-        slots = torch.zeros(world.size * width, dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda")
+        slots = torch.zeros(
+            (world.size, stragglers.WIDTH), dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda"
+        )
 
         # The heartbeat counts the seconds of every phase since the start.
-        now = dict(self.runtime.heartbeat.spent)
-        mine = stragglers.pack(self._spent, now, steps, self.micro_batches)
-        slots[world.rank * width : (world.rank + 1) * width] = torch.tensor(mine, dtype=torch.float64)
-        self._spent = now
-        return slots.to(self.runtime.device, non_blocking=True)
+        spent = dict(self.runtime.heartbeat.spent)
+        figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
+        slots[world.rank] = torch.tensor(figures, dtype=torch.float64)
+        self._spent = spent
+        return slots.flatten().to(self.runtime.device, non_blocking=True)
 
     def _report_waiting(self, values: list[float], step: int) -> None:
-        """Log a rank that the others wait for, and GPUs that wait for data."""
         rows = stragglers.unpack(values)
         if self.watch_data and (late := self._late_data.look(rows)):
             self.event("warning", step=step, reason=late)
@@ -228,8 +214,7 @@ class Recorder:
         if not self._displays:
             self._early.append(record)
         for display in self._displays:
-            with self._ignoring_disk_errors():
-                display.event(record)
+            display.event(record)
 
         # Displays show only the last line of a traceback.
         if "traceback" in fields:
@@ -243,7 +228,6 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        """Close all displays and files."""
         for part in (*self._displays, self._records, self._sinks, self._log):
             if part is not None:
                 with self._ignoring_disk_errors():
@@ -288,13 +272,12 @@ def _record(
 ) -> dict[str, Any]:
     """Return a line of metrics.
 
-    `packed` holds (sum, weight) of every name, then figures that do not belong here. `carried` is weight from before a
-    resume, for which no time was spent here.
+    `packed` holds (sum, weight) of every name, followed by figures of the ranks. `carried` is weight from before a
+    resume, which took none of these `seconds`.
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
     # None if no step of the interval is known yet (a GPU's results come a step late) or all had weight 0. NaN if steps
     # were skipped: that must show.
     loss = means.pop("loss", math.nan if skipped else None)
-    rate = (weight - carried) / seconds
-    return {"loss": loss, **facts, "weight": weight, "weight_per_s": rate, "metrics": means}
+    return {"loss": loss, **facts, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}

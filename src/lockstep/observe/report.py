@@ -7,12 +7,18 @@ A file that is missing or damaged costs its part of the page, never the page.
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lockstep.errors import UserError
 from lockstep.observe.charts import Point, Series, Style, line_chart
@@ -30,13 +36,15 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
-from lockstep.observe.run_record import Record, RunRecord, read_run
+from lockstep.observe.sinks.jsonl import read_jsonl
+
+Record = dict[str, Any]
 
 # The newest events are shown, and the first of the task's own metrics.
 MOST_EVENTS = 400
 MOST_METRICS = 8
 
-# The style of events that are no good news.
+# The style of events that are bad news.
 TROUBLE = {"skip": "warn", "warning": "warn", "error": "bad"}
 
 
@@ -54,11 +62,98 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return path
 
 
+# ---- the run folder, read back ----
+
+
+@dataclass
+class RunRecord:
+    name: str
+    metrics: list[Record]  # flat: the task's own metrics are `metrics.NAME`
+    events: list[Record]
+    config: Record
+    sources: Record
+    plan: Record
+    summary: Record
+    notes: dict[str, str]  # file -> why it could not be read
+
+    @cached_property
+    def evals(self) -> list[Record]:
+        """The evaluations, flat, one per step."""
+        return without_undone(flat(event) for event in self.events if event.get("event") == "eval")
+
+    @cached_property
+    def facts(self) -> Record:
+        """All that is known of the run as a whole. Where two records differ, the later one counts."""
+        # In the order in which they were written.
+        facts: Record = {}
+        for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
+            facts |= {key: value for key, value in record.items() if value is not None}
+        return facts
+
+    @property
+    def unit(self) -> str:
+        """What a loss weight of 1 is."""
+        return str(self.facts.get("unit", SAMPLE))
+
+    def last_event(self, kind: str) -> Record:
+        return next((event for event in reversed(self.events) if event.get("event") == kind), {})
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder. A file that is missing or damaged is a note, not an error."""
+    notes: dict[str, str] = {}
+
+    def read(file: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
+        try:
+            return reader(folder / file)
+        except FileNotFoundError:
+            notes[file] = f"{file} is not there"
+        except (OSError, ValueError, yaml.YAMLError, UserError) as error:
+            notes[file] = f"{file} could not be read: {error}"
+
+        return otherwise
+
+    return RunRecord(
+        name=folder.resolve().name,
+        metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
+        events=read("events.jsonl", read_jsonl, []),
+        config=read("config.yaml", _read_mapping, {}),
+        sources=read("config.sources.json", _read_mapping, {}),
+        plan=read("plan.json", _read_mapping, {}),
+        summary=read("summary.json", _read_mapping, {}),
+        notes=notes,
+    )
+
+
+def _read_mapping(path: Path) -> Record:
+    # `safe_load`: nothing that a file holds can run code.
+    text = path.read_text(encoding="utf-8")
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")
+    return values
+
+
+def without_undone(records: Iterable[Record]) -> list[Record]:
+    """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
+    newest: list[Record] = []
+    for record in records:
+        step = number(record.get("step"))
+        if step is None:
+            continue
+
+        # A step that comes again undoes all that came after it.
+        while newest and newest[-1]["step"] >= step:
+            newest.pop()
+        newest.append(record)
+
+    return newest
+
+
 # ---- the page ----
 
 
 def page(run: RunRecord) -> str:
-    """Return the whole page."""
     task = str(run.facts.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
@@ -73,11 +168,11 @@ def page(run: RunRecord) -> str:
 <body>
 <main>
 {header(run, task)}
-{curves(run)}
+{section("Curves", curves(run) if run.metrics else nothing_in(run, "metrics.jsonl"))}
 {sample(run)}
-{config_table(run)}
-{plan_table(run)}
-{events_table(run)}
+{section("Configuration", config_table(run) if run.config else nothing_in(run, "config.yaml"))}
+{section("Plan", plan_table(run))}
+{section("Events", events_table(run) if run.events else nothing_in(run, "events.jsonl"))}
 <footer>Written by Lockstep on {_clock(datetime.now(UTC).timestamp())}<br/>
 {escaped(" · ".join(run.notes.values()))}</footer>
 </main>
@@ -87,7 +182,6 @@ def page(run: RunRecord) -> str:
 
 
 def section(title: str, body: str) -> str:
-    """Return a part of the page with its heading."""
     return f"<section>\n<h2>{escaped(title)}</h2>\n{body}\n</section>"
 
 
@@ -100,9 +194,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
     """Return a table; `styles` holds a class for every row, or nothing."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
-    for index, row in enumerate(rows):
+    for row, style in zip_longest(rows, styles, fillvalue=""):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
-        style = styles[index] if styles else ""
         body += f'<tr class="{style}">{cells}</tr>'
 
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -118,7 +211,6 @@ def _plain(value: Any) -> str:
 
 
 def _clock(seconds: Any) -> str:
-    """Return the date and time of a record."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (TypeError, OverflowError, OSError, ValueError):
@@ -129,7 +221,6 @@ def _clock(seconds: Any) -> str:
 
 
 def header(run: RunRecord, task: str) -> str:
-    """Return the head of the page: how the run ended, and its key numbers."""
     state, label, reason = outcome(run)
     why = f'<p class="reason {state}">{escaped(reason)}</p>' if reason else ""
     cards = "".join(
@@ -146,16 +237,12 @@ def header(run: RunRecord, task: str) -> str:
 
 def outcome(run: RunRecord) -> tuple[str, str, str]:
     """Return (style, label, reason): how the run ended, as far as the folder tells."""
-    for event in reversed(run.events):
-        kind = event.get("event")
-        if kind == "end":
-            return "good", "finished", ""
-        if kind == "error":
-            reason = event.get("message") or event.get("error") or "No reason was recorded."
-            return "bad", "failed", str(reason)
-        # What came before the last start is an earlier attempt.
-        if kind == "start":
-            break
+    # What came before the last start is an earlier attempt.
+    last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
+    if last.get("event") == "end":
+        return "good", "finished", ""
+    if last.get("event") == "error":
+        return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
 
     # The events may be lost or damaged: a summary is written at the end only.
     if run.summary and not run.events:
@@ -172,8 +259,8 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     known = {**(run.metrics[-1] if run.metrics else {}), **facts}
 
     latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
-    finite = [found for found in run.evals if number(found.get("loss")) is not None]
-    best = min(finite, key=lambda found: found["loss"], default=latest)
+    finite = [evaluation for evaluation in run.evals if number(evaluation.get("loss")) is not None]
+    best = min(finite, key=lambda evaluation: evaluation["loss"], default=latest)
 
     # A run that has not ended may not know all of these.
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
@@ -186,8 +273,8 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     counted = "samples" if unit == SAMPLE else "weight"
     return [
         ("Final loss", figures(known.get("loss"), 4), ""),
-        ("Best eval loss", figures(best.get("loss"), 4), _at_step(best)),
-        ("Last eval loss", figures(latest.get("loss"), 4), _at_step(latest)),
+        ("Best eval loss", figures(best.get("loss"), 4), f"step {best['step']}" if "step" in best else ""),
+        ("Last eval loss", figures(latest.get("loss"), 4), f"step {latest['step']}" if "step" in latest else ""),
         ("Steps", " / ".join(of_steps) or "-", " · ".join(counts)),
         ("Samples", compact(total(run.metrics, "samples")), tokens),
         ("Wall time", duration(wall_seconds(run)), ""),
@@ -200,19 +287,14 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _at_step(record: Record) -> str:
-    return f"step {record['step']}" if "step" in record else ""
-
-
 def amounts(records: Sequence[Record], key: str) -> list[float]:
-    """Return the finite numbers that records hold under a key."""
     return [amount for record in records if (amount := number(record.get(key))) is not None]
 
 
 def total(records: Sequence[Record], key: str) -> float | None:
     """Return all of a quantity that the records count interval by interval."""
-    found = amounts(records, key)
-    return math.fsum(found) if found else None
+    counts = amounts(records, key)
+    return math.fsum(counts) if counts else None
 
 
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
@@ -229,7 +311,7 @@ def mean_rate(records: Sequence[Record], key: str) -> float | None:
 
 
 def wall_seconds(run: RunRecord) -> float | None:
-    """Return how long the run took, or how long it has left records so far."""
+    """Return how long the run took, or the time that its records span so far."""
     if "seconds" in run.facts:
         return number(run.facts["seconds"])
     times = amounts([*run.events, *run.metrics], "time")
@@ -240,16 +322,15 @@ def wall_seconds(run: RunRecord) -> float | None:
 
 
 def curves(run: RunRecord) -> str:
-    """Return a chart for every kind of number that the run has logged."""
-    if not run.metrics:
-        return section("Curves", nothing_in(run, "metrics.jsonl"))
-
     def series(key: str, name: str, style: Style = "line") -> list[Series]:
         return [Series(name, curve(run.metrics, key), style)]
 
+    # The same chart for wide and for narrow screens; the style sheet shows one of them.
+    skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
+    loss = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     charts = [
-        # The loss comes first, and is wide where the screen is.
-        *loss_charts(run),
+        line_chart(loss, "Loss", log=10, wide=True),
+        line_chart(loss, "Loss", log=10),
         line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
         line_chart(series("lr", "learning rate"), "Learning rate", zero=True),
         line_chart(series("grad_norm", "norm", "smooth"), "Gradient norm", log=10),
@@ -260,56 +341,36 @@ def curves(run: RunRecord) -> str:
 
     # A dict keeps the order in which metrics appeared.
     own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
-    for key in list(own)[:MOST_METRICS]:
-        charts.append(line_chart(train_and_eval(run, key), key.removeprefix("metrics.")))
-    return section("Curves", f'<div class="grid">{"".join(charts)}</div>')
-
-
-def loss_charts(run: RunRecord) -> list[str]:
-    """Return the same chart for wide and for narrow screens; the style sheet shows one of them."""
-    skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
-    series = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
-    return [line_chart(series, "Loss", log=10, wide=wide) for wide in (True, False)]
+    charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MOST_METRICS]]
+    return f'<div class="grid">{"".join(charts)}</div>'
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
-    """Return a number of the training and the same of the evaluations."""
     return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
 
 
 def curve(records: Iterable[Record], key: str) -> list[Point]:
     """Return (step, value) of the records that have this key; NaN for a value that is not a finite number."""
-    points = []
-    for record in records:
-        step = number(record.get("step"))
-        if key in record and step is not None:
-            value = number(record[key])
-            points.append((step, math.nan if value is None else value))
-
-    return points
+    points = [(number(record.get("step")), number(record[key])) for record in records if key in record]
+    return [(step, math.nan if value is None else value) for step, value in points if step is not None]
 
 
 # ---- text and tables ----
 
 
 def sample(run: RunRecord) -> str:
-    """Return the text that the task has shown at the end."""
     text = run.last_event("sample").get("text")
     return section("Sample", f"<pre>{escaped(text)}</pre>") if text else ""
 
 
 def config_table(run: RunRecord) -> str:
-    """Return every setting with its source; those that were chosen come before the defaults."""
-    if not run.config:
-        return section("Configuration", nothing_in(run, "config.yaml"))
-
     heads = ("Key", "Value", "Source")
     rows = [(key, value, source_of(key, run.sources)) for key, value in flat(run.config).items()]
     chosen = [row for row in rows if row[2] != "default"]
     defaults = [row for row in rows if row[2] == "default"]
     # Most settings are defaults: they are folded away.
     rest = f"<summary>{len(defaults)} values left at their default</summary>{table(heads, defaults)}"
-    return section("Configuration", f"{table(heads, chosen)}<details>{rest}</details>")
+    return f"{table(heads, chosen)}<details>{rest}</details>"
 
 
 def source_of(key: str, sources: Record) -> str:
@@ -320,23 +381,18 @@ def source_of(key: str, sources: Record) -> str:
 
 
 def plan_table(run: RunRecord) -> str:
-    """Return the banner of the run, then the derived values with the reasons that the plan gives for them."""
     facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
     values = flat(run.plan)
     if not values:
-        return section("Plan", lead + nothing_in(run, "plan.json"))
+        return lead + nothing_in(run, "plan.json")
 
     derived = [key for key in values if not key.startswith("reasons.")]
     rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
-    return section("Plan", lead + table(("Derived value", "Value", "Reason"), rows))
+    return lead + table(("Derived value", "Value", "Reason"), rows)
 
 
 def events_table(run: RunRecord) -> str:
-    """Return the newest events, with the time since the first one."""
-    if not run.events:
-        return section("Events", nothing_in(run, "events.jsonl"))
-
     began = number(run.events[0].get("time"))
     shown = run.events[-MOST_EVENTS:]
     rows = []
@@ -350,4 +406,4 @@ def events_table(run: RunRecord) -> str:
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""
-    return section("Events", lead + table(("Time", "Event", "Step", "Details"), rows, styles))
+    return lead + table(("Time", "Event", "Step", "Details"), rows, styles)

@@ -1,12 +1,11 @@
 """Opening and writing the run folder, where a run leaves everything it knows.
 
-`run_record` reads it back, and `launch/run_dir.py` chooses and locks it.
+`report` reads it back, and `launch/run_dir.py` chooses and locks it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ from lockstep.launch.run_dir import (
     refuse_another_run,
     run_of,
 )
+from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# How often this run has been started again, as our launcher and torchrun say it.
+# How often this run has been restarted, as set by our launcher and by torchrun.
 ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -38,27 +38,19 @@ class RunFolder:
     """The folder of a run, and where its state comes from."""
 
     path: Path
-    # The path as the user knows it.
-    shown: str
-    # A checkpoint, or another run, to begin from; None: from scratch, or from this run's own.
-    origin: Path | None
-    # Whether this run's own checkpoints count.
-    continues: bool
-    # 0, or how often the launcher has restarted this run.
-    attempt: int
-    # Tells this attempt from an earlier one that may still be writing.
-    token: str
-    # Held open by rank 0.
-    lock: Any = None
+    shown: str  # the path as the user knows it
+    origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
+    continues: bool  # whether this run's own checkpoints count
+    attempt: int  # 0, or how often the launcher has restarted this run
+    token: str  # tells this attempt from an earlier one that may still be writing
+    lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: Path) -> str:
         """Return a path in this folder, or any other, as the user would write it."""
-        if not path.is_relative_to(self.path):
-            return str(path)
-        return str(Path(self.shown) / path.relative_to(self.path))
+        inside = path.is_relative_to(self.path)
+        return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
 
     def let_go(self) -> None:
-        """Release the lock."""
         if self.lock is not None:
             self.lock.close()
             self.lock = None
@@ -74,14 +66,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
     def open_on_rank0() -> dict[str, Any]:
         nonlocal folder
         folder = _open(config, name)
-        return {
-            "path": str(folder.path),
-            "shown": folder.shown,
-            "origin": folder.origin and str(folder.origin),
-            "continues": folder.continues,
-            "attempt": folder.attempt,
-            "token": folder.token,
-        }
+        return vars(folder) | {"path": str(folder.path), "origin": folder.origin and str(folder.origin), "lock": None}
 
     agreed = runtime.collectives.run_on_rank0(open_on_rank0)
     if folder is None:
@@ -102,7 +87,6 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
 
 
 def _open(config: RunConfig, name: str) -> RunFolder:
-    """Choose the folder and create it, on rank 0."""
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
     shown = choose_run_dir(config.run_dir, config.resume, name)
     # The user's code may change the working folder.
@@ -122,14 +106,19 @@ def _open(config: RunConfig, name: str) -> RunFolder:
 
     # Resuming a run in its own folder means its newest checkpoint, unless one is named.
     newest = origin is not None and resumes_here and not is_checkpoint(origin)
-    continues = attempt > 0 or newest or config.resume == "auto"
-    folder = RunFolder(path, str(shown), None if newest else origin, continues, attempt, secrets.token_hex(4))
+    folder = RunFolder(
+        path,
+        str(shown),
+        origin=None if newest else origin,
+        continues=attempt > 0 or newest or config.resume == "auto",
+        attempt=attempt,
+        token=secrets.token_hex(4),
+    )
     _create(folder)
     return folder
 
 
 def _create(folder: RunFolder) -> None:
-    """Create the folder with all that is in it from the start, and lock it."""
     path = folder.path
     try:
         prepare(path)
@@ -156,20 +145,12 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
     (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
-    # A summary of an earlier end is not true any more.
+    # A resumed run makes the summary of its earlier end stale.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write what is known at the end."""
     (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
-
-
-def finite(value: Any) -> Any:
-    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ The answer comes from four figures of every rank, which are reduced together wit
 All ranks end a step together, so that a step takes the same time on each of them: a rank that works longer waits
 less. A slow rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow
 communication takes the same time from all ranks, wherever the bad cable is; these figures cannot name a rank for it.
-A rank with more micro-batches than others is compared with the time that they would take for as many.
+A rank with more micro-batches is compared with the time that the others would take for the same number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_SHARE = 0.1
 DATA_WAIT_SHARE = 0.2
 CONSECUTIVE = 2
 
-# On a machine that others use too, one rank is slow now and another later. A slow rank is reported only if it is the
+# On a shared machine one rank is slow now and another one later. A slow rank is reported only if it is the
 # same one for this many intervals in a row and this many seconds. Then nothing is reported for SILENCE_S.
 LASTING = 5
 LASTING_S = 10.0
@@ -42,13 +42,10 @@ class SlowRank:
     """A rank that the others wait for."""
 
     rank: int
-    # "data" or "compute"
-    cause: str
-    # Seconds per step that this rank spends on the cause, and the median of what the others would.
-    own: float
-    others: float
-    # The share of every rank's step that is lost by waiting.
-    share: float
+    cause: str  # "data" or "compute"
+    own: float  # seconds per step that this rank spends on the cause
+    others: float  # the median of what the others would spend
+    share: float  # of every rank's step, lost by waiting
 
     def __str__(self) -> str:
         what = {"data": "waits for data", "compute": "computes"}[self.cause]
@@ -69,8 +66,9 @@ def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micr
 
 def unpack(values: Sequence[float]) -> list[dict[str, float]]:
     """Return the figures of all ranks, one after another, as one row per rank."""
-    names = (*COLUMNS, "micro_batches")
-    return [dict(zip(names, values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)]
+    return [
+        dict(zip((*COLUMNS, "micro_batches"), values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)
+    ]
 
 
 def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> SlowRank | None:
@@ -79,35 +77,34 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
         return None
 
     rank = max(range(len(rows)), key=lambda rank: _own(rows[rank]) / _micro_batches(rows[rank]))
-    mine = rows[rank]
-    others = [row for other, row in enumerate(rows) if other != rank]
+    slow = rows[rank]
+    others = [row for index, row in enumerate(rows) if index != rank]
 
     # Its work must take longer, and the others must wait for about as long.
-    own = _own(mine)
-    usual = median(_own(row) * _as_many(mine, row) for row in others)
+    own = _own(slow)
+    usual = median(_own(row) * _scale(slow, row) for row in others)
     excess = own - usual
-    waits = median(row["exchange"] for row in others) - mine["exchange"]
-    share = min(excess, waits) / max(own + mine["exchange"], 1e-9)
+    waits = median(row["exchange"] for row in others) - slow["exchange"]
+    share = min(excess, waits) / max(own + slow["exchange"], 1e-9)
     if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
         return None
 
-    theirs = {cause: median(row[cause] * _as_many(mine, row) for row in others) for cause in ("data", "compute")}
-    cause = max(theirs, key=lambda cause: mine[cause] - theirs[cause])
-    return SlowRank(rank, cause, mine[cause], theirs[cause], share)
+    usual_of = {cause: median(row[cause] * _scale(slow, row) for row in others) for cause in ("data", "compute")}
+    cause = max(usual_of, key=lambda cause: slow[cause] - usual_of[cause])
+    return SlowRank(rank, cause, slow[cause], usual_of[cause], share)
 
 
 def _own(row: Mapping[str, float]) -> float:
-    """Return the seconds of a rank's own work."""
-    return row["data"] + row["compute"]
+    return row["data"] + row["compute"]  # seconds of the rank's own work
 
 
 def _micro_batches(row: Mapping[str, float]) -> float:
     return row["micro_batches"] or 1.0
 
 
-def _as_many(mine: Mapping[str, float], row: Mapping[str, float]) -> float:
-    """Return the factor from a rank's time to its time for as many micro-batches as `mine` has."""
-    return _micro_batches(mine) / _micro_batches(row)
+def _scale(slow: Mapping[str, float], row: Mapping[str, float]) -> float:
+    """Return the factor from a rank's time to the time it would take for the slow rank's micro-batches."""
+    return _micro_batches(slow) / _micro_batches(row)
 
 
 class SlowRankWatch:
@@ -121,37 +118,36 @@ class SlowRankWatch:
         self._intervals = 0
         self._since = 0.0
         # The rank and the cause that were reported last.
-        self._reported = (-1, "")
+        self._reported: tuple[int, str] | None = None
         self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
         """Take the figures of an interval, and return a slow rank if it is to be reported."""
         now = self._clock()
-        found = slowest(rows, self.threshold)
-        rank = found.rank if found else None
+        slow = slowest(rows, self.threshold)
+        rank = slow.rank if slow else None
         if rank != self._rank:
             self._rank = rank
             self._intervals = 0
             self._since = now
         self._intervals += 1
-        if found is None:
-            self._reported = (-1, "")
+        if slow is None:
+            self._reported = None
             return None
 
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
-        if not lasts or now < self._silent_until or (found.rank, found.cause) == self._reported:
+        if not lasts or now < self._silent_until or (slow.rank, slow.cause) == self._reported:
             return None
 
-        self._reported = (found.rank, found.cause)
+        self._reported = (slow.rank, slow.cause)
         self._silent_until = now + SILENCE_S
-        return found
+        return slow
 
 
 class LateDataWatch:
     """Reports once that all GPUs wait for data. If only one waits, that one is slow."""
 
-    def __init__(self) -> None:
-        self._intervals = 0
+    _intervals = 0
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
         """Take the figures of an interval, and return a warning if it is due."""

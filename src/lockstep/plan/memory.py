@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.config.strategies import LEAST_MEMORY, STRATEGIES
+from lockstep.config.strategies import LEAST_MEMORY, STRATEGIES, Strategy
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,13 @@ class Option:
     saves: int | None  # None: it helps, but the amount is not known
 
     def enough(self, missing: int | None) -> bool:
-        """Whether it saves as much as is missing."""
         return self.saves is not None and missing is not None and self.saves >= missing
 
     def text(self, missing: int | None) -> str:
-        """Return the setting with what it saves."""
         if self.saves is None:
             return self.typed
         verdict = ", enough by itself" if self.enough(missing) else ""
         return f"{self.typed} (about {amount(self.saves)} less{verdict})"
-
-
-# ---- what is held -------------------------------------------------------------------------------------
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -68,9 +63,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-# ---- what would need less -----------------------------------------------------------------------------
-
-
 def options(
     held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int, on_host: bool = False
 ) -> list[Option]:
@@ -78,35 +70,32 @@ def options(
 
     `on_host`: the host's memory ran out, so there is nothing to offload to.
     """
-    found = []
+    fitting = []
 
     # Fewer activations: half of the batch, or those of one block at a time.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
-        found.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
+        fitting.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
     if config.remat != "full" and blocks > 1:
-        found.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
+        fitting.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
 
     # Less state: on one process there are no ranks to share it with yet.
     more_ranks = " --nproc 2" if world == 1 else ""
-    if not STRATEGIES[config.strategy].uses_least_memory:
-        saves = round(_replicated(held, config.strategy) * (1 - 1 / max(2, world)))
-        found.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
+    strategy = STRATEGIES[config.strategy]
+    if config.strategy != LEAST_MEMORY:
+        saves = round(_replicated(held, strategy) * (1 - 1 / max(2, world)))
+        fitting.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
     if not config.fsdp.offload and not on_host:
-        sharded = STRATEGIES[config.strategy].shards_parameters and world > 1
-        typed = "fsdp.offload=true" if sharded else f"strategy={LEAST_MEMORY} fsdp.offload=true"
-        found.append(Option(f"{typed}{more_ranks}", held.state))
-    return found
+        choice = "" if strategy.shards_parameters and world > 1 else f"strategy={LEAST_MEMORY} "
+        fitting.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
+    return fitting
 
 
-def _replicated(held: Footprint, strategy: str) -> int:
-    """Return the bytes of the state of which several ranks hold a copy."""
-    parts = STRATEGIES[strategy].replicates
+def _replicated(held: Footprint, strategy: Strategy) -> int:
+    """Return the bytes of state that several ranks hold a copy of."""
     # The optimizer's state may not be allocated yet when memory runs out in the first step.
-    total = sum(getattr(held, part) for part in parts)
-    if "optimizer" in parts:
-        total += held.to_come
-    return total
+    to_come = held.to_come if "optimizer" in strategy.replicates else 0
+    return to_come + sum(getattr(held, name) for name in strategy.replicates)
 
 
 def _fraction(count: int | None, share: float) -> int | None:

@@ -29,7 +29,6 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for plan.json."""
         return asdict(self)
 
 
@@ -45,17 +44,30 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     reasons: dict[str, str] = {}
 
     # A step: how many samples, in how many micro-batches.
-    global_batch = _global_batch(config, world, reasons)
-    micro_batch = _micro_batch(config, global_batch, world, most, reasons)
+    global_batch, reasons["global_batch"] = _global_batch(config, world)
+    micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, world, most)
     if depth > 1 and config.micro_batch in (None, "auto"):
-        micro_batch = _for_pipeline(micro_batch, global_batch // world, depth, samples is None, reasons)
+        # Every stage of a pipeline needs a micro-batch to work on, if there are enough samples. A stream needs a size
+        # that divides the samples of one pipeline.
+        share = global_batch // world
+        largest = max(1, share // depth)
+        if micro_batch > largest:
+            micro_batch = _largest_divisor(share, largest) if samples is None else largest
+            reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
     reasons["accumulation"] = f"{micro_batches} micro-batches on {_ranks(world)}"
-    _check_static_graph(config, world, accumulation, global_batch)
+    if config.ddp.static_graph and world > 1 and accumulation > 1:
+        raise UserError(
+            f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
+            "torch's DDP, which counts the gradients of all of them in the first step, and of the last one afterwards",
+            f"type micro_batch={math.ceil(global_batch / world)}, or leave ddp.static_graph out",
+        )
 
     # The run: how many steps.
-    per_epoch = None if samples is None else _steps_per_epoch(samples, global_batch, config.tail)
+    per_epoch = None
+    if samples is not None:
+        per_epoch = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
     # Without this check a run would end before its first step, and look like a success.
     if per_epoch == 0:
         raise UserError(
@@ -63,7 +75,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
             "",
             "type tail=short, or a smaller global_batch",
         )
-    steps = _steps(config, per_epoch, reasons)
+    steps, reasons["steps"] = _steps(config, per_epoch)
     return Plan(world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
 
 
@@ -71,38 +83,34 @@ def smaller_micro_batch(plan: Plan) -> int:
     """Return half of the micro-batch, or the next size below that divides it, which a stream needs."""
     half = max(1, plan.micro_batch // 2)
     # A map-style dataset takes any size: its last micro-batch is just smaller.
-    if plan.samples is not None:
-        return half
-    return next(size for size in range(half, 0, -1) if plan.micro_batch % size == 0)
+    return half if plan.samples is not None else _largest_divisor(plan.micro_batch, half)
 
 
-# ---- the batch ----------------------------------------------------------------------------------------
+# ---- values with their reasons ----
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _steps_per_epoch(samples: int, global_batch: int, tail: str) -> int:
-    return samples // global_batch if tail == "drop" else math.ceil(samples / global_batch)
+def _largest_divisor(number: int, most: int) -> int:
+    return next(size for size in range(most, 0, -1) if number % size == 0)
 
 
-def _global_batch(config: RunConfig, world: int, reasons: dict[str, str]) -> int:
+def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
     """Return the samples of a step. The two keys exclude each other, see config/conflicts.py."""
     if config.local_batch is not None:
-        reasons["global_batch"] = f"local_batch {config.local_batch} x {_ranks(world)}"
-        return config.local_batch * world
+        return config.local_batch * world, f"local_batch {config.local_batch} x {_ranks(world)}"
     if config.global_batch is None:
         raise UserError(
             "neither global_batch nor local_batch is set",
             "",
             "type global_batch=32 (all ranks together: the same model on any number of them)",
         )
-    reasons["global_batch"] = "as asked"
-    return config.global_batch
+    return config.global_batch, "as asked"
 
 
-def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None, reasons: dict[str, str]) -> int:
+def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None) -> tuple[int, str]:
     """Return the samples of a forward; every rank must get at least one micro-batch."""
     if global_batch < world:
         raise UserError(
@@ -111,9 +119,9 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
             f"type global_batch={world} or more, or --nproc {global_batch}",
         )
     if config.exact and config.micro_batch is None:
-        return _exact_micro_batch(global_batch, world, reasons)
+        return _exact_micro_batch(global_batch, world)
     if config.micro_batch in (None, "auto"):
-        return _derived_micro_batch(global_batch, world, most, reasons)
+        return _derived_micro_batch(global_batch, world, most)
 
     # A size that was asked for is never changed, so it may be refused.
     count = math.ceil(global_batch / config.micro_batch)
@@ -123,11 +131,10 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
             f"{count} micro-batch{'es' * (count > 1)} for {world} ranks",
             f"type micro_batch={global_batch // world} or less",
         )
-    reasons["micro_batch"] = "as asked"
-    return config.micro_batch
+    return config.micro_batch, "as asked"
 
 
-def _exact_micro_batch(global_batch: int, world: int, reasons: dict[str, str]) -> int:
+def _exact_micro_batch(global_batch: int, world: int) -> tuple[int, str]:
     """Divide the batch without looking at the number of ranks, which must not change the result."""
     micro = math.ceil(global_batch / EXACT_MICRO_BATCHES)
     count = math.ceil(global_batch / micro)
@@ -137,53 +144,22 @@ def _exact_micro_batch(global_batch: int, world: int, reasons: dict[str, str]) -
             f"{count} micro-batches of {micro}, whatever the number of ranks",
             f"type micro_batch={global_batch // world} (on every number of ranks alike), or --nproc {count}",
         )
-    reasons["micro_batch"] = f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"
-    return micro
+    return micro, f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"
 
 
-def _derived_micro_batch(global_batch: int, world: int, most: int | None, reasons: dict[str, str]) -> int:
+def _derived_micro_batch(global_batch: int, world: int, most: int | None) -> tuple[int, str]:
     """Give every rank one micro-batch, unless memory does not hold it."""
     even = math.ceil(global_batch / world)
     # 9 samples on 4 ranks: micro-batches of 3 would leave a rank idle in every step, micro-batches of 2 do not.
     micro = even if math.ceil(global_batch / even) >= world else global_batch // world
-    reasons["micro_batch"] = f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
     if most is not None and most < micro:
-        reasons["micro_batch"] = f"{micro} did not fit into memory"
-        return most
-    return micro
+        return most, f"{micro} did not fit into memory"
+    return micro, f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
 
 
-def _for_pipeline(micro_batch: int, share: int, depth: int, stream: bool, reasons: dict[str, str]) -> int:
-    """Return a micro-batch so small that every stage of a pipeline has one to work on, if there are enough samples.
-
-    `share` is the number of samples of one pipeline in a step. A stream needs a size that divides it.
-    """
-    largest = max(1, share // depth)
-    if micro_batch <= largest:
-        return micro_batch
-    reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
-    if not stream:
-        return largest
-    return next(size for size in range(largest, 0, -1) if share % size == 0)
-
-
-# ---- checks and steps ---------------------------------------------------------------------------------
-
-
-def _check_static_graph(config: RunConfig, world: int, accumulation: int, global_batch: int) -> None:
-    if config.ddp.static_graph and world > 1 and accumulation > 1:
-        raise UserError(
-            f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
-            "torch's DDP, which counts the gradients of all of them in the first step, and of the last one afterwards",
-            f"type micro_batch={math.ceil(global_batch / world)}, or leave ddp.static_graph out",
-        )
-
-
-def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) -> int:
-    """Return how many steps to train."""
+def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:
     if config.steps is not None:
-        reasons["steps"] = "as asked"
-        return config.steps
+        return config.steps, "as asked"
     if config.epochs is None:
         raise UserError("neither steps nor epochs is set", "", "type steps=1000, or epochs=3")
     if per_epoch is None:
@@ -196,7 +172,7 @@ def _steps(config: RunConfig, per_epoch: int | None, reasons: dict[str, str]) ->
     # Fractions of an epoch are allowed, down to one step.
     steps = round(config.epochs * per_epoch)
     if not steps:
-        problem = f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps"
-        raise UserError(problem, "", "type steps=1")
-    reasons["steps"] = f"{config.epochs:g} epochs of {per_epoch} steps"
-    return steps
+        raise UserError(
+            f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps", "", "type steps=1"
+        )
+    return steps, f"{config.epochs:g} epochs of {per_epoch} steps"

@@ -99,7 +99,7 @@ _TABLE = {
         "return the plain, full dataset from data(): Lockstep shards it; with data.sharding=own split a "
         "stream by RANK and WORLD_SIZE",
     ),
-    # Anything else that two layouts can disagree about.
+    # Anything else that two trials can disagree about.
     "untied": (
         "weights that were meant to be tied, and are not: they start as the same numbers and part",
         "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
@@ -129,7 +129,7 @@ _TABLE = {
         "equal up to rounding, and not to the last bit",
         "look for kernels whose result depends on the shape of the batch or differs from run to run",
     ),
-    # Layouts that did not get through.
+    # Trials that did not get through.
     "hang": (
         "ranks that wait for each other forever",
         "let every rank do the same: no collective, evaluation or break behind `if rank == 0`; run.stop() ends all",
@@ -164,18 +164,14 @@ _REFUSALS = {
 
 def named(key: str, evidence: str = "") -> Cause:
     """Return the cause, with what the runs have shown."""
-    found = CAUSES[key]
-    return Cause(key, found.title, found.fix, evidence)
+    return replace(CAUSES[key], evidence=evidence)
 
 
 def in_own_loop(cause: Cause) -> Cause:
-    """Return the same cause with the fix for a script's own loop."""
     return replace(cause, fix=_IN_OWN_LOOP.get(cause.key, cause.fix))
 
 
 def refusal(message: str, for_user: bool) -> Cause:
     """Return the cause that the text of a failure names."""
-    for words, key in _REFUSALS.items():
-        if words in message:
-            return named(key, message)
-    return named("refused" if for_user else "failed", message)
+    unnamed = "refused" if for_user else "failed"
+    return named(next((key for words, key in _REFUSALS.items() if words in message), unnamed), message)

@@ -1,28 +1,69 @@
-"""`lockstep verify`: run the layouts, compare, explain. Returns a Report; the command prints it."""
+"""`lockstep verify`: run the trials, compare, explain. Returns a Report; the command prints it."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep import targets
 from lockstep.config import Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
+from lockstep.observe.formats import finite
 from lockstep.verify.causes import Cause, in_own_loop, named, refusal
-from lockstep.verify.compare import first_chaotic_step
+from lockstep.verify.compare import Comparison, Divergence, first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
-from lockstep.verify.layouts import Layout, VerifyOptions, check, choose
 from lockstep.verify.record import Record
 from lockstep.verify.runner import Runner, Target
-from lockstep.verify.table import Report, Row, json_of, text_of
+from lockstep.verify.trials import Trial, VerifyOptions, check, choose
+
+WIDTH = 100  # characters of a line
+
+# The names of Comparison.errors and Comparison.identical.
+COLUMNS = ("gradients", "parameters", "losses")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial with its verdict."""
+
+    trial: Trial
+    role: str  # reference, again, rounding, world, split
+    verdict: str  # reference, ok, yardstick, not judged; in capitals what is bad: DIFFERS, REFUSED, FAILED
+    comparison: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    target: str
+    steps: int
+    facts: dict[str, Any]
+    rows: list[Row]
+    causes: list[Cause]
+    notes: list[str]
+    seconds: float
+    exact: bool
+
+    @property
+    def passed(self) -> bool:
+        return not self.causes and not any(row.verdict.isupper() for row in self.rows)
+
+    @property
+    def first(self) -> tuple[Row, Divergence] | None:
+        """What diverged first, in the first trial that did."""
+        for row in self.rows:
+            if row.verdict.isupper() and row.comparison and row.comparison.first:
+                return row, row.comparison.first
+        return None
 
 
 def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: str | None) -> int:
-    """Print the table; return 0 if all layouts trained the same model, else 1."""
+    """Print the table; return 0 if all trials trained the same model, else 1."""
     if json_file:
         _write(Path(json_file), "")  # fails now rather than after all the work
 
@@ -37,8 +78,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        problem = f"--json {path} cannot be written"
-        raise UserError(problem, str(error), "type a file in a folder that you may write to") from error
+        raise UserError(
+            f"--json {path} cannot be written", str(error), "type a file in a folder that you may write to"
+        ) from error
 
 
 def verify(
@@ -61,22 +103,23 @@ def verify(
 def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> Report:
     began = time.monotonic()
 
-    # One step on one process tells the batch, the strategy and the device, from which the layouts follow.
-    first = runner.run(Target(target, layers, steps=1), [Layout()])[Layout()]
+    # One step on one process tells the batch, the strategy and the device, from which the trials follow.
+    alone = Trial()
+    first = runner.run(Target(target, layers, steps=1), [alone])[alone]
     if not first.ranks:
         return _failed_alone(target, options, first, began)
 
     # The batch is fixed: with local_batch it would follow the number of ranks.
     matrix = choose(options, first.facts)
     fixed = Target(target, [*layers, ("verify", {"global_batch": first.facts["global_batch"]})], options.steps)
-    case = Case(matrix, {}, lambda layouts: runner.run(fixed, layouts))
+    case = Case(matrix, lambda trials: runner.run(fixed, trials))
 
     # Without a reference there is nothing to compare.
     case.need([matrix.reference, matrix.again, *matrix.nudged])
     if case.reference.failure:
         return _failed_alone(target, options, case.reference, began)
 
-    # All other layouts at once, side by side; then the verdict, which may run a few probes more.
+    # All other trials at once, side by side; then the verdict, which may run a few more probes.
     splits, notes = _splits(case)
     worlds = _worlds(case)
     case.need([*worlds, *splits])
@@ -84,27 +127,32 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     if case.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
-    rows = _rows(case, worlds, splits, options)
     notes = [*matrix.notes, *notes, *_about_splits(case, first), *_about_rounding(case)]
-    seconds = time.monotonic() - began
-    return Report(target, options.steps, case.reference.facts, rows, causes, notes, seconds, options.exact)
+    return Report(
+        target,
+        options.steps,
+        case.reference.facts,
+        _rows(case, worlds, splits, options),
+        causes,
+        notes,
+        time.monotonic() - began,
+        options.exact,
+    )
 
 
-# ---- what is compared -----------------------------------------------------------------------------------
+# ---- what is compared ----
 
 
-def _worlds(case: Case) -> list[Layout]:
-    """Return the layouts with several ranks; those of a stream in eval mode, if the model draws random numbers.
+def _worlds(case: Case) -> list[Trial]:
+    """Return the trials with several ranks; those of a stream in eval mode, if the model draws random numbers.
 
     The ranks of a stream split it into other micro-batches than one process does, and so draw other numbers.
     """
-    worlds = list(case.matrix.worlds)
-    if case.reference.facts["stream"] and case.reference.drawn:
-        return [replace(layout, eval_mode=True) for layout in worlds]
-    return worlds
+    eval_mode = bool(case.reference.facts["stream"] and case.reference.drawn)
+    return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
 
 
-def _splits(case: Case) -> tuple[list[Layout], list[str]]:
+def _splits(case: Case) -> tuple[list[Trial], list[str]]:
     """Return the other splits of the batch, and a note if they cannot be compared.
 
     Random numbers in the model follow the micro-batch. So splits are compared in eval mode, if it draws any.
@@ -113,57 +161,58 @@ def _splits(case: Case) -> tuple[list[Layout], list[str]]:
     if not case.reference.drawn or not splits:
         return splits, []
 
-    base = replace(case.matrix.reference, eval_mode=True)
-    case.need([base, *(replace(each, eval_mode=True) for each in (*case.matrix.nudged, *splits))])
-    if case.record(base).drawn:
+    splits = [replace(split, eval_mode=True) for split in splits]
+    measures = [replace(trial, eval_mode=True) for trial in (case.matrix.reference, *case.matrix.nudged)]
+    reference, *_ = case.need([*measures, *splits])
+    if reference.drawn:
         return [], [
             "the loss draws random numbers in eval mode too, and they follow the micro-batch: other splits of the "
             "batch are not compared"
         ]
-    return [replace(split, eval_mode=True) for split in splits], []
+    return splits, []
 
 
-def _inexact(case: Case, worlds: list[Layout], options: VerifyOptions) -> list[Cause]:
-    """With --exact, return the first layout whose bits are not identical."""
-    if not options.exact:
-        return []
-    for layout in (case.matrix.again, *worlds):
-        found = case.compare(layout)
-        if not found.bits:
-            differing = [name for name in found.errors if not found.identical[name]]
-            errors = ", ".join(f"{name} {found.errors[name]:.1e}" for name in differing)
-            return [named("bits", f"{layout.text}: {errors}")]
+def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
+    """With --exact, return the first trial whose bits are not identical."""
+    for trial in (case.matrix.again, *worlds) if options.exact else ():
+        comparison = case.compare(trial)
+        if not comparison.bits:
+            errors = [
+                f"{name} {comparison.errors[name]:.1e}" for name, same in comparison.identical.items() if not same
+            ]
+            return [named("bits", f"{trial.text}: {', '.join(errors)}")]
     return []
 
 
-# ---- what is reported -----------------------------------------------------------------------------------
+# ---- verdicts and notes ----
 
 
-def _rows(case: Case, worlds: list[Layout], splits: list[Layout], options: VerifyOptions) -> list[Row]:
+def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:
     """Return the rows of the table; one of the nudged runs stands for both."""
     matrix = case.matrix
-    roles = [(matrix.again, "again"), (matrix.nudged[0], "rounding")]
-    roles += [(layout, "world") for layout in worlds]
-    roles += [(layout, "split") for layout in splits]
-    reference = Row(matrix.reference, "reference", "reference")
-    return [reference, *(_row(case, layout, role, options) for layout, role in roles)]
+    return [
+        Row(matrix.reference, "reference", "reference"),
+        _row(case, matrix.again, "again", options),
+        _row(case, matrix.nudged[0], "rounding", options),
+        *(_row(case, trial, "world", options) for trial in worlds),
+        *(_row(case, trial, "split", options) for trial in splits),
+    ]
 
 
-def _row(case: Case, layout: Layout, role: str, options: VerifyOptions) -> Row:
-    """Judge one layout."""
-    record = case.record(layout)
-    if record.failure:
-        return Row(layout, role, "REFUSED" if record.failure.for_user else "FAILED")
+def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
+    failure = case.record(trial).failure
+    if failure:
+        return Row(trial, role, "REFUSED" if failure.for_user else "FAILED")
 
-    found = case.itself() if role == "again" else case.compare(layout)
-    if role == "rounding":
-        return Row(layout, role, "yardstick", found)
-    if role != "again" and not case.repeatable:
-        return Row(layout, role, "not judged", found)  # the reference itself is different every time
-
+    comparison = case.itself() if role == "again" else case.compare(trial)
     # Other splits add other terms together: identical bits are asked of worlds only.
-    inexact = options.exact and role in ("again", "world") and not found.bits
-    return Row(layout, role, "ok" if found.first is None and not inexact else "DIFFERS", found)
+    inexact = options.exact and role != "split" and not comparison.bits
+    verdict = "DIFFERS" if comparison.first or inexact else "ok"
+    if role == "rounding":
+        verdict = "yardstick"
+    elif role != "again" and not case.repeatable:
+        verdict = "not judged"  # the reference itself is different every time
+    return Row(trial, role, verdict, comparison)
 
 
 def _about_splits(case: Case, first: Record) -> list[str]:
@@ -178,9 +227,8 @@ def _about_splits(case: Case, first: Record) -> list[str]:
 
 def _about_rounding(case: Case) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
-    if not case.repeatable:
-        return []
-    step = first_chaotic_step(case.reference, [case.record(each) for each in case.matrix.nudged])
+    nudged = case.need(list(case.matrix.nudged))
+    step = first_chaotic_step(case.reference, nudged) if case.repeatable else None
     if step is None:
         return []
     return [
@@ -197,16 +245,96 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
     # A refusal that verify knows, such as a forward around the wrapper, is the cause it was started to find.
     cause = refusal(failure.message, failure.for_user)
     if cause.key == "refused":
-        raise _as_user_error(failure.message)
+        # Its text is all that a rank leaves of a UserError.
+        head, _, fix = failure.message.partition("\n  do:    ")
+        problem, _, found = head.partition("\n  found: ")
+        raise UserError(problem, found, fix or "see above")
 
-    row = Row(record.layout, "reference", "REFUSED" if failure.for_user else "FAILED")
     facts = {"global_batch": "?", "device": "", "precision": ""} | (record.facts if record.ranks else {})
-    explained = replace(cause, evidence=failure.message if failure.for_user else failure.text())
-    return Report(target, options.steps, facts, [row], [explained], [], time.monotonic() - began, options.exact)
+    return Report(
+        target,
+        options.steps,
+        facts,
+        [Row(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")],
+        [replace(cause, evidence=failure.message if failure.for_user else failure.text())],
+        [],
+        time.monotonic() - began,
+        options.exact,
+    )
 
 
-def _as_user_error(message: str) -> UserError:
-    """Take apart the text of a UserError, which is all that a rank leaves of it."""
-    head, _, fix = message.partition("\n  do:    ")
-    problem, _, found = head.partition("\n  found: ")
-    return UserError(problem, found, fix or "see above")
+# ---- the report ----
+
+
+def text_of(report: Report) -> str:
+    facts = report.facts
+    lines = [
+        f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  "
+        f"{facts['device']}  {facts['precision']}",
+        "",
+    ]
+
+    # The table.
+    width = max(len(row.trial.text) for row in report.rows)
+    lines.append(f"{'layout':{width}}" + "".join(f"{column:>12}" for column in COLUMNS) + "  verdict")
+    lines += [*(_line(row, width) for row in report.rows), ""]
+
+    # What it means, in labelled paragraphs.
+    paragraphs = [("note", note) for note in report.notes]
+    if report.first:
+        row, divergence = report.first
+        paragraphs.append(("first", f"{row.trial.text}: {divergence.text}"))
+    for cause in report.causes:
+        paragraphs += [("cause", f"{cause.title} [{cause.key}]"), ("seen", cause.evidence), ("do", cause.fix)]
+    for label, text in paragraphs:
+        words = " ".join(text.split())
+        lines += textwrap.wrap(f"{label:7}{words}", WIDTH, subsequent_indent=" " * 7)
+
+    # The last line is the answer.
+    verdict = "PASS  the same training in every layout, up to rounding"
+    if not report.passed:
+        verdict = "FAIL  not the same training in every layout"
+    elif report.exact:
+        verdict = "PASS  identical bits in every world"
+    return "\n".join([*lines, f"{verdict} ({report.seconds:.0f} s)"])
+
+
+def _line(row: Row, width: int) -> str:
+    cells = ["-"] * len(COLUMNS)
+    if row.comparison:
+        same = row.comparison.identical
+        errors = row.comparison.errors
+        cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
+    return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
+
+
+def json_of(report: Report) -> dict[str, Any]:
+    first = report.first
+    return {
+        "target": report.target,
+        "passed": report.passed,
+        "exact": report.exact,
+        "steps": report.steps,
+        "global_batch": report.facts["global_batch"],
+        "device": report.facts["device"],
+        "precision": report.facts["precision"],
+        "layouts": [_row_json(row) for row in report.rows],
+        "first": first and finite({"layout": first[0].trial.text, **asdict(first[1])}),
+        "causes": [asdict(cause) for cause in report.causes],
+        "notes": report.notes,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    comparison = row.comparison
+    return {
+        "layout": row.trial.text,
+        "role": row.role,
+        "world": row.trial.world,
+        "strategy": row.trial.strategy,
+        "micro_batch": row.trial.micro_batch,
+        "verdict": row.verdict,
+        "identical": comparison.identical if comparison else None,
+        "errors": finite(comparison.errors) if comparison else None,
+    }

@@ -1,14 +1,14 @@
 """Compare two records: where and by how much they differ, against what rounding alone does to the same model.
 
 The yardstick is measured. The reference is trained again with every weight moved, before every step, by up to one unit
-in the last place: rounding errors act like such changes. A tensor of another layout may be `FACTOR` times as far from
+in the last place: rounding errors act like such changes. A tensor of another trial may be `FACTOR` times as far from
 the reference as the nudged runs are, or `FACTOR` units in the last place of its largest element, if that is more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,19 +20,19 @@ from lockstep.verify.record import Record, Tensors
 FACTOR = 32.0
 EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are float32, whatever the compute format
 
-# What is compared, in the order in which a step makes it.
-KINDS = (
-    "initial weights",
-    "loss weight",
-    "loss",
-    "metric",
-    "gradient",
-    "parameter",
-    "buffer",
-    "state",
-    "number of steps",
-)
-ALWAYS = ("gradient", "parameter", "state")  # kinds of which nothing that the reference has may be missing
+# What is compared, in the order in which a step computes it -> when a difference shows.
+KINDS = {
+    "initial weights": "before the first step",
+    "loss weight": "of step {step}",
+    "loss": "of step {step}",
+    "metric": "of step {step}",
+    "gradient": "of step {step}",
+    "parameter": "after step {step}",
+    "buffer": "after step {step}",
+    "state": "after step {step}",
+    "number of steps": "",
+}
+ALWAYS = ("gradient", "parameter", "state")  # kinds in which a name of the reference must not be missing
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,12 @@ class Divergence:
 
     @property
     def text(self) -> str:
-        """The divergence in words."""
         if self.kind == "number of steps":
             return f"another number of steps: it ended after {self.step}"
 
         thing = f"{self.kind} {self.name}".rstrip()
-        if self.kind == "initial weights":
-            where = "before the first step"
-        elif self.kind in ("parameter", "buffer", "state"):
-            where = f"after step {self.step}"
-        else:
-            where = f"of step {self.step}"
-        return f"{thing} {where} is off by {self.gap:.1e}; rounding explains {self.allowed:.1e}"
+        when = KINDS[self.kind].format(step=self.step)
+        return f"{thing} {when} is off by {self.gap:.1e}; rounding explains {self.allowed:.1e}"
 
 
 @dataclass
@@ -66,9 +60,10 @@ class Comparison:
     """A record against the reference."""
 
     record: Record
+    reference: Record
     identical: dict[str, bool] = field(default_factory=dict)  # gradients, parameters, losses
     errors: dict[str, float] = field(default_factory=dict)  # relative to the largest element, by the same names
-    found: list[Divergence] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
 
     @property
     def bits(self) -> bool:
@@ -78,21 +73,18 @@ class Comparison:
     @property
     def first(self) -> Divergence | None:
         """The first divergence; among equals the largest one."""
-
-        def order(d: Divergence) -> tuple[float, ...]:
+        kinds = list(KINDS)
+        return min(
+            self.divergences,
             # The statistics of a BatchNorm say more than its counter, which comes with them.
-            counter = d.name.endswith("num_batches_tracked")
-            return d.step, KINDS.index(d.kind), counter, -d.gap / d.allowed
-
-        return min(self.found, key=order, default=None)
-
-
-# ---- the comparison -----------------------------------------------------------------------------------
+            key=lambda d: (d.step, kinds.index(d.kind), d.name.endswith("num_batches_tracked"), -d.gap / d.allowed),
+            default=None,
+        )
 
 
-def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Sequence[str] = KINDS) -> Comparison:
+def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Iterable[str] = KINDS) -> Comparison:
     """Compare a record with the reference, judging `kinds`; `nudged` are the runs that measure rounding."""
-    result = Comparison(record)
+    result = Comparison(record, reference)
     steps = min([record.steps, reference.steps, *(other.steps for other in nudged)])
 
     # The columns of the table: the largest error, relative to the largest element.
@@ -105,11 +97,10 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
     # The verdict: every tensor of every step by itself.
     for step in range(steps):
         for kind in kinds:
-            if kind == "number of steps" or (kind == "initial weights" and step):
-                continue
-            result.found += _judge(kind, step, record, reference, nudged)
+            if kind != "number of steps" and (step == 0 or kind != "initial weights"):
+                result.divergences += _judge(kind, step, record, reference, nudged)
     if record.steps != reference.steps:
-        result.found.append(Divergence(steps, "number of steps", "", abs(record.steps - reference.steps), 0.5))
+        result.divergences.append(Divergence(steps, "number of steps", "", abs(record.steps - reference.steps), 0.5))
     return result
 
 
@@ -122,40 +113,36 @@ def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequ
 
     for name, a, b in _pairs(kind, step, record, reference):
         allowed = FACTOR * max(noise.get(name, 0.0), EPS * _size(b))
-        if not gap(a, b) <= allowed:  # written so that nan diverges, too
+        if not gap(a, b) <= allowed:  # written so that nan diverges
             yield Divergence(step, kind, name, gap(a, b), allowed or math.ulp(0.0))
 
 
 def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return (name, here, in the reference) of everything of one kind in one step."""
-    here = _of(kind, step, record)
-    there = _of(kind, step, reference)
+    """Return (name, value, value in the reference) of everything of one kind in one step."""
+    values = _of(kind, step, record)
     missing = np.empty(0)  # has another shape than anything, and so differs
-    return [(name, here.get(name, missing), b) for name, b in there.items() if kind in ALWAYS or name in here]
+    expected = _of(kind, step, reference).items()
+    return [(name, values.get(name, missing), b) for name, b in expected if kind in ALWAYS or name in values]
 
 
 def _of(kind: str, step: int, record: Record) -> Tensors:
     """Return what a record has of one kind in one step. Snapshot `step + 1` was taken after step `step`."""
     match kind:
         case "initial weights":
-            return record.parameters(0)
+            return record.tensors("parameters", 0)
         case "gradient":
-            return record.gradients(step)
-        case "parameter":
-            return record.parameters(step + 1)
-        case "buffer":
-            return record.buffers(step + 1)
+            return record.tensors("gradients", step)
+        case "parameter" | "buffer":
+            return record.tensors(f"{kind}s", step + 1)
         case "state":
-            return {name: t for name, t in record.extra(step + 1).items() if name.startswith("state.")}
+            return {name: t for name, t in record.tensors("extra", step + 1).items() if name.startswith("state.")}
         case "metric":
             return {name: np.array(value) for name, value in record.metrics(step).items()}
-        case "loss":
-            return {"": np.array(record.loss(step))}
         case _:
-            return {"": np.array(record.weight(step))}
+            return {"": np.array(record.loss(step) if kind == "loss" else record.weight(step))}
 
 
-# ---- arrays -------------------------------------------------------------------------------------------
+# ---- arrays ----
 
 
 def gap(a: np.ndarray, b: np.ndarray) -> float:
@@ -163,7 +150,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     if a.shape != b.shape:
         return math.inf
 
-    # A nan equals a nan: what to do about nan is decided by the engine, not by this comparison.
+    # A nan equals a nan: the engine decides what to do about nan, not this comparison.
     if not a.size or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -198,6 +185,4 @@ def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | Non
 
 def _size(tensor: np.ndarray) -> float:
     """Return the largest absolute value of an element."""
-    if not tensor.size:
-        return 0.0
-    return float(np.abs(tensor.astype(np.float64)).max())
+    return float(np.abs(tensor.astype(np.float64)).max(initial=0.0))

@@ -1,4 +1,4 @@
-"""Run layouts: their ranks are forked from one process that has imported torch, and write a record each."""
+"""Run trials: their ranks are forked from one process that has imported torch, and each writes a record."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 from lockstep.config import Layer
 from lockstep.launch.failure import HANG, Failure
@@ -21,12 +22,12 @@ from lockstep.launch.job import PRELOAD
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores, visible_gpus
-from lockstep.verify.layouts import Layout
 from lockstep.verify.record import Record, read_record
+from lockstep.verify.trials import Trial
 
-LIMIT = timedelta(minutes=5)  # timeout of a layout, or TIMES as long as the longest so far, if that is more
+LIMIT = timedelta(minutes=5)  # timeout of a trial, or TIMES as long as the longest so far, if that is more
 TIMES = 30
-AFTER_FAILURE = timedelta(seconds=3)  # what the other ranks of a layout get to notice that one has failed
+AFTER_FAILURE_S = 3.0  # how long the other ranks of a trial may take to notice that one has failed
 PAUSE_S = 0.2  # between two looks at the clock; reports of the zygote are taken in at once
 
 # Settings of a run that ends after a few steps, and is only there to be compared.
@@ -55,14 +56,13 @@ class Target:
 
 
 @dataclass
-class Trial:
-    """A layout that is running."""
+class RunningTrial:
+    """A trial whose ranks have been forked."""
 
-    layout: Layout
+    trial: Trial
     folder: Path
-    lifeline: tuple[int, int]  # a pipe: the ranks exit when its writing end is closed
-    ranks: list[int]  # their numbers in the zygote, which counts the ranks of all layouts
-    pids: dict[int, int] = field(default_factory=dict)
+    lifeline: BinaryIO  # the writing end of a pipe: the ranks exit when it is closed
+    ranks: list[int]  # their numbers in the zygote, which counts the ranks of all trials
     codes: dict[int, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     failed: float | None = None  # when the first rank failed
@@ -70,7 +70,6 @@ class Trial:
 
     @property
     def over(self) -> bool:
-        """Whether all ranks have exited."""
         return len(self.codes) == len(self.ranks)
 
     def late(self, limit_s: float) -> bool:
@@ -78,146 +77,130 @@ class Trial:
         now = time.monotonic()
         # The others wait for a rank that has failed, in a collective that may never notice.
         if self.failed is not None:
-            return now - self.failed > AFTER_FAILURE.total_seconds()
+            return now - self.failed > AFTER_FAILURE_S
         self.hung = self.hung or now - self.began > limit_s
         return self.hung
 
 
 class Runner:
-    """Runs layouts: `with Runner() as runner: records = runner.run(target, layouts)`."""
+    """Runs trials: `with Runner() as runner: records = runner.run(target, trials)`."""
 
     def __init__(self, preload: Sequence[str] = (), limit: timedelta = LIMIT) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
 
         # Under torchrun or our own launcher this process may be a rank itself: its ranks must not inherit that.
-        env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            env.pop(name, None)
+        inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+        env = {name: value for name, value in os.environ.items() if name not in inherited} | {"OMP_NUM_THREADS": "1"}
 
-        self._zygote = Zygote("lockstep.verify.trial:work", [*PRELOAD, "lockstep.verify.trial", *preload], env)
+        module = "lockstep.verify.recorded_run"
+        self._zygote = Zygote(f"{module}:work", [*PRELOAD, module, *preload], env)
         self._limit_s = limit.total_seconds()
-        self._started = 0  # ranks so far
-        self.runs = 0  # layouts so far
+        self._ranks = 0  # of all trials so far
+        self._trials = 0
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The ranks end with the zygote. Their records were read when each layout ended.
+        # The ranks end with the zygote. Their records were read when each trial ended.
         self._zygote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, target: Target, layouts: Sequence[Layout]) -> dict[Layout, Record]:
-        """Run the layouts, side by side as far as there are cores (or GPUs) for them."""
+    def run(self, target: Target, trials: Sequence[Trial]) -> dict[Trial, Record]:
+        """Run the trials, side by side as far as there are cores (or GPUs) for them."""
         slots = max(available_cores(), visible_gpus())
-        waiting = list(layouts)
-        running: list[Trial] = []
-        found: dict[Layout, Record] = {}
+        waiting = list(trials)
+        running: list[RunningTrial] = []
+        records: dict[Trial, Record] = {}
 
         while waiting or running:
-            busy = sum(len(trial.ranks) for trial in running)
-            while waiting and (not running or busy + waiting[0].world <= slots):
+            busy = sum(started.trial.world for started in running)
+            if waiting and (not running or busy + waiting[0].world <= slots):
                 running.append(self._start(target, waiting.pop(0)))
-                busy += running[-1].layout.world
+                continue
 
             self._watch(running)
-            for trial in [trial for trial in running if trial.over]:
-                running.remove(trial)
-                found[trial.layout] = self._end(trial)
-        return found
+            for ended in [started for started in running if started.over]:
+                running.remove(ended)
+                records[ended.trial] = self._end(ended)
+        return records
 
-    # ---- one layout ----
+    # ---- one trial ----
 
-    def _start(self, target: Target, layout: Layout) -> Trial:
-        """Fork the ranks of a layout."""
-        self.runs += 1
-        folder = self._folder / f"{self.runs:03}"
+    def _start(self, target: Target, trial: Trial) -> RunningTrial:
+        self._trials += 1
+        folder = self._folder / f"{self._trials:03}"
         (folder / "attempt").mkdir(parents=True)
 
-        # The settings of the layout are the strongest layer; `orders` is what no setting can say.
-        orders = asdict(layout) | {"steps": target.steps, "folder": str(folder)}
-        settings = SETTINGS | {"run_dir": str(folder / "run")}
-        if layout.micro_batch:
-            settings["micro_batch"] = layout.micro_batch
-        if layout.strategy:
-            settings["strategy"] = layout.strategy
+        # The settings of the trial are the strongest layer; `orders` is what no setting can say.
+        layout = {"micro_batch": trial.micro_batch, "strategy": trial.strategy}
+        settings = SETTINGS | {"run_dir": str(folder / "run")} | {key: value for key, value in layout.items() if value}
         spec = {
             "target": target.name,
             "layers": json.loads(json.dumps([*target.layers, ("verify", settings)], default=str)),
             "path": sys.path,
-            "orders": orders,
+            "orders": asdict(trial) | {"steps": target.steps, "folder": str(folder)},
         }
 
-        theirs, ours = os.pipe()
-        numbers = list(range(self._started, self._started + layout.world))
-        self._started += layout.world
-        trial = Trial(layout, folder, (theirs, ours), numbers)
+        reading, writing = os.pipe()
+        ranks = range(self._ranks, self._ranks + trial.world)
+        self._ranks += trial.world
 
         # Rank 0 inherits the listening socket, so that no other process can take the port in between.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             shared = self._zygote.env | {
-                "WORLD_SIZE": str(layout.world),
-                "LOCAL_WORLD_SIZE": str(layout.world),
+                "WORLD_SIZE": str(trial.world),
+                "LOCAL_WORLD_SIZE": str(trial.world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(listener.getsockname()[1]),
                 FOLDER: str(folder / "attempt"),
             }
-            for rank, number in enumerate(trial.ranks):
-                fds = [theirs] + ([listener.fileno()] if rank == 0 else [])
+            for rank, number in enumerate(ranks):
+                fds = [reading, listener.fileno()] if rank == 0 else [reading]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", fds)
-        return trial
+        os.close(reading)
+        return RunningTrial(trial, folder, os.fdopen(writing, "wb"), list(ranks))
 
-    def _watch(self, running: list[Trial]) -> None:
-        """Take in what the zygote reports, and end the layouts that have run out of time."""
+    def _watch(self, running: list[RunningTrial]) -> None:
+        """Take in what the zygote reports, and end the trials that have run out of time."""
         select.select([self._zygote.fileno()], [], [], PAUSE_S)
         for report in self._zygote.poll():
-            trial = next(trial for trial in running if report["rank"] in trial.ranks)
-            if "code" not in report:  # it has started
-                trial.pids[report["rank"]] = report["pid"]
-                continue
-            trial.codes[report["rank"]] = report["code"]
-            if report["code"] and trial.failed is None:
-                trial.failed = time.monotonic()
+            if "code" not in report:
+                continue  # it has started
+            started = next(started for started in running if report["rank"] in started.ranks)
+            started.codes[report["rank"]] = report["code"]
+            if report["code"] and started.failed is None:
+                started.failed = time.monotonic()
         assert self._zygote.alive, "the process that forks the ranks has exited"
 
-        for trial in running:
-            if not trial.over and trial.late(self._limit_s):
-                self._kill(trial)
+        for started in running:
+            if not started.over and started.late(self._limit_s):
+                started.lifeline.close()
 
-    def _kill(self, trial: Trial) -> None:
-        """Close the lifeline of a layout, which ends its ranks."""
-        theirs, ours = trial.lifeline
-        if ours >= 0:
-            os.close(ours)
-            trial.lifeline = (theirs, -1)
+    def _end(self, ended: RunningTrial) -> Record:
+        ended.lifeline.close()
 
-    def _end(self, trial: Trial) -> Record:
-        """Read the record of a layout that is over."""
-        self._kill(trial)
-        os.close(trial.lifeline[0])
-
-        # A slow model gets more time, measured by the layouts that went well.
-        if not trial.failed:
-            self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - trial.began))
-        return read_record(trial.folder, trial.layout, _failure(trial))
+        # A slow model gets more time, measured by the trials that went well.
+        if not ended.failed:
+            self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - ended.began))
+        return read_record(ended.folder, ended.trial, _failure(ended))
 
 
-def _failure(trial: Trial) -> Failure | None:
+def _failure(ended: RunningTrial) -> Failure | None:
     """Return the first failure that a rank has recorded; ranks that only lost a peer record theirs later."""
-    if not any(trial.codes.values()):
+    if not any(ended.codes.values()):
         return None
-    if trial.hung:
-        waited = f"still running after {time.monotonic() - trial.began:.0f} s"
-        return Failure(0, "localhost", time.time(), HANG, waited)
+    if ended.hung:
+        return Failure(0, "localhost", time.time(), HANG, f"still running after {time.monotonic() - ended.began:.0f} s")
 
-    paths = (trial.folder / "attempt").glob("rank-*.json")
-    found = [Failure.from_json(json.loads(path.read_text())) for path in paths]
-    if found:
-        return min(found, key=lambda failure: (not failure.for_user, failure.time))
+    failures = [
+        Failure.from_json(json.loads(path.read_text())) for path in (ended.folder / "attempt").glob("rank-*.json")
+    ]
+    if failures:
+        return min(failures, key=lambda failure: (not failure.for_user, failure.time))
 
     # A rank that was killed, or called os._exit, has recorded nothing.
-    rank = next(rank for rank, number in enumerate(trial.ranks) if trial.codes[number])
-    log = (trial.folder / f"rank-{rank}.log").read_text(errors="replace")
-    code = trial.codes[trial.ranks[rank]]
+    rank, code = next((rank, ended.codes[n]) for rank, n in enumerate(ended.ranks) if ended.codes[n])
+    log = (ended.folder / f"rank-{rank}.log").read_text(errors="replace")
     return Failure(rank, "localhost", time.time(), "Died", f"rank {rank} ended with code {code}", log=log[-2000:])

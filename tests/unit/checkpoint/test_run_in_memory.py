@@ -15,7 +15,7 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager, config_changes
 from lockstep.checkpoint.storage import MemoryStore, committed
 from lockstep.config import flatten, resolve
-from lockstep.config.values import typed
+from lockstep.config.schema import typed
 from lockstep.engine import setup
 from lockstep.errors import Preempted
 from lockstep.testing import fail_at

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from lockstep import config
-from lockstep.config import RunConfig, parse_overrides, read_file, read_layers, resolve
+from lockstep.config import RunConfig, read_file, read_layers, resolve
 from lockstep.errors import ConfigError, UserError
 
 YAML_SCALARS = [
@@ -39,11 +39,17 @@ YAML_SCALARS = [
 ]
 
 
+def overrides(*args: str) -> dict:
+    """Return the values of a command line."""
+    [(_, values)] = read_layers([], args)
+    return values
+
+
 @pytest.mark.parametrize(("text", "value"), YAML_SCALARS)
 def test_files_and_the_command_line_read_words_alike(tmp_path, text, value):
     file = tmp_path / "a.yaml"
     file.write_text(f"task:\n  x: {text}\n")
-    for read in (read_file(file), parse_overrides([f"task.x={text}"])):
+    for read in (read_file(file), overrides(f"task.x={text}")):
         assert read == {"task": {"x": value}}
         assert type(read["task"]["x"]) is type(value)
 
@@ -106,11 +112,11 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path, name, text, found):
     ],
 )
 def test_overrides(args, values):
-    assert parse_overrides(args) == values
+    assert overrides(*args) == values
 
 
 def test_words_that_yaml_takes_for_something_else_still_work():
-    made = resolve([("command line", parse_overrides(["log.progress=off", "lr.scaling=none"]))]).config
+    made = resolve([("command line", overrides("log.progress=off", "lr.scaling=none"))]).config
     assert (made.log.progress, made.lr.scaling) == ("off", "none")
 
 
@@ -123,14 +129,14 @@ def test_words_that_yaml_takes_for_something_else_still_work():
         (["steps=1", "seed=2", "steps=3"], ["steps is set twice"]),
         (["lr={peak: 1}", "lr.peak=2"], ["lr.peak is set twice"]),
         (["task.a=1", "task.a.b=2"], ["task.a cannot be both a value and a section"]),
-        (["lr.peak=1", "lr=2"], ["lr cannot be both a value and a section"]),
+        (["lr.peak=1", "lr=2"], ["lr cannot be both a value and a section", "lr is a section"]),
         (["task.a=[1, 2", "oops"], ["is not a complete list", "has no ="]),
         (["task..a=1"], ["has a key with an empty part"]),
     ],
 )
 def test_malformed_overrides_are_collected(args, found):
     with pytest.raises(ConfigError) as caught:
-        parse_overrides(args)
+        overrides(*args)
     assert len(caught.value.problems) == len(found)
     for problem, text in zip(caught.value.problems, found, strict=True):
         assert text in problem.problem
@@ -141,7 +147,7 @@ def test_malformed_overrides_are_collected(args, found):
 )
 def test_a_word_without_a_value_names_the_nearest_key(word, example):
     with pytest.raises(ConfigError) as caught:
-        parse_overrides([word])
+        overrides(word)
     assert [problem.fix for problem in caught.value.problems] == [f"type key=value, such as {example}"]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lockstep import config
-from lockstep.config import check, parse_overrides, resolve, resolve_for
+from lockstep.config import check, read_layers, resolve, resolve_for
 from lockstep.config.schema import RENAMED
 from lockstep.errors import ConfigError, UserError
 
@@ -22,7 +22,7 @@ def problems_of(*layers: dict) -> list[UserError]:
 def test_every_key_is_described_and_has_a_value_to_type(key):
     assert config.KEYS[key].description
     (problem,) = problems_of({key: object()})  # which no key takes
-    values = parse_overrides([problem.fix.removeprefix("type ")])
+    [(_, values)] = read_layers([], [problem.fix.removeprefix("type ")])
     # As a task's: typed alone, an option of something that is off would be refused.
     assert resolve([("task default", values)]).sources[key] == "task default"
 
@@ -87,7 +87,7 @@ def test_an_ended_value_names_the_layer_that_ended_it():
 def test_task_options_merge_without_mixing_values_and_sections(weak, strong, task):
     resolved = resolve([("weak", {"task": weak}), ("strong", {"task": strong})])
     assert resolved.config.task == task
-    shown = {key for key, _, _ in config.describe(resolved.config, resolved.sources)}
+    shown = config.flatten(resolved.config)
     assert {key for key in resolved.sources if key.startswith("task.")} == {k for k in shown if k.startswith("task.")}
 
 
@@ -298,13 +298,11 @@ def test_a_check_finds_what_no_task_can_fix(layers, found):
     assert found in problem.problem
 
 
-def test_describe_and_diff():
+def test_every_value_has_a_source():
     resolved = resolve([("file a.yaml", {"lr.peak": 0.1, "task": {"width": 2}})])
-    rows = {key: (value, source) for key, value, source in config.describe(resolved.config, resolved.sources)}
+    values = config.flatten(resolved.config)
+    rows = {key: (value, resolved.sources[key]) for key, value in values.items()}
     assert list(rows) == list(resolved.sources)
     assert rows["lr.peak"] == (0.1, "file a.yaml")
     assert rows["task.width"] == (2, "file a.yaml")
     assert rows["seed"] == (0, "default")
-    other = resolve([("b", {"lr.peak": 0.2})]).config
-    assert config.diff(resolved.config, other) == [("lr.peak", 0.1, 0.2), ("task.width", 2, None)]
-    assert config.diff(other, other) == []

@@ -15,8 +15,7 @@ import pytest
 from start_record import START
 
 from lockstep.errors import UserError
-from lockstep.observe.report import mean_rate, write_report
-from lockstep.observe.run_record import without_undone
+from lockstep.observe.report import mean_rate, without_undone, write_report
 from lockstep.observe.sinks import JsonlSink
 
 FILES = ["metrics.jsonl", "events.jsonl", "config.yaml", "config.sources.json", "plan.json", "summary.json"]

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from lockstep.errors import unknown_name
 from lockstep.observe.sinks.csv_sink import CsvSink
-from lockstep.observe.sinks.jsonl import JsonlSink as JsonlSink
-from lockstep.observe.sinks.jsonl import RunJsonl as RunJsonl
-from lockstep.observe.sinks.jsonl import read_jsonl as read_jsonl
+from lockstep.observe.sinks.jsonl import JsonlSink, RunJsonl, read_jsonl
+
+__all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
 
 
 class Sink(Protocol):
@@ -50,20 +50,17 @@ class SinkList:
                 self._sinks[name] = SINKS[name](run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Give a record to every sink."""
-        for name in list(self._sinks):
-            self._try(name, lambda sink: sink.write(record))
+        self._call("write", record)
 
     def close(self) -> None:
-        """Close every sink."""
-        for name in list(self._sinks):
-            self._try(name, lambda sink: sink.close())
+        self._call("close")
         self._sinks = {}
 
-    def _try(self, name: str, act: Callable[[Sink], None]) -> None:
-        try:
-            act(self._sinks[name])
-        except Exception as error:
-            # A service that is down would cost its timeout at every record: it is not asked again.
-            del self._sinks[name]
-            self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")
+    def _call(self, method: str, *arguments: Any) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception as error:
+                # A service that is down would cost its timeout at every record: it is not asked again.
+                del self._sinks[name]
+                self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")

@@ -20,8 +20,7 @@ class CsvSink:
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.csv"
         # A resumed run appends to the rows that are there.
-        rows = self._rows()
-        self._columns = rows[0] if rows else []
+        self._columns = next(iter(self._rows()), [])
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one row. The file is opened for each: a reader sees whole rows at any time."""
@@ -48,9 +47,8 @@ class CsvSink:
 
     def _add_columns(self, new: list[str]) -> None:
         """Write the file again with a longer header. A reader never sees half of it."""
-        rows = self._rows()[1:]
         self._columns = [*self._columns, *new]
         staged = self.path.with_suffix(".csv.tmp")
         with staged.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([self._columns, *rows])
+            csv.writer(file).writerows([self._columns, *self._rows()[1:]])
         os.replace(staged, self.path)

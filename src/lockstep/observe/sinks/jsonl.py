@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,12 +34,9 @@ class RunJsonl:
         self._events = JsonlSink(run_dir / "events.jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record to the file of its kind."""
-        sink = self._events if "event" in record else self._metrics
-        sink.write(record)
+        (self._events if "event" in record else self._metrics).write(record)
 
     def close(self) -> None:
-        """Close both files."""
         self._metrics.close()
         self._events.close()
 
@@ -48,32 +45,26 @@ class JsonlSink:
     """Appends records to `path`, which is created if it is not there; its folder must be."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
         # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _truncate_partial_line(self._fd)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        _truncate_partial_line(fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Objects with `.item()` (numpy scalars) become numbers, everything else becomes text."""
-        if self._fd is None:
-            raise ValueError(f"{self.path} is closed")
-
         line = (_encode(record) + "\n").encode()
         try:
             # A signal or a disk that fills up may split a write.
-            written = os.write(self._fd, line)
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
+            while line:
+                line = line[self._file.write(line) :]
         except OSError:
             # Leave whole lines behind, so that a later write is not glued to half of this one.
-            _truncate_partial_line(self._fd)
+            _truncate_partial_line(self._file.fileno())
             raise
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,25 +78,19 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     *lines, tail = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-
         record = _parse(line)
-        if record is None:
+        if record is not None:
+            records.append(record)
+        elif line.strip():
             raise UserError(
                 f"{path}: line {number} is not a JSON object",
                 f"it begins with {line[:60].decode(errors='replace')!r}",
                 f"look at it, and remove it: sed -i {number}d {shlex.quote(os.fspath(path))}",
             )
 
-        records.append(record)
-
     # A last line without a newline may still be complete.
     record = _parse(tail)
     return records if record is None else [*records, record]
-
-
-# ---- writing ----
 
 
 def _plain(value: object) -> object:
@@ -122,30 +107,27 @@ def _encode(record: Mapping[str, Any]) -> str:
     try:
         return _strict.encode(record)
     except ValueError:
-        found: dict[str, str] = {}
-        cleaned = _without_nonfinite(record, "", found)
-        return _strict.encode({**cleaned, NONFINITE: found})
+        marks: dict[str, str] = {}
+
+        def mark(path: str, value: Any) -> Any:
+            # A numpy scalar may be non-finite.
+            if value is not None and not isinstance(value, str | int | float):
+                value = _plain(value)
+            if isinstance(value, float) and not math.isfinite(value):
+                marks[path] = repr(float(value))
+                return None
+            return value
+
+        return _strict.encode({**_mapped(record, mark), NONFINITE: marks})
 
 
-def _without_nonfinite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """Return a copy with None for every non-finite number; `found` collects path -> "nan", "inf" or "-inf"."""
+def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return a copy of nested dicts and lists in which `change(dotted path, value)` has replaced every value."""
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item, _join(path, key), found) for key, item in value.items()}
+        return {key: _mapped(item, change, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(item, _join(path, index), found) for index, item in enumerate(value)]
-
-    # A numpy scalar may be non-finite, too.
-    if value is not None and not isinstance(value, str | int | float):
-        return _without_nonfinite(_plain(value), path, found)
-    if isinstance(value, float) and not math.isfinite(value):
-        found[path] = repr(float(value))
-        return None
-
-    return value
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+        return [_mapped(item, change, f"{path}.{index}") for index, item in enumerate(value)]
+    return change(path.removeprefix("."), value)
 
 
 def _truncate_partial_line(fd: int) -> None:
@@ -153,8 +135,7 @@ def _truncate_partial_line(fd: int) -> None:
 
     What an earlier process left half written was never a record (readers pass over it) and is truncated.
     """
-    size = os.fstat(fd).st_size
-    start = size
+    size = start = os.fstat(fd).st_size
     tail = b""
     while start > 0 and b"\n" not in tail:
         length = min(start, CHUNK)
@@ -170,31 +151,16 @@ def _truncate_partial_line(fd: int) -> None:
         os.ftruncate(fd, size - len(torn))
 
 
-# ---- reading ----
-
-
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record that a line holds, or None if it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-
     if not isinstance(record, dict):
         return None
 
-    # Most records have no such number.
+    # Most records have no non-finite number.
     marks = record.pop(NONFINITE, None)
-    return _with_nonfinite(record, "", marks) if isinstance(marks, dict) else record
-
-
-def _with_nonfinite(value: Any, path: str, marks: dict[str, str]) -> Any:
-    """Return a copy with the non-finite numbers that `marks` names, by path."""
-    if value is None and path in marks:
-        return float(marks[path])
-    if isinstance(value, dict):
-        return {key: _with_nonfinite(item, _join(path, key), marks) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_nonfinite(item, _join(path, index), marks) for index, item in enumerate(value)]
-
-    return value
+    if not isinstance(marks, dict):
+        return record
+    return _mapped(record, lambda path, value: float(marks[path]) if value is None and path in marks else value)

@@ -1,4 +1,4 @@
-"""What one rank of one layout does: the user's training, for a few steps, with everything recorded.
+"""What one rank of a trial does: the user's training, for a few steps, with everything recorded.
 
 The run is a real one, started as `lockstep train` starts it. Only `Run` and its builder are replaced in this process,
 by subclasses that record every step. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
@@ -33,37 +33,35 @@ from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
-SHORT = 16  # characters of a digest that are kept: enough to tell samples apart, and the record stays small
+SHORT = 16  # characters of a digest that are kept: enough to tell samples apart in a small record
 
 
 def work(spec: dict[str, Any]) -> None:
     """Train the target of `spec` with a Run that records."""
     # `api` looks the class up when a run starts, so replacing it here reaches fit and start alike.
-    recorded = type("RecordedBuilder", (RecordedBuilder,), {"orders": spec["orders"]})
-    setup.RunBuilder = recorded  # pyrefly: ignore[bad-assignment]
+    RecordedBuilder.orders = spec["orders"]
+    setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
 class RecordedBuilder(RunBuilder):
-    """Builds a RecordedRun, and records what the model was made of before and after it was wrapped."""
+    """Builds a RecordedRun, and records the structure of the model before and after it is wrapped."""
 
-    orders: dict[str, Any]  # a Layout as plain values, and `steps` and `folder`
+    orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
     def setup_model(
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
     ) -> ModelSetup:
-        """Wrap the model."""
         self._task = task
-        tied = _tied(model)  # before wrapping, which might untie them
-        made = super().setup_model(model, optimizers, task, data)
+        before = {"tied": _tied(model), "own_loop": task is None}  # wrapping might untie them
+        wrapped = super().setup_model(model, optimizers, task, data)
         after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
-        self._facts: dict[str, Any] = {"tied": tied, "own_loop": task is None} | after
-        return made
+        self._facts: dict[str, Any] = before | after
+        return wrapped
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
-        """Open the data."""
         self.run_class = RecordedRun
         run = super().setup_run(data, collate)
         assert isinstance(run, RecordedRun)
@@ -71,7 +69,7 @@ class RecordedBuilder(RunBuilder):
         return run
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure; the SystemExit with which `step_batches` ends a trial is none."""
+        """Record a failure. `step_batches` ends a trial with SystemExit, which is not one."""
         if not isinstance(error, SystemExit) or error.code:
             super().fail(error)
 
@@ -80,30 +78,29 @@ class RecordedRun(Run):
     """A Run that records what every step read and computed, and ends after a few steps."""
 
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
-        """Record the facts from which the layouts are chosen, and prepare to record the steps."""
+        """Record the facts from which the trials are chosen, and prepare to record the steps."""
         self.orders = orders
+        self._folder = Path(orders["folder"])
         self._task = task
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
         source = self.source
         self._facts = facts | {
             "global_batch": self.plan.global_batch,
-            "micro_batch": self.plan.micro_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
             "samples": self.plan.samples,
             "stream": not isinstance(source, MapSource),
             "strategy": self.config.strategy,
             "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
-            "backend": self.runtime.backend,
             "replicated": self.driver.placement.replicated,
             "trainable": trainable(self.driver.model)[0],
         }
 
         # Probes: one rank's share of the samples on one process; every sample twice.
-        if isinstance(source, MapSource) and self.orders["part"]:
-            source.world = World(*self.orders["part"])
-        if isinstance(source, MapSource) and self.orders["twice"]:
+        if isinstance(source, MapSource) and orders["part"]:
+            source.world = World(*orders["part"])
+        if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
             source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
 
@@ -111,7 +108,7 @@ class RecordedRun(Run):
         driver: Any = self.driver
         self._before_forward, self._backward = driver.before_forward, driver.backward
         driver.before_forward, driver.backward = self._begin_micro, self._record_loss
-        self._nudges = torch.Generator().manual_seed(self.orders["nudge"])
+        self._nudges = torch.Generator().manual_seed(orders["nudge"])
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield the first few steps; the schedule stays that of the full run."""
@@ -140,13 +137,11 @@ class RecordedRun(Run):
         """Record the gradients and settings of a step, before anything else happens after it."""
         result = result or self.stepper.settle()  # on a GPU it may still be on its way
         assert result is not None
-        named = [(name, p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None]
-        self._put(f"gradients-{len(self._steps)}", {name: full_tensor(grad) for name, grad in named})
+        grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.grad is not None}
+        self._put(f"gradients-{len(self._steps)}", {name: full_tensor(grad) for name, grad in grads.items()})
         self._steps.append(
             {
                 "micros": self._micros,
-                "applied": result.applied,
-                "grad_norm": result.grad_norm,
                 "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
             }
         )
@@ -158,7 +153,7 @@ class RecordedRun(Run):
         super().maintain(evaluation_due)
 
     def save_weights(self) -> None:
-        """Do nothing: nothing of it is needed, whichever way the loop has ended."""
+        """Do nothing: a trial needs no weights."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Return an empty summary: a trial writes none."""
@@ -182,35 +177,35 @@ class RecordedRun(Run):
 
     def _record_loss(self, loss: Loss, control: Any) -> None:
         """Record what the loss returned, and which generators it has drawn from."""
-        before = self._generators
-        now = _generators()
+        states = _generators()
         self._backward(loss, control)
-        metrics = {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {}
         self._note |= {
             "total": float(loss.total.detach()),
             "weight": float(loss.weight),
-            "metrics": metrics,
-            "drawn": [name for name in now if before[name] != now[name]],
+            "metrics": {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {},
+            "drawn": [name for name, state in states.items() if self._generators[name] != state],
         }
 
     # ---- between steps ----
 
     def _snapshot(self, step: int) -> None:
-        """Record the state before step `step`."""
         model = self.driver.model
         parameters = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-        buffers = dict(model.named_buffers())
         self._put(f"parameters-{step}", parameters)
-        self._put(f"buffers-{step}", buffers)
+        self._put(f"buffers-{step}", dict(model.named_buffers()))
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
-        self._put_record()
+
+        # The numbers of this rank so far. A rank that is killed here leaves the last complete record.
+        path = self._folder / f"record-{self.runtime.world.rank}.json"
+        staged = path.with_suffix(".tmp")
+        staged.write_text(json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
+        staged.replace(path)
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task, or the script, keeps besides the model: registered state and the task's attributes."""
-        own: dict[str, Any] = {
-            f"state.{name}": part.state_dict() for name, part in self.checkpoints.state.others.items()
-        }
+        others = self.checkpoints.state.others
+        own: dict[str, Any] = {f"state.{name}": stateful.state_dict() for name, stateful in others.items()}
 
         # A moving average is often an attribute that no state_dict names: that is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
@@ -222,13 +217,13 @@ class RecordedRun(Run):
         # More than this is a dataset in `self`, not state.
         most = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20
         for name, value in own.items():
-            found: dict[str, Tensor] = {}
+            packed: dict[str, Tensor] = {}
             try:
-                plain = pack(value, name, found)
+                plain = pack(value, name, packed)
             except UserError:  # not tensors and plain values: nothing to compare
                 continue
-            if sum(t.nbytes for t in found.values()) <= most:
-                tensors |= found | dict(_numbers(plain, name))
+            if sum(t.nbytes for t in packed.values()) <= most:
+                tensors |= packed | dict(_numbers(plain, name))
         return tensors
 
     def _nudge(self) -> None:
@@ -242,26 +237,11 @@ class RecordedRun(Run):
                 p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors, on rank 0."""
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
 
-    def _put_record(self) -> None:
-        """Write the numbers of this rank so far."""
-        record = {"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}
 
-        # Written again after every step, and replaced in one go.
-        path = self._folder / f"record-{self.runtime.world.rank}.json"
-        staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps(record))
-        staged.replace(path)  # a rank that is killed here leaves the last complete record
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.orders["folder"])
-
-
-# ---- what is recorded ---------------------------------------------------------------------------------
+# ---- what is recorded ----
 
 
 def _storable(tensor: Tensor) -> Tensor:
@@ -277,11 +257,8 @@ def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the counters and settings in a packed state, at any depth."""
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
-    elif isinstance(plain, dict):
-        for key, value in plain.items():
-            yield from _numbers(value, f"{name}.{key}")
-    elif isinstance(plain, list):
-        for key, value in enumerate(plain):
+    elif isinstance(plain, dict | list):
+        for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
             yield from _numbers(value, f"{name}.{key}")
 
 
@@ -295,8 +272,8 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 def _owners(model: nn.Module) -> dict[str, str]:
     """Return parameter -> the class of the module that holds it."""
-    modules = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    return {name: type(model.get_submodule(path)).__name__ for name, path in modules.items()}
+    parameters = model.named_parameters()
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in parameters}
 
 
 def _batchnorms(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which layouts are run: world sizes at one split of the batch, splits on one process, and their reference."""
+"""Which trials are run: world sizes at one split of the batch, splits on one process, and their reference."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.errors import UserError
 # Three is there because it divides few batches: ranks get different numbers of micro-batches.
 WORLDS = (1, 2, 3, 4)
 STEPS = 4
-NUDGES = 2  # runs whose weights are moved by one unit in the last place: how far rounding goes
+NUDGES = 2  # runs whose weights are moved by one unit in the last place, to measure the effect of rounding
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One run. All but the first three fields are for comparisons and probes, and off in a plain one."""
+class Trial:
+    """A few steps of training in one layout. The fields after the first three are for comparisons and probes."""
 
     world: int = 1
     micro_batch: int | None = None  # None: as configured
     strategy: str | None = None  # None: as configured
-    again: bool = False  # a repetition of the same layout
+    again: bool = False  # a repetition of the same trial
     nudge: int = 0  # seed of the changes in the last place; 0: none
     eval_mode: bool = False  # the model in eval mode: no dropout, no batch statistics
     part: tuple[int, int] | None = None  # (rank, world): only that rank's micro-batches, on one process
@@ -30,31 +30,24 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The layout in words, for the table."""
         ranks = "1 process" if self.world == 1 else f"{self.world} processes {self.strategy or ''}".rstrip()
-        text = f"{ranks}, micro-batch {self.micro_batch}"
-        if self.again:
-            text += ", again"
-        if self.nudge:
-            text += ", nudged"
-        if self.eval_mode:
-            text += ", eval mode"
-        return text
+        flags = {"again": self.again, "nudged": self.nudge, "eval mode": self.eval_mode}
+        return ", ".join([ranks, f"micro-batch {self.micro_batch}", *(word for word, on in flags.items() if on)])
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The layouts that are run in any case."""
+    """The trials that are run in any case."""
 
-    reference: Layout
-    again: Layout
-    nudged: tuple[Layout, ...]
-    worlds: tuple[Layout, ...]
-    splits: tuple[Layout, ...]
+    reference: Trial
+    again: Trial
+    nudged: tuple[Trial, ...]
+    worlds: tuple[Trial, ...]
+    splits: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
 
 
-# ---- what was asked for ---------------------------------------------------------------------------------
+# ---- options ----
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,6 @@ class VerifyOptions:
 
     @staticmethod
     def parse(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
-        """Return the options as they were typed on a command line."""
         return VerifyOptions(
             worlds=None if worlds is None else _numbers("--worlds", worlds),
             strategies=None if strategies is None else tuple(strategies.split(",")),
@@ -88,62 +80,58 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 def check(options: VerifyOptions) -> None:
     """Raise what is wrong with the options, as far as it can be known before anything runs."""
-    _check_strategies(options)
-    for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
-        if counts is not None and (not counts or min(counts) < 1):
-            raise UserError(f"{option} {_listed(counts)} has a count below 1", "", f"type {option} 1 or more")
-
-
-def _check_strategies(options: VerifyOptions) -> None:
     comparable = with_trait("comparable")
     exact = with_trait("exact")
-    typed = ",".join(options.strategies or ())
+    strategies = options.strategies or ()
+    typed = f"--strategies {','.join(strategies)}"
 
-    for name in options.strategies or ():
+    for name in strategies:
         if name not in STRATEGIES:
-            raise UserError(
-                f"--strategies {typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}"
-            )
+            raise UserError(f"{typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}")
         if name not in comparable:
             raise UserError(
-                f"--strategies {typed} has {name}, which cannot be compared",
+                f"{typed} has {name}, which cannot be compared",
                 "its ranks do not hold or gather every parameter under its own name",
                 f"type some of {','.join(comparable)}",
             )
         if options.exact and name not in exact:
             raise UserError(
-                f"--exact --strategies {typed} has {name}, which cannot be exact",
+                f"--exact {typed} has {name}, which cannot be exact",
                 "it adds in an order of its own",
                 f"type some of {','.join(exact)}",
             )
 
+    for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
+        if counts is not None and (not counts or min(counts) < 1):
+            raise UserError(f"{option} {_listed(counts)} has a count below 1", "", f"type {option} 1 or more")
 
-# ---- the layouts ----------------------------------------------------------------------------------------
+
+# ---- trials ----
 
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
-    """Return the layouts to run. `facts` are those of a first run on one process."""
+    """Return the trials to run. `facts` are those of a first run on one process."""
     strategy = facts["strategy"]
     worlds, notes = _worlds(options, facts)
 
     # One micro-batch size for all worlds: then they compute the same sums, and dropout draws the same masks.
-    micro = _micro_batch(facts, max(worlds, default=1), options)
-    reference = Layout(1, micro, strategy)
+    micro_batch = _micro_batch(facts, max(worlds, default=1), options)
+    reference = Trial(1, micro_batch, strategy)
 
     # Replica groups of equal size need an even number of ranks.
     many = [
-        Layout(world, micro, name)
+        Trial(world, micro_batch, name)
         for world in worlds
         for name in options.strategies or (strategy,)
         if world % 2 == 0 or not STRATEGIES[name].replica_groups
     ]
     return Matrix(
         reference,
-        replace(reference, again=True),
-        tuple(replace(reference, nudge=seed) for seed in range(1, NUDGES + 1)),
-        tuple(many),
-        tuple(replace(reference, micro_batch=size) for size in _splits(facts, micro, options)),
-        tuple(notes),
+        again=replace(reference, again=True),
+        nudged=tuple(replace(reference, nudge=seed) for seed in range(1, NUDGES + 1)),
+        worlds=tuple(many),
+        splits=tuple(replace(reference, micro_batch=size) for size in _splits(facts, micro_batch, options)),
+        notes=tuple(notes),
     )
 
 
@@ -185,14 +173,11 @@ def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> in
         return asked if -(-batch // asked) >= most else even
 
     # Every rank of a stream takes full micro-batches: the size must divide the share of a rank in every world.
-    worlds = [world for world in options.worlds or WORLDS if _fits(world, facts)]
-    for size in range(min(asked, even), 0, -1):
-        if all(batch // world % size == 0 for world in worlds):
-            return size
-    raise AssertionError("1 divides everything")
+    shares = [batch // world for world in options.worlds or WORLDS if _fits(world, facts)]
+    return next(size for size in range(min(asked, even), 0, -1) if all(share % size == 0 for share in shares))
 
 
-def _splits(facts: dict[str, Any], micro: int, options: VerifyOptions) -> list[int]:
+def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> list[int]:
     """Return other splits of the same batch, not larger than the user allows: in one, and with a ragged rest."""
     batch = facts["global_batch"]
     if options.splits is not None:
@@ -203,12 +188,12 @@ def _splits(facts: dict[str, Any], micro: int, options: VerifyOptions) -> list[i
                 "",
                 f"type --splits {batch} or less",
             )
-        return [size for size in options.splits if size != micro]
+        return [size for size in options.splits if size != micro_batch]
 
-    most = facts["micro_batch_asked"] or batch
     # In the order of preference: all at once, a ragged rest, half of it, single samples.
+    most = facts["micro_batch_asked"] or batch
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
-    usable = [size for size in sizes if size >= 1 and size != micro]
+    usable = [size for size in sizes if size >= 1 and size != micro_batch]
     if facts["stream"]:
         usable = [size for size in usable if batch % size == 0]
     return usable[:2]
