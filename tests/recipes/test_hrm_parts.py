@@ -17,11 +17,11 @@ from lockstep.recipes.hrm import puzzles, sudoku
 from lockstep.recipes.hrm.build import Build, build, read_csv
 from lockstep.recipes.hrm.build import main as build_main
 from lockstep.recipes.hrm.carry import Carry, refill
-from lockstep.recipes.hrm.commands import PretrainConfig
 from lockstep.recipes.hrm.data import PuzzleGroups, read_puzzles
 from lockstep.recipes.hrm.losses import cell_loss
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, _truncated_normal
 from lockstep.recipes.hrm.puzzles import IdRules, PuzzleOptions, make_splits
+from pretrain import PretrainConfig
 
 # ---- the model ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.commands import overrides
+from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
 from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrid, PuzzleOptions, SudokuSymmetry, make_splits
 from lockstep.recipes.hrm.task import OF_PUZZLES
