@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
-from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrid, PuzzleOptions, SudokuSymmetry, make_splits
+from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrids, PuzzleOptions, SudokuSymmetry, make_splits
 from lockstep.recipes.hrm.task import OF_PUZZLES
 from lockstep.recipes.options import OnlyWith, warn_unused
 
@@ -83,7 +83,7 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
     )
     # Id grids are drawn when they are read: there is nothing to vary.
     generated, test = make_splits(options)
-    if isinstance(generated, IdGrid):
+    if isinstance(generated, IdGrids):
         return _draw_epoch(generated, request.seed), test, None
     return generated, test, generated.augment
 
@@ -115,8 +115,7 @@ def read_csv(path: Path, most: int, seed: int) -> Puzzles:
 
     grids = _digits([question for question, _ in rows])
     solutions = _digits([answer for _, answer in rows])
-    same_id = np.zeros(len(rows), dtype=np.int64)
-    return Puzzles.single(grids + 1, solutions + 1, same_id, symbols=11, id_count=1)
+    return Puzzles.single(grids + 1, solutions + 1, symbols=11)
 
 
 def _digits(texts: list[str]) -> np.ndarray:
@@ -124,14 +123,11 @@ def _digits(texts: list[str]) -> np.ndarray:
     return np.array([[int(digit) for digit in text.replace(".", "0")] for text in texts], dtype=np.uint8)
 
 
-def _draw_epoch(training: IdGrid, seed: int) -> Puzzles:
+def _draw_epoch(training: IdGrids, seed: int) -> Puzzles:
     """Fix as many grids as an epoch has."""
     random.seed(seed)
-    samples = [training[i] for i in range(len(training))]
-    cells = np.array([each["inputs"] for each in samples])
-    labels = np.array([each["labels"] for each in samples])
-    ids = np.array([each["ids"] for each in samples])
-    return Puzzles.single(cells, labels, ids, training.symbols, training.ids)
+    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
+    return Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
 
 
 def main(arguments: Sequence[str]) -> None:

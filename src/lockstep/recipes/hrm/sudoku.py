@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,29 +22,17 @@ Pair = tuple[np.ndarray, np.ndarray]  # puzzles and solutions, [count, cells] ui
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 TRIES = 300  # full grids that are generated for one puzzle before giving up
 
-SHIPPED = Path(__file__).parent / "sudoku9.npz"  # made by `write_shipped`, which takes minutes
-SHIPPED_TRAIN = 100  # puzzles of one part of the shipped file
-SHIPPED_TEST = 200
+# Minimal puzzles of 9 x 9, which take minutes to make: split_by_class(9, None, 100, 200, Random(f"sudoku9/{part}")) for
+# parts 0 to 9. All training puzzles come first.
+SHIPPED = Path(__file__).parent / "sudoku9.npz"
 
 
 # ---- the solver -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The cells of a grid of n x n that constrain each other."""
-
-    n: int
-    peers: tuple[tuple[int, ...], ...]  # of each cell, the cells that may not hold the same digit
-    units: tuple[tuple[int, ...], ...]  # rows, columns, boxes
-
-    @property
-    def every_digit(self) -> int:
-        return (1 << self.n) - 1
-
-
 @cache
-def rules(n: int) -> Rules:
+def units_and_peers(n: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    """Return the rows, columns and boxes of n x n cells; and, for each cell, the cells that it shares one with."""
     height, width = BOXES[n]
     rows = [tuple(range(r * n, r * n + n)) for r in range(n)]
     columns = [tuple(range(c, n * n, n)) for c in range(n)]
@@ -54,21 +41,21 @@ def rules(n: int) -> Rules:
         for top in range(0, n, height)
         for left in range(0, n, width)
     ]
-    units = (*rows, *columns, *boxes)
+    units = [*rows, *columns, *boxes]
 
-    # Two cells are peers if some unit has both.
     peers = []
     for cell in range(n * n):
-        together = {other for unit in units if cell in unit for other in unit}
-        peers.append(tuple(sorted(together - {cell})))
-    return Rules(n, tuple(peers), units)
+        together = {peer for unit in units if cell in unit for peer in unit}
+        peers.append(sorted(together - {cell}))
+    return units, peers
 
 
 class Solver:
     """A solver that propagates naked and hidden singles, then guesses in the cell with the fewest candidates."""
 
     def __init__(self, n: int, rng: random.Random | None = None):
-        self.rules = rules(n)
+        self.units, self.peers = units_and_peers(n)
+        self.every_digit = (1 << n) - 1
         self.rng = rng
         self.guesses = 0
 
@@ -84,11 +71,7 @@ class Solver:
         return next(self._search(start), None) is not None
 
     def _candidates(self, grid: Grid) -> list[int]:
-        found = [self.rules.every_digit] * len(grid)
-        for cell, digit in enumerate(grid):
-            if digit:
-                found[cell] &= 1 << (digit - 1)
-        return found
+        return [1 << (digit - 1) if digit else self.every_digit for digit in grid]
 
     def _search(self, candidates: list[int]) -> Iterator[Grid]:
         if not self._propagate(candidates):
@@ -118,7 +101,7 @@ class Solver:
         """Remove impossible candidates in place. Returns False if a cell or a digit has no possibility left."""
         done = [False] * len(candidates)
         while True:
-            # Naked singles: a cell with one candidate takes it from its peers, which may become single, too.
+            # Naked singles: a cell with one candidate takes it from its peers, which may then be single as well.
             fresh = [cell for cell, bits in enumerate(candidates) if not done[cell] and not bits & (bits - 1)]
             while fresh:
                 cell = fresh.pop()
@@ -128,7 +111,7 @@ class Solver:
                 if done[cell]:
                     continue
                 done[cell] = True
-                for peer in self.rules.peers[cell]:
+                for peer in self.peers[cell]:
                     if candidates[peer] & bit:
                         candidates[peer] ^= bit
                         if not candidates[peer] & (candidates[peer] - 1):
@@ -147,12 +130,12 @@ class Solver:
         Returns how many were fixed, or None if a digit fits no cell of some unit.
         """
         fixed = 0
-        for unit in self.rules.units:
+        for unit in self.units:
             once = twice = 0  # digits that are candidates of at least one cell, and of at least two
             for cell in unit:
                 twice |= once & candidates[cell]
                 once |= candidates[cell]
-            if once != self.rules.every_digit:
+            if once != self.every_digit:
                 return None
 
             for bit in _bits(once & ~twice):
@@ -245,8 +228,8 @@ def split_by_class(
         tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
-            found = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
-            raise _too_few(f"{train} + {test} different {kind}", found, least_guesses, hardest)
+            made = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
+            raise _too_few(f"{train} + {test} different {kind}", made, least_guesses, hardest)
 
     return _as_arrays(splits[0]), _as_arrays(splits[1])
 
@@ -255,20 +238,17 @@ def _as_arrays(pairs: dict[Grid, Grid]) -> Pair:
     return np.array(list(pairs), dtype=np.uint8), np.array(list(pairs.values()), dtype=np.uint8)
 
 
-def _too_few(wanted: str, found: str, least_guesses: float, hardest: float) -> UserError:
+def _too_few(wanted: str, made: str, least_guesses: float, hardest: float) -> UserError:
     """Say why there are not enough puzzles: all are easy, or there are no more of them."""
     smaller = "a smaller task.train_size and task.test_size"
     if not least_guesses:
-        return UserError(f"{wanted} could not be generated", found, f"type {smaller}")
+        return UserError(f"{wanted} could not be generated", made, f"type {smaller}")
 
     problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
     if hardest >= least_guesses:
-        return UserError(problem, found, f"type a smaller task.least_guesses; or {smaller}")
+        return UserError(problem, made, f"type a smaller task.least_guesses; or {smaller}")
     fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
-    return UserError(problem, f"{found}: the hardest took {hardest:g} guesses", fix)
-
-
-# ---- the puzzles that come with the recipe --------------------------------------------------------------
+    return UserError(problem, f"{made}: the hardest took {hardest:g} guesses", fix)
 
 
 def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
@@ -286,19 +266,6 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
     return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
 
 
-def make_shipped_part(part: int) -> tuple[Pair, Pair]:
-    """Make one part of the shipped file. Each part has its own generator, so that parts can be made in parallel."""
-    return split_by_class(9, None, SHIPPED_TRAIN, SHIPPED_TEST, random.Random(f"sudoku9/{part}"))
-
-
-def write_shipped(path: Path, parts: list[tuple[Pair, Pair]]) -> None:
-    """Write the shipped file from its ten parts, training puzzles first."""
-    pairs = [part[split] for split in (0, 1) for part in parts]
-    puzzles = np.concatenate([pair[0] for pair in pairs])
-    solutions = np.concatenate([pair[1] for pair in pairs])
-    np.savez_compressed(path, puzzles=puzzles, solutions=solutions)
-
-
 # ---- symmetries -----------------------------------------------------------------------------------------
 
 
@@ -308,8 +275,7 @@ def canonical(grid: Grid, n: int) -> bytes:
     The moves are all symmetries of the game for 4, and the orders of bands and stacks for larger grids: all symmetries
     of 9 would be three million.
     """
-    array = np.asarray(grid, dtype=np.uint8)
-    moved = array[_moves(n)]  # [moves, cells]
+    moved = np.asarray(grid, dtype=np.uint8)[_moves(n)]  # [moves, cells]
     return min(_relabelled(row) for row in moved.tolist())
 
 

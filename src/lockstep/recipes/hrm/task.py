@@ -14,12 +14,12 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
-from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate, least_steps
+from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
-from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, IdGrid, PuzzleOptions, make_splits
+from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
 from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
@@ -139,6 +139,8 @@ class HRM(Task):
     scoring = Scoring
     """The class that scores training segments. A subclass of the task may replace it."""
 
+    collate = staticmethod(collate)
+
     @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
     def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
         given = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
@@ -185,19 +187,10 @@ class HRM(Task):
 
     def data(self) -> Dataset:
         training, _ = make_splits(self.puzzles)
-        most_steps = self.halting.halt_max_steps
-        explore = self.halting.halt_exploration
-        # Id grids draw their own samples, and so the number of segments as well.
-        if isinstance(training, IdGrid):
-            training.draw_least = partial(least_steps, most_steps, explore)
-            return training
-        return PuzzleGroups(training, most_steps, explore)
+        return PuzzleGroups(training, self.halting.halt_max_steps, self.halting.halt_exploration)
 
     def eval_data(self) -> Dataset:
         return PuzzleExamples(make_splits(self.puzzles)[1])
-
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return collate(samples)
 
     # ---- a step: one segment ----
 
