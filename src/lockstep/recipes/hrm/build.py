@@ -54,7 +54,7 @@ def build(request: Build) -> None:
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
         given, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
-        raise UserError(f"{given} is given without {missing}", "", f"type {missing}=FILE, too")
+        raise UserError(f"{given} is given without {missing}", "", f"type {missing}=FILE as well")
 
     training, test, symmetry = _splits(request)
     # Variants draw from Python's generator, which the seed makes repeatable.
@@ -90,20 +90,17 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
 
 def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
     """Return every puzzle followed by `count` symmetric variants, as one group."""
-    cells = []
-    labels = []
+    pairs = []
     for pair in zip(puzzles.inputs, puzzles.labels, strict=True):
-        # The original comes first.
-        for variant in (pair, *(symmetry(*pair) for _ in range(count))):
-            cells.append(variant[0])
-            labels.append(variant[1])
+        pairs += [pair, *(symmetry(*pair) for _ in range(count))]
+    cells, labels = zip(*pairs, strict=True)
     return replace(
         puzzles,
         inputs=np.stack(cells),
         labels=np.stack(labels),
         puzzle_identifiers=np.repeat(puzzles.puzzle_identifiers, count + 1),
-        puzzle_indices=np.arange(len(cells) + 1),
-        group_indices=np.arange(0, len(cells) + 1, count + 1),
+        puzzle_indices=np.arange(len(pairs) + 1),
+        group_indices=np.arange(0, len(pairs) + 1, count + 1),
     )
 
 

@@ -163,9 +163,6 @@ class HierarchicalReasoningModel(nn.Module):
             cos, sin = rotation_table(config.positions_in_all, W // config.heads)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.initialise()
-
-    def initialise(self) -> None:
         draw_weights(self.modules())
         self._reset_halting()
 
@@ -311,5 +308,4 @@ def draw_weights(modules: Iterable[nn.Module]) -> None:
 def _truncated_normal(tensor: Tensor, std: float) -> Tensor:
     """Fill `tensor` from a truncated normal whose standard deviation is really `std`: truncation makes it smaller."""
     untruncated = std / TRUNCATED_STD
-    nn.init.trunc_normal_(tensor, std=untruncated, a=-2 * std / TRUNCATED_STD, b=2 * std / TRUNCATED_STD)
-    return tensor
+    return nn.init.trunc_normal_(tensor, std=untruncated, a=-2 * untruncated, b=2 * untruncated)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
@@ -45,6 +45,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
         "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
     },
 }  # fmt: skip
+VARIANT_EMA = {"hrm": 0.0, "trm": 0.999}
 
 # Options that have no effect with some values of others.
 OF_GENERATED = (
@@ -151,15 +152,14 @@ class HRM(Task):
         self.learning = learning
 
         # All problems are reported together.
-        problems = [*_problems(given | vars(self.model_options)), *_seed_problems(puzzles)]
+        options = given | vars(self.model_options)
+        problems = [*wrong_choices(options, CHOICES), *_problems(options, puzzles.shipped)]
         if problems:
             raise ConfigError(problems)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
         self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)
-        ema = learning.ema
-        if ema is None:
-            ema = 0.999 if model.variant == "trm" else 0.0
+        ema = VARIANT_EMA[model.variant] if learning.ema is None else learning.ema
         self.average = MovingAverage(ema) if ema else None
         self.carry = Carry()
 
@@ -241,9 +241,7 @@ class HRM(Task):
 
     def eval_loss(self, model: Any, batch: Slots) -> Loss:
         """Run all segments, with the average of the weights if there is one. `exact_K` is `exact` after K segments."""
-        if self.average is None:
-            return self._think(model, batch)
-        with self.average.instead(model):
+        with nullcontext() if self.average is None else self.average.instead(model):
             return self._think(model, batch)
 
     def _think(self, model: Any, batch: Slots) -> Loss:
@@ -276,14 +274,8 @@ def _metrics(counts: Tensor) -> dict[str, Metric]:
     return {**shares, "cell": (count["cells"], count["all_cells"])}
 
 
-def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yield a problem for every option with a wrong value."""
-    for name, known in CHOICES.items():
-        value = options[name]
-        if value not in known:
-            nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
-
+def _problems(options: Mapping[str, Any], shipped: bool) -> Iterator[UserError]:
+    """Yield a problem for every number that is wrong. `shipped`: the puzzles come with the recipe."""
     width = options["width"]
     heads = max(1, options["heads"])
     if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
@@ -298,11 +290,9 @@ def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
         if value is not None and value < least:
             yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
 
-
-def _seed_problems(puzzles: PuzzleOptions) -> Iterator[UserError]:
-    if puzzles.shipped and puzzles.data_seed:
+    if shipped and options["data_seed"]:
         yield UserError(
-            f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
+            f"task.data_seed={options['data_seed']} with task.puzzle=sudoku9 has no effect",
             "puzzles that come with the recipe, the same for every seed",
             "leave task.data_seed out, or type task.holes=50: those are made from the seed",
         )
