@@ -10,32 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.eager import run_eagerly
-from lockstep.recipes.layers import Rotation, rotate, rotation_table
+from lockstep.recipes.layers import Rotation, SelfAttention, merge_heads, rotate, rotation_table, split_qkv
 
 # The default follows the dtype, and is far too large in bf16.
 EPS = 1e-6
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+class Attention(SelfAttention):
+    """Causal self-attention with rotary positions, over queries and keys of unit norm."""
 
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Attend from every position of `x` (B, T, W) to itself and the positions before it."""
-        B, T, W = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
+        assert rotation is not None, "the model has rotary positions"
+        q, k, v = split_qkv(self.qkv(x), self.heads)  # (B, H, T, D) each
 
-        # Queries and keys have unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
+        # Unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
         q = rotate(unit(q), rotation)
         k = rotate(unit(k), rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
 class Block(nn.Module):

@@ -194,7 +194,7 @@ def answer(
 ) -> Answered:
     """Score the answers with teacher forcing: [before] [question] [answer].
 
-    If all tokens are right here, greedy decoding would be right, too.
+    If all tokens are right here, greedy decoding would write the same answer.
 
     before    (rows, T, W)
     question  (rows, tokens), ids

@@ -70,12 +70,11 @@ def frozen_reader(
     Of several processes one trains, and the others wait.
     """
     # Everything that changes the weights is part of the name; how often the training saves does not.
-    training = {key: value for key, value in asdict(options).items() if key != "save_every"}
     settings = {
         "version": VERSION,
         "shape": asdict(shape),
-        "world": {"kind": type(world).__name__, **asdict(world)},  # pyrefly: ignore[bad-argument-type]
-        "training": training,
+        "world": {"kind": type(world).__name__, **asdict(world)},
+        "training": {key: value for key, value in asdict(options).items() if key != "save_every"},
         "torch": torch.__version__,
     }
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -153,7 +152,7 @@ class ReaderTraining:
         self.saved = saved
         self.worlds = [*world.easier(), world] if options.easier_first else [world]
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=options.lr, weight_decay=0.01, fused=True)
-        # After the optimizer, whose state is restored, too.
+        # Restores the optimizer, which therefore comes first.
         self.progress = load_progress(reader, self.optimizer, saved)
         self._enter_stage()
 
@@ -210,7 +209,7 @@ class ReaderTraining:
     def _validate(self) -> bool:
         """Return whether the training is finished. The host waits for the device."""
         now = self.progress
-        # Eagerly, as the shapes differ from those in training and would be compiled for, too.
+        # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), run_eagerly(self.reader):
             now.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
         if self._in_last_stage:
@@ -244,12 +243,11 @@ def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) 
     weights = {}
     state = defaultdict(dict)
     for name, tensor in load_file(path).items():
-        part, rest = name.split(".", 1)
-        if part == "reader":
-            weights[rest] = tensor
-        else:
-            number, kind = rest.split(".")
-            state[int(number)][kind] = tensor
+        match name.split("."):
+            case ["adam", number, kind]:
+                state[int(number)][kind] = tensor
+            case _:
+                weights[name.removeprefix("reader.")] = tensor
     reader.load_state_dict(weights)
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**progress)
@@ -272,9 +270,8 @@ def training_batches(
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
-        columns, positions = (
-            torch.from_numpy(found).to(device) for found in sequence_layout(coming.result(), tokenizer)
-        )
+        layout = sequence_layout(coming.result(), tokenizer)
+        columns, positions = (torch.from_numpy(indices).to(device) for indices in layout)
         table = torch.from_numpy(tokenizer.table).to(device)
         while True:
             # The next draw starts before these are used.
@@ -283,8 +280,8 @@ def training_batches(
             coming = pool.submit(draw, first)
             sent = words.pin_memory().to(device, non_blocking=True) if device == "cuda" else words
             ids = F.pad(table[sent].flatten(1)[:, columns], (1, 0))  # 0 begins a sequence
-            for part in ids.split(batch):
-                yield part, positions
+            for step_ids in ids.split(batch):
+                yield step_ids, positions
 
 
 def sequence_words(drawn: Drawn) -> np.ndarray:
@@ -299,13 +296,12 @@ def sequence_layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     That is the columns of the tokenizer's table that are tokens (a mark has fewer than a word), and the positions of
     the answers' tokens in a sequence.
     """
-    words = sequence_words(drawn)[:1]
-    context = drawn.context.shape[1]
+    words = sequence_words(drawn)[0]
     # After the context come Q groups of equal length, each ending with its answer.
-    answers = np.zeros(words.shape[1], bool)
-    answers[context:].reshape(drawn.answer.shape[1], -1)[:, -1] = True
-    keep = tokenizer.lengths[words[0]][:, None] > np.arange(tokenizer.table.shape[1])  # (words, tokens of a word)
-    return np.flatnonzero(keep), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], keep.shape)[keep])
+    answers = np.zeros(len(words), bool)
+    answers[drawn.context.shape[1] :].reshape(drawn.answer.shape[1], -1)[:, -1] = True
+    used = tokenizer.used(words)  # (words, tokens of a word)
+    return np.flatnonzero(used), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], used.shape)[used])
 
 
 def sequence_loss(reader: Reader, ids: Tensor, positions: Tensor) -> Tensor:
@@ -317,8 +313,5 @@ def sequence_loss(reader: Reader, ids: Tensor, positions: Tensor) -> Tensor:
 def _validation_batch(world: World, tokenizer: Tokenizer, device: str) -> dict[str, Tensor]:
     """Make questions about contexts that are neither trained on nor tested with, two about each."""
     rows = WireData(world, "validation", VALIDATION_CONTEXTS, [tokenizer]).__getitems__(range(VALIDATION_CONTEXTS))
-    return {
-        "question_0": rows["question_0"][:, :2].to(device),
-        "answer_0": rows["answer_0"][:, :2].to(device),
-        "text_0": rows["text_0"].to(device),
-    }
+    batch = {"question_0": rows["question_0"][:, :2], "answer_0": rows["answer_0"][:, :2], "text_0": rows["text_0"]}
+    return {name: tensor.to(device) for name, tensor in batch.items()}

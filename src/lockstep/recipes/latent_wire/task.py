@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
 from lockstep.task import Loss, Task
 
-WORLDS = ("facts", "topics")
+CHOICES = {"world": ("facts", "topics"), "mode": MODES}
 DEFAULT_READERS: list[list[Any]] = [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
 
 # The teacher is softened, and only the first tokens of an answer are compared with it.
@@ -43,7 +42,7 @@ class WorldOptions:
 
     # Contexts are facts or topics.
     world: str = "facts"
-    # context, or prompt: the question goes through the wire, too.
+    # context, or prompt: the question also goes through the wire.
     mode: str = "context"
     # Facts of a context, and questions about each context.
     facts: int = 1
@@ -60,17 +59,11 @@ class WorldOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What is added to the readers' cross entropies."""
+class ReaderOptions:
+    """The frozen readers, how they are trained, and what they teach."""
 
     # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderOptions:
-    """The frozen readers, and how they are trained."""
-
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
     # They are trained on text until they reach this accuracy, for at most this many steps.
@@ -124,9 +117,11 @@ class LatentWire(Task):
         OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
     )
 
-    @takes_options(WorldOptions, WireShape, LossOptions, ReaderOptions)
-    def __init__(self, questions: WorldOptions, wire: WireShape, loss: LossOptions, readers: ReaderOptions):
-        given = vars(questions) | vars(wire) | vars(loss) | vars(readers)
+    collate = staticmethod(collate)
+
+    @takes_options(WorldOptions, WireShape, ReaderOptions)
+    def __init__(self, questions: WorldOptions, wire: WireShape, readers: ReaderOptions):
+        given = vars(questions) | vars(wire) | vars(readers)
         warn_unused(LatentWire, self.option_rules, given)
         # A preset may hold options of facts for a world of topics.
         if questions.world == "topics":
@@ -135,14 +130,14 @@ class LatentWire(Task):
         self.questions = questions
         self.world = questions.make()
         self.shape = wire
-        self.teacher = loss.teacher
+        self.teacher = readers.teacher
         self.reader_folder = Path(readers.frozen)
         self.reader_training = readers.training()
         self.reader_questions = readers.reader_questions or self.world.questions
 
         # All problems are reported together.
         shapes = DEFAULT_READERS if readers.readers is None else readers.readers
-        problems = [*self._world_problems(), *_shape_problems(wire)]
+        problems = [*wrong_choices(given, CHOICES), *self._world_problems(), *_shape_problems(wire)]
         problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
         if problems:
             raise ConfigError(problems)
@@ -168,9 +163,6 @@ class LatentWire(Task):
     def eval_data(self) -> WireData:
         return WireData(self.world, "test", self.questions.eval_size, self._tokenizers(), self.questions.mode)
 
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        return collate(samples)
-
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
@@ -188,9 +180,9 @@ class LatentWire(Task):
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
         # Each question is put in six ways, each of another length.
         with run_eagerly(model):
-            total, rows, mine = self._total(model, batch, write=True)
-            other = model(batch, "other")
-            metrics = evaluation_metrics(_readers(model), batch, mine, other, blanks, self.shape)
+            total, rows, reads = self._total(model, batch, write=True)
+            controls = model(batch, "other")
+            metrics = evaluation_metrics(_readers(model), batch, reads, controls, blanks, self.shape)
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
@@ -199,37 +191,31 @@ class LatentWire(Task):
 
     def _total(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
         """Return the loss as a sum over questions, their number, and what each reader made of the batch."""
-        read = model(batch, write=write)
-        rows = read[0].answered.cost.shape[0]
+        reads = model(batch, write=write)
+        rows = len(reads[0].answered.cost)
         device = batch["context"].device
         total = torch.zeros((), device=device)
-        for number, one in enumerate(read):
-            total = total + one.answered.cost.sum().to(device) + DRIFT * rows * one.drift.to(device)
-            # A mean over wires, of which there may be fewer than questions.
-            if one.gist is not None:
-                total = total + GIST * rows * one.gist.mean().to(device)
+        for number, read in enumerate(reads):
+            total = total + read.answered.cost.sum().to(device) + DRIFT * rows * read.drift.to(device)
+            # A mean over wires: there may be fewer of them than questions.
+            if read.gist is not None:
+                total = total + GIST * rows * read.gist.mean().to(device)
             if self.teacher and torch.is_grad_enabled():
-                total = total + self.teacher * self._from_teacher(model, batch, number, one).to(device)
-        return total, rows, read
+                total = total + self.teacher * self._from_teacher(model, batch, number, read).to(device)
+        return total, rows, reads
 
-    def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
+    def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, read: Read) -> Tensor:
         """Return KL(teacher || student), summed over rows. The teacher is the same reader with the text before it."""
         reader = _readers(model)[number]
         # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
         taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        student = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
+        student = read.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
 
     # ---- wrong options ----
 
     def _world_problems(self) -> Iterator[UserError]:
-        for name, value, known in (("world", self.questions.world, WORLDS), ("mode", self.questions.mode, MODES)):
-            if value not in known:
-                nearest = difflib.get_close_matches(value, known, 1, 0.0)[0]
-                yield UserError(
-                    f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}"
-                )
         if isinstance(self.world, TopicWorld):
             return
 

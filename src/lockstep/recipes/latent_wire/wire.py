@@ -210,7 +210,7 @@ class WireModel(nn.Module):
             self.gists = nn.ModuleList(Gist(Z, reader, length, shape.heads) for reader, length in pairs)
         # The name is part of the parameter names in checkpoints.
         self.aids = nn.ModuleList(
-            Additions(Z, one, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for one in readers
+            Additions(Z, reader, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for reader in readers
         )
         self.readers = nn.ModuleList(readers)
 
@@ -257,17 +257,14 @@ class WireModel(nn.Module):
 
         answered = answer(reader, before, question, expected, added)
         written = decode(reader, before, question, expected.shape[1], added) if write else None
-        gist = self._gist(number, seen, batch[f"text_{number}"]) if self.gists is not None else None
+        gist = None
+        if self.gists is not None:
+            rebuilt = self.gists[number](seen).to(reader.device)
+            embedded = reader.embed(batch[f"text_{number}"].to(reader.device))
+            # In mode `prompt` a text has several wires.
+            embedded = embedded.repeat_interleave(len(rebuilt) // len(embedded), 0)
+            gist = F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
         return Read(answered, gist, adapter.drift(), seen, written)
-
-    def _gist(self, number: int, seen: Tensor, text: Tensor) -> Tensor:
-        """Return the mean squared error of the rebuilt text, for each wire."""
-        assert self.gists is not None
-        reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
-        # In mode `prompt` a text has several wires.
-        rebuilt = self.gists[number](seen).to(reader.device)
-        embedded = reader.embed(text.to(reader.device)).repeat_interleave(len(rebuilt) // len(text), 0)
-        return F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
 
 
 # ---- questions for a reader -----------------------------------------------------------------------------
