@@ -146,6 +146,7 @@ class HierarchicalReasoningModel(nn.Module):
         W = config.width
         hrm = config.variant == "hrm"
 
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.embed = nn.Embedding(config.symbols, W)
         self.places = nn.Embedding(config.positions_in_all, W) if config.positions == "learned" else None
         self.low = Level(config)
@@ -299,10 +300,9 @@ def rms(x: Tensor) -> Tensor:
 
 def draw_weights(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if isinstance(module, nn.Linear):
-            _truncated_normal(module.weight, module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            _truncated_normal(module.weight, module.embedding_dim**-0.5)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            # By the last dimension: the inputs of a linear layer, the width of an embedding.
+            _truncated_normal(module.weight, module.weight.shape[1] ** -0.5)
 
 
 def _truncated_normal(tensor: Tensor, std: float) -> Tensor:

@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.layers import Rotation, SelfAttention, gated, merge_heads, rotate, rotation_table, split_qkv
+from lockstep.recipes.layers import (
+    Rotation,
+    SelfAttention,
+    gated,
+    merge_heads,
+    rotate,
+    rotation_table,
+    split_heads,
+    split_qkv,
+)
 
 EPS = 1e-6
 
@@ -71,6 +80,12 @@ class ReaderAttention(SelfAttention):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
         y = merge_heads(y)
         return self.out(y) if added.out is None else self.out(y) + added.out(y)
+
+
+def cross_attend(q: Tensor, kv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+    """Attend from q (B, T, W) to the keys and values in the halves of kv (B, M, 2W)."""
+    q, k, v = (split_heads(t, heads) for t in (q, *kv.chunk(2, -1)))
+    return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
 class Near(nn.Module):

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, LayerAdditions, Reader
-from lockstep.recipes.layers import merge_heads, split_heads
+from lockstep.recipes.latent_wire.reader import EPS, LayerAdditions, Reader, cross_attend
 
 
 class LowRank(nn.Module):
@@ -63,10 +61,8 @@ class GatedCrossAttention(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
-        k, v = self.kv(latents).chunk(2, -1)
-        q, k, v = (split_heads(t, self.heads) for t in (self.q(self.norm(x)), k, v))
-        y = F.scaled_dot_product_attention(q, k, v)
-        return torch.tanh(self.gate) * self.out(merge_heads(y))
+        kv = self.kv(latents)
+        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), kv, self.heads))
 
 
 class Additions(nn.Module):

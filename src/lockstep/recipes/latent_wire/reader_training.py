@@ -12,7 +12,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,7 +82,8 @@ def frozen_reader(
     folder.mkdir(parents=True, exist_ok=True)
 
     # The random state of the run around must not depend on whether the reader had to be trained.
-    with torch.random.fork_rng(), _file_lock(folder / f"{name}.lock"):
+    with torch.random.fork_rng(), open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         torch.manual_seed(world.seed)
         if not about.exists():
             reader = _new_reader(shape, world)
@@ -106,11 +106,10 @@ def _new_reader(shape: ReaderShape, world: World) -> Reader:
 
 
 def _check_digest(weights: Path, about: Path) -> None:
-    expected = json.loads(about.read_text())["sha256"]
     fix = f"remove {about} to train it again; a wire that was trained with the old one does not fit the new one"
     if not weights.exists():
         raise UserError(f"the frozen reader {weights} is missing", "", fix)
-    if _digest(weights) != expected:
+    if _digest(weights) != json.loads(about.read_text())["sha256"]:
         raise UserError(
             f"the frozen reader {weights} has changed", "its bytes are not those that were trained (sha256)", fix
         )
@@ -118,13 +117,6 @@ def _check_digest(weights: Path, about: Path) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # ---- training -------------------------------------------------------------------------------------------
@@ -158,20 +150,20 @@ class ReaderTraining:
 
     def run(self) -> dict[str, float]:
         """Train until the accuracy is reached. Returns the steps and the accuracy."""
-        now = self.progress
+        progress = self.progress
         options = self.options
-        while now.step < options.most_steps:
+        while progress.step < options.most_steps:
             self._step()
-            if now.step % options.validate_every == 0 and self._validate():
+            if progress.step % options.validate_every == 0 and self._validate():
                 self.saved.unlink(missing_ok=True)
-                return {"steps": now.step, "text_accuracy": now.accuracy}
-            if now.step % options.save_every == 0:
-                save_progress(self.reader, self.optimizer, now, self.saved)
+                return {"steps": progress.step, "text_accuracy": progress.accuracy}
+            if progress.step % options.save_every == 0:
+                save_progress(self.reader, self.optimizer, progress, self.saved)
 
         raise UserError(
-            f"a reader answers {now.accuracy:.1%} of questions from the text after {now.step} steps, and should answer "
-            f"{options.accuracy:.1%}",
-            f"world {now.stage + 1} of {len(self.worlds)} ({self.reader.shape})",
+            f"a reader answers {progress.accuracy:.1%} of questions from the text after {progress.step} steps, and "
+            f"should answer {options.accuracy:.1%}",
+            f"world {progress.stage + 1} of {len(self.worlds)} ({self.reader.shape})",
             "type more task.reader_steps, or fewer task.facts: in-context lookup among several facts is learned late",
         )
 
@@ -183,13 +175,10 @@ class ReaderTraining:
         self.batches = training_batches(world, tokenizer, self.options.batch, self.progress.step, self.device)
 
         # One graph serves all blocks. Earlier worlds are left too soon for compiling to pay.
-        if self.device == "cuda" and self._in_last_stage:
+        self.in_last_stage = self.progress.stage == len(self.worlds) - 1
+        if self.device == "cuda" and self.in_last_stage:
             for block in self.reader.blocks:
                 block.compile(dynamic=False)
-
-    @property
-    def _in_last_stage(self) -> bool:
-        return self.progress.stage == len(self.worlds) - 1
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
@@ -208,15 +197,15 @@ class ReaderTraining:
 
     def _validate(self) -> bool:
         """Return whether the training is finished. The host waits for the device."""
-        now = self.progress
+        progress = self.progress
         # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), run_eagerly(self.reader):
-            now.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
-        if self._in_last_stage:
-            return now.accuracy >= self.options.accuracy
+            progress.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
+        if self.in_last_stage:
+            return progress.accuracy >= self.options.accuracy
 
-        if now.accuracy >= min(PASSED, self.options.accuracy):
-            now.stage += 1
+        if progress.accuracy >= min(PASSED, self.options.accuracy):
+            progress.stage += 1
             self._enter_stage()
         return False
 

@@ -240,9 +240,9 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
             "each head needs the same even number of channels",
             "type a task.width that is a multiple of twice task.heads",
         )
-    for name, count in (("private", shape.private), ("lora", shape.lora), ("near", shape.near)):
-        if count < 0:
-            yield UserError(f"task.{name}={count} is negative", "", f"type task.{name}=0 for none")
+    for name in ("private", "lora", "near"):
+        if getattr(shape, name) < 0:
+            yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
     looks = shape.latent_adapter or []
     if len(set(looks)) < len(looks):
         yield UserError(f"task.latent_adapter={looks} names a layer twice", "", "name each layer once")

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, decode
+from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, cross_attend, decode
 from lockstep.recipes.latent_wire.reader_additions import Additions
-from lockstep.recipes.layers import merge_heads, split_heads
 
 SLOPE = 8.0  # of the first head: how much its attention falls with the distance from a query's centre
 
@@ -87,13 +86,11 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # The queries are the same for every row.
         q = self.q(self.queries).expand(len(x), -1, -1)
-        k, v = self.kv(self.norm(x)).chunk(2, -1)
-        q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
+        kv = self.kv(self.norm(x))
         bias = None
         if self.centres is not None:
             bias = distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return self.queries + self.out(merge_heads(y))
+        return self.queries + self.out(cross_attend(q, kv, self.heads, bias))
 
 
 def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
