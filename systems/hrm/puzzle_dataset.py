@@ -86,10 +86,10 @@ class PuzzleDataset(IterableDataset):
     def _iter_test(self) -> Iterator[dict[str, Tensor]]:
         examples = PuzzleExamples(self.puzzles)
         for start in range(0, len(examples), self.config.global_batch_size):
-            # The last global batch may be so short that a rank has no part of it.
-            mine = range(len(examples))[self._slice(start)]
-            if mine:
-                yield collate([examples[index] for index in mine])
+            # The last global batch may be so short that this rank has no part of it.
+            indices = range(len(examples))[self._slice(start)]
+            if indices:
+                yield collate([examples[index] for index in indices])
 
     def _slice(self, start: int) -> slice:
         first = start + self.rank * self.local_batch_size

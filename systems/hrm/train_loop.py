@@ -119,10 +119,10 @@ def compute_metrics(predictions: Tensor, labels: Tensor) -> Sums:
 
 def process_aggregated_metrics(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """Divide each sum by its count. A metric without terms is NaN."""
-    found = {}
+    means = {}
     for name, (total, weight) in sums.items():
-        found[name] = float(total) / float(weight) if float(weight) else math.nan
-    return found
+        means[name] = float(total) / float(weight) if float(weight) else math.nan
+    return means
 
 
 def save_train_state(config: PretrainConfig, train_state: TrainState) -> Path:

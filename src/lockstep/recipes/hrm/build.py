@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
-from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrids, PuzzleOptions, SudokuSymmetry, make_splits
+from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrids, PuzzleOptions, make_splits, move_sudoku
 from lockstep.recipes.hrm.task import OF_PUZZLES
 from lockstep.recipes.options import OnlyWith, warn_unused
 
@@ -53,8 +54,8 @@ def build(request: Build) -> None:
     """Write the folders `train` and `test`."""
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
-        given, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
-        raise UserError(f"{given} is given without {missing}", "", f"type {missing}=FILE as well")
+        typed, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
+        raise UserError(f"{typed} is given without {missing}", "", f"type {missing}=FILE as well")
 
     training, test, symmetry = _splits(request)
     # Variants draw from Python's generator, which the seed makes repeatable.
@@ -70,7 +71,7 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
     if request.train_csv:
         training = read_csv(Path(request.train_csv), request.train_size, request.seed)
         test = read_csv(Path(request.test_csv), request.test_size, request.seed)
-        return training, test, SudokuSymmetry(9)
+        return training, test, partial(move_sudoku, 9)
 
     options = PuzzleOptions(
         puzzle=request.puzzle,
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _request(values: dict[str, Any]) -> Build:
-    known = [each.name for each in fields(Build)]
+    known = [field.name for field in fields(Build)]
     if unknown := sorted(values.keys() - known):
         raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
     if "out" not in values:

@@ -71,8 +71,7 @@ class Puzzles:
         return self.inputs.shape[1]
 
     def __len__(self) -> int:
-        """Count the groups."""
-        return len(self.group_indices) - 1
+        return len(self.group_indices) - 1  # groups
 
     def draw(self, group: int) -> tuple[Array, Array, int]:
         """Draw one puzzle of a group and one of its examples: (cells, labels, puzzle id)."""

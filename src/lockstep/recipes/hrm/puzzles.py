@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -89,20 +89,15 @@ def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
 
     training, test = (Puzzles.single(grids + 1, solutions + 1, symbols=n + 2) for grids, solutions in pairs)
     if options.augment:
-        training.augment = SudokuSymmetry(n)
+        training.augment = partial(move_sudoku, n)
     return training, test
 
 
-@dataclass
-class SudokuSymmetry:
-    """A random symmetry of the game: it permutes digits, rows, columns and bands, and may transpose the grid."""
-
-    n: int
-
-    def __call__(self, cells: Array, labels: Array) -> tuple[Array, Array]:
-        sources, digits = sudoku.random_symmetry(self.n)
-        symbols = np.concatenate((np.zeros(1, dtype=np.uint8), digits + 1))  # padding and the empty cell stay
-        return symbols[cells[sources]], symbols[labels[sources]]
+def move_sudoku(n: int, cells: Array, labels: Array) -> tuple[Array, Array]:
+    """Apply a random symmetry of the game: permute digits, rows, columns and bands, and perhaps transpose the grid."""
+    sources, digits = sudoku.random_symmetry(n)
+    symbols = np.concatenate((np.zeros(1, dtype=np.uint8), digits + 1))  # padding and the empty cell stay
+    return symbols[cells[sources]], symbols[labels[sources]]
 
 
 # ---- mazes ----------------------------------------------------------------------------------------------

@@ -228,8 +228,8 @@ def split_by_class(
         tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
-            made = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
-            raise _too_few(f"{train} + {test} different {kind}", made, least_guesses, hardest)
+            reached = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
+            raise _too_few(f"{train} + {test} different {kind}", reached, least_guesses, hardest)
 
     return _as_arrays(splits[0]), _as_arrays(splits[1])
 
@@ -238,17 +238,17 @@ def _as_arrays(pairs: dict[Grid, Grid]) -> Pair:
     return np.array(list(pairs), dtype=np.uint8), np.array(list(pairs.values()), dtype=np.uint8)
 
 
-def _too_few(wanted: str, made: str, least_guesses: float, hardest: float) -> UserError:
+def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) -> UserError:
     """Say why there are not enough puzzles: all are easy, or there are no more of them."""
     smaller = "a smaller task.train_size and task.test_size"
     if not least_guesses:
-        return UserError(f"{wanted} could not be generated", made, f"type {smaller}")
+        return UserError(f"{wanted} could not be generated", reached, f"type {smaller}")
 
     problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
     if hardest >= least_guesses:
-        return UserError(problem, made, f"type a smaller task.least_guesses; or {smaller}")
+        return UserError(problem, reached, f"type a smaller task.least_guesses; or {smaller}")
     fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
-    return UserError(problem, f"{made}: the hardest took {hardest:g} guesses", fix)
+    return UserError(problem, f"{reached}: the hardest took {hardest:g} guesses", fix)
 
 
 def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:

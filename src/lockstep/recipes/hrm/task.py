@@ -144,15 +144,15 @@ class HRM(Task):
 
     @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
     def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
-        given = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
-        warn_unused(HRM, self.option_rules, given)
+        options = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
+        warn_unused(HRM, self.option_rules, options)
         self.puzzles = puzzles
         self.model_options = model.filled_in()
         self.halting = halting
         self.learning = learning
 
         # All problems are reported together.
-        options = given | vars(self.model_options)
+        options |= vars(self.model_options)
         problems = [*wrong_choices(options, CHOICES), *_problems(options, puzzles.shipped)]
         if problems:
             raise ConfigError(problems)

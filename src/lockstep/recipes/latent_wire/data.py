@@ -5,6 +5,7 @@ There are three tokenizers. Every text of a kind has the same number of tokens, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 class Tokenizer:
-    """A map from numbers of words to token ids, of which there are `size`. Id 0 begins every sequence."""
+    """A map from numbers of words to the token ids 0 to `size` - 1. Id 0 begins every sequence."""
 
     def __init__(self, words: Sequence[str], ids: Sequence[Sequence[int]], size: int, blank: int | None = None):
         assert len(words) == len(set(words)) == len(set(map(tuple, ids)))
@@ -53,8 +54,8 @@ def split_words(words: Sequence[str]) -> Tokenizer:
     """Make two tokens of each word, its first letter and the rest. A mark is one token."""
     # A piece that is not the first has a dash, so that "a" and the rest of "ba" differ.
     pieces = [[word] if word in MARKS else [word[0], "-" + word[1:]] for word in words]
-    known = sorted({piece for some in pieces for piece in some})
-    return Tokenizer(words, [[1 + known.index(piece) for piece in some] for some in pieces], size=1 + len(known))
+    number = {piece: 1 + index for index, piece in enumerate(sorted({*itertools.chain(*pieces)}))}
+    return Tokenizer(words, [[number[piece] for piece in split] for split in pieces], size=1 + len(number))
 
 
 def byte_words(words: Sequence[str]) -> Tokenizer:
@@ -101,8 +102,8 @@ class WireData(Dataset[Batch]):
         # The questions of `other` are still this sample's own.
         numbers = np.asarray(ids, np.int64)
         drawn = self.world.draw(self.split, numbers)
-        other = self.world.draw(self.split, (numbers + 1) % self.length)
-        batch = {"context": self._carried(drawn.context, drawn), "other": self._carried(other.context, drawn)}
+        neighbour = self.world.draw(self.split, (numbers + 1) % self.length)
+        batch = {"context": self._carried(drawn.context, drawn), "other": self._carried(neighbour.context, drawn)}
 
         # What follows the wire in mode `prompt`.
         mark = np.full((*drawn.answer.shape, 1), self.world.words.index(MARKS[1]))

@@ -94,16 +94,16 @@ def compression(data: WireData, shape: WireShape) -> str:
         words, wires = [*words * drawn.question.shape[1], drawn.question], drawn.answer.size
     # A word and the space after it.
     lengths = np.array([len(word) + 1 for word in data.world.words])
-    text = sum(float(lengths[some].sum()) for some in words) / wires
-    tokens = [sum(tokenizer.encode(some).size for some in words) / wires for tokenizer in data.tokenizers]
+    text = sum(float(lengths[numbers].sum()) for numbers in words) / wires
+    tokens = [sum(tokenizer.encode(numbers).size for numbers in words) / wires for tokenizer in data.tokenizers]
 
     # Readers share the common vectors, which are sent once.
     vectors = shape.sent(readers)
-    numbers = vectors * shape.width
+    size = vectors * shape.width  # numbers in the wire
     ratios = " and ".join(f"{count / shape.read:.1f}" for count in tokens)
     return (
         f"carried: {text:.0f} bytes of text, {' and '.join(f'{count:.0f}' for count in tokens)} tokens\n"
-        f"wire: {vectors} vectors, {2 * numbers} bytes in bf16, {numbers} in 8 bits "
-        f"({text / (2 * numbers):.2f} and {text / numbers:.2f} bytes of text per byte)\n"
+        f"wire: {vectors} vectors, {2 * size} bytes in bf16, {size} in 8 bits "
+        f"({text / (2 * size):.2f} and {text / size:.2f} bytes of text per byte)\n"
         f"tokens per vector: {ratios}, read by {readers} frozen models"
     )

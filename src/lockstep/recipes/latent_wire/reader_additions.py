@@ -42,8 +42,8 @@ class DeepPrefix(nn.Module):
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
         B, M, _ = latents.shape
         # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
-        made = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
-        return [(layer[0], layer[1]) for layer in made]
+        layers = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
+        return [(layer[0], layer[1]) for layer in layers]
 
 
 class GatedCrossAttention(nn.Module):

@@ -54,9 +54,6 @@ class TrainingOptions:
     validate_every: int = 25
     save_every: int = 1000
 
-    def lr_at(self, step: int) -> float:
-        return self.lr * min((step + 1) / self.warmup, 1.0) * (1.0 - 0.9 * step / self.most_steps)
-
 
 # ---- stored readers -------------------------------------------------------------------------------------
 
@@ -189,8 +186,10 @@ class ReaderTraining:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
         # A function of the step alone, so that a resumed training continues with the same rate.
+        options = self.options
+        step = self.progress.step
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr_at(self.progress.step)
+            group["lr"] = options.lr * min((step + 1) / options.warmup, 1.0) * (1.0 - 0.9 * step / options.most_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1

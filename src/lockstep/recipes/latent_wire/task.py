@@ -19,7 +19,7 @@ from lockstep.recipes.latent_wire.presets import PRESETS
 from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
-from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld
+from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld, World
 from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
 from lockstep.task import Loss, Task
 
@@ -51,11 +51,6 @@ class WorldOptions:
     size: int = 20_000
     eval_size: int = 512
     world_seed: int = 0
-
-    def make(self) -> FactWorld | TopicWorld:
-        if self.world == "topics":
-            return TopicWorld(self.world_seed)
-        return FactWorld(self.facts, self.questions, self.world_seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +116,14 @@ class LatentWire(Task):
 
     @takes_options(WorldOptions, WireShape, ReaderOptions)
     def __init__(self, questions: WorldOptions, wire: WireShape, readers: ReaderOptions):
-        given = vars(questions) | vars(wire) | vars(readers)
-        warn_unused(LatentWire, self.option_rules, given)
+        options = vars(questions) | vars(wire) | vars(readers)
+        warn_unused(LatentWire, self.option_rules, options)
+        self.questions = questions
+        self.world: World = FactWorld(questions.facts, questions.questions, questions.world_seed)
         # A preset may hold options of facts for a world of topics.
         if questions.world == "topics":
+            self.world = TopicWorld(questions.world_seed)
             readers = replace(readers, reader_questions=None, reader_curriculum=False)
-
-        self.questions = questions
-        self.world = questions.make()
         self.shape = wire
         self.teacher = readers.teacher
         self.reader_folder = Path(readers.frozen)
@@ -137,7 +132,7 @@ class LatentWire(Task):
 
         # All problems are reported together.
         shapes = DEFAULT_READERS if readers.readers is None else readers.readers
-        problems = [*wrong_choices(given, CHOICES), *self._world_problems(), *_shape_problems(wire)]
+        problems = [*wrong_choices(options, CHOICES), *self._world_problems(), *_shape_problems(wire)]
         problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
         if problems:
             raise ConfigError(problems)
@@ -186,7 +181,6 @@ class LatentWire(Task):
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
-        """Describe how much smaller the wire is than what it carries."""
         return compression(self.eval_data(), self.shape)
 
     def _total(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
