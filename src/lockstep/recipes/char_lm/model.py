@@ -75,6 +75,7 @@ class GPT(nn.Module):
             block.reset_parameters()  # pyrefly: ignore[not-callable]
         self.reset_parameters()
 
+    # With init=meta each block and the model are reset one by one, so neither touches the other's weights.
     def reset_parameters(self) -> None:
         draw_weights(self.head)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -83,6 +84,7 @@ class GPT(nn.Module):
         """Return the logits of the next symbol after each of the `ids`."""
         T = ids.shape[1]
         rotation = self.cos[:T], self.sin[:T]  # (T, D/2) each
+
         x = self.dropout(self.embed(ids))  # (B, T, W)
         for block in self.blocks:
             x = block(x, rotation)
@@ -101,14 +103,19 @@ class GPT(nn.Module):
         # Dropout would disturb the text, and must be back afterwards.
         was_training = self.training
         self.eval()
+
+        # The text grows with every call, so no call has the shape of the one before.
         ids = prompt_ids
         with run_eagerly(self):
             for _ in range(count):
                 # Sampled on the CPU in float32, so that one generator serves every device.
                 logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+
+                # Only the `top_k` likeliest symbols: a rare one would derail the text.
                 if top_k is not None and top_k < logits.shape[1]:
                     smallest = logits.topk(top_k).values[:, -1:]
                     logits = logits.masked_fill(logits < smallest, float("-inf"))
+
                 chance = F.softmax(logits / temperature, dim=-1)
                 drawn = torch.multinomial(chance, 1, generator=generator)
                 ids = torch.cat((ids, drawn.to(ids.device)), dim=1)

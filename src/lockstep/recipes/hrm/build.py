@@ -58,10 +58,12 @@ def build(request: Build) -> None:
         raise UserError(f"{typed} is given without {missing}", "", f"type {missing}=FILE as well")
 
     training, test, symmetry = _splits(request)
+
     # Variants draw from Python's generator, which the seed makes repeatable.
     if request.augmentations and symmetry is not None:
         random.seed(request.seed)
         training = with_variants(training, symmetry, request.augmentations)
+
     write_puzzles(Path(request.out) / "train", training)
     write_puzzles(Path(request.out) / "test", test)
 

@@ -56,6 +56,7 @@ class AdamATan2(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+
             # State is made in the first step in which a parameter has a gradient.
             for p in params:
                 if not self.state[p]:
@@ -68,6 +69,8 @@ class AdamATan2(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: Tensors, grads: Tensors, means: Tensors, squares: Tensors) -> None:
         beta1, beta2 = group["betas"]
+
+        # A parameter without a gradient does not count its step.
         steps = [int(self.state[p]["step"]) + 1 for p in params]
         for p, step in zip(params, steps, strict=True):
             self.state[p]["step"] = step
@@ -118,6 +121,7 @@ class AdamATan2(torch.optim.Optimizer):
         heights = torch.cat([mean.flatten() for mean in means])
         widths = torch.cat([square.flatten() for square in squares])
         angles = torch.atan2(heights.mul_(correction), widths.sqrt_()).mul_(lr * applies)
+
         sizes = [p.numel() for p in params]
         changes = [angle.view_as(p) for angle, p in zip(angles.split(sizes), params, strict=True)]
         torch._foreach_mul_(params, 1 - lr * decay * applies)

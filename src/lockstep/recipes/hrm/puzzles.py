@@ -34,26 +34,26 @@ Cell = tuple[int, int]  # row and column
 class PuzzleOptions:
     """Which puzzles to train on."""
 
-    # The family to generate: one of KINDS.
-    puzzle: str = "sudoku4"
-    # A folder with puzzles in the published layout, instead of generated ones.
-    data_path: str = ""
+    puzzle: str = "sudoku4"  # the family to generate: one of KINDS
+    data_path: str = ""  # a folder with puzzles in the published layout, instead of generated ones
+
     # The number of puzzles for training and for evaluation, and the seed that they are generated from.
     train_size: int = 2400
     test_size: int = 600
     data_seed: int = 0
-    # Empty cells of a Sudoku. None: remove clues until no more can go.
-    holes: int | None = None
-    # Keep only Sudokus for which a solver needs at least this many guesses, on average.
-    least_guesses: float = 0.0
+
+    holes: int | None = None  # empty cells of a Sudoku; None: remove clues until no more can go
+    least_guesses: float = 0.0  # keep only Sudokus for which a solver needs at least this many guesses, on average
+
     # Cells of a side of a maze, and a number of cells that its way must exceed.
     maze_size: int = 20
     maze_longer_than: int = 0
+
     # The number of rules of idgrid, and whether rules also turn and mirror the grid.
     rules: int = 16
     rule_moves: bool = False
-    # Vary training puzzles by their symmetries.
-    augment: bool = True
+
+    augment: bool = True  # vary training puzzles by their symmetries
 
     @property
     def shipped(self) -> bool:
@@ -82,6 +82,7 @@ def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     if options.shipped:
         pairs = sudoku.load_shipped(options.train_size, options.test_size)
     else:
+        # The splits share a generator: a puzzle's class decides which of them it belongs to.
         rng = random.Random(options.data_seed)
         pairs = sudoku.split_by_class(
             n, options.holes, options.train_size, options.test_size, rng, options.least_guesses
@@ -137,6 +138,8 @@ def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Arra
 
     grid[start] = START
     grid[goal] = GOAL
+
+    # The labels keep both ends and draw the way between them.
     labels = grid.copy()
     for cell in way[1:-1]:
         labels[cell] = WAY
@@ -148,6 +151,7 @@ def _carve(n: int, rng: random.Random) -> Array:
     grid = np.full((n, n), WALL, dtype=np.uint8)
     grid[0, 0] = FREE
     stack = [(0, 0)]
+
     while stack:
         row, column = stack[-1]
         # Corridors lie on every second row and column: (cell beyond the wall, the wall itself).
@@ -159,6 +163,7 @@ def _carve(n: int, rng: random.Random) -> Array:
         if not steps:
             stack.pop()
             continue
+
         target, wall = rng.choice(steps)
         grid[wall] = grid[target] = FREE
         stack.append(target)
@@ -233,6 +238,8 @@ class IdGrids:
     def __init__(self, rules: int, moves: bool, seed: int, length: int = 0):
         self.length = length
         self.ids = rules + 1  # id 0 is the blank one
+
+        # The rules follow from the seed alone, so training and test grids obey the same ones.
         rng = random.Random(f"{seed}/rules")
         orders = [rng.sample(range(COLOURS), COLOURS) for _ in range(-(-rules // COLOURS))]
 

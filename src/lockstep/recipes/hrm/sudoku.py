@@ -34,6 +34,8 @@ SHIPPED = Path(__file__).parent / "sudoku9.npz"
 def units_and_peers(n: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
     """Return the rows, columns and boxes of n x n cells; and, for each cell, the cells that it shares one with."""
     height, width = BOXES[n]
+
+    # Cells are numbered row by row.
     rows = [tuple(range(r * n, r * n + n)) for r in range(n)]
     columns = [tuple(range(c, n * n, n)) for c in range(n)]
     boxes = [
@@ -55,9 +57,9 @@ class Solver:
 
     def __init__(self, n: int, rng: random.Random | None = None):
         self.units, self.peers = units_and_peers(n)
-        self.every_digit = (1 << n) - 1
-        self.rng = rng
-        self.guesses = 0
+        self.every_digit = (1 << n) - 1  # the candidates of an empty cell
+        self.rng = rng  # without one, cells and digits are tried in their order
+        self.guesses = 0  # so far: a measure of the difficulty
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:
         """Return up to `most` solutions."""
@@ -76,6 +78,7 @@ class Solver:
     def _search(self, candidates: list[int]) -> Iterator[Grid]:
         if not self._propagate(candidates):
             return
+
         # bits & (bits - 1) is not 0 if there are two candidates or more.
         open_cells = [cell for cell, bits in enumerate(candidates) if bits & (bits - 1)]
         if not open_cells:
@@ -135,6 +138,7 @@ class Solver:
             for cell in unit:
                 twice |= once & candidates[cell]
                 once |= candidates[cell]
+            # Some digit fits no cell.
             if once != self.every_digit:
                 return None
 
@@ -150,7 +154,7 @@ class Solver:
 
 def _bits(value: int) -> Iterator[int]:
     while value:
-        bit = value & -value
+        bit = value & -value  # the lowest
         yield bit
         value ^= bit
 
@@ -210,10 +214,13 @@ def split_by_class(
     The canonical form of a puzzle decides its split, so no test puzzle is a symmetric image of a training puzzle.
     """
     wanted = (train, test)
+    # Dicts from puzzle to solution, because a puzzle may be drawn twice.
     splits: tuple[dict[Grid, Grid], dict[Grid, Grid]] = {}, {}
     tries = 0
     hardest = 0.0
+
     while len(splits[0]) < train or len(splits[1]) < test:
+        # A share of the classes that corresponds to the sizes is for testing.
         grid, solution = puzzle(n, holes, rng)
         digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
         split = int(int.from_bytes(digest, "little") < 2**16 * test / (train + test))
@@ -256,6 +263,7 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
     with np.load(SHIPPED, allow_pickle=False) as file:
         puzzles = file["puzzles"]
         solutions = file["solutions"]
+
     if train + test > len(puzzles):
         raise UserError(
             f"only {len(puzzles)} Sudokus of 9 x 9 come with the recipe, not {train} + {test}",
@@ -284,10 +292,14 @@ def _moves(n: int) -> np.ndarray:
     """Return [moves, cells]: cell i of a moved grid is cell moves[i] of the original one."""
     height, width = BOXES[n]
     all_symmetries = n == 4
+
+    # Every order of the rows with every order of the columns.
     rows = list(_orders(n, height, all_symmetries))
     columns = list(_orders(n, width, all_symmetries))
     cells = np.arange(n * n).reshape(n, n)
     moves = [cells[np.ix_(r, c)] for r in rows for c in columns]
+
+    # Transposed, boxes stay boxes because they are square.
     if all_symmetries:
         moves += [grid.T for grid in moves]
     return np.stack([grid.reshape(-1) for grid in moves])
@@ -318,6 +330,7 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     rows = np.array(_random_lines(n, height))
     columns = np.array(_random_lines(n, width))
     cells = n * rows[:, None] + columns
+
     # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T

@@ -64,23 +64,19 @@ OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
 class ModelOptions:
     """The model. None means: as the variant has it."""
 
-    # hrm, or trm: one module for both levels.
-    variant: str = "hrm"
+    variant: str = "hrm"  # or trm: one module for both levels
     width: int = 512
     heads: int = 8
-    # Blocks of a level.
-    layers: int | None = None
+    layers: int | None = None  # blocks of a level
+
     # A segment has h_cycles slow updates, each after l_cycles fast ones.
     h_cycles: int | None = None
     l_cycles: int | None = None
-    # one_step, or full: gradients through the whole last cycle.
-    grad_cycle: str | None = None
-    # rope or learned.
-    positions: str = "rope"
-    # attention, or mlp: positions are mixed by fixed weights.
-    mixer: str = "attention"
-    # Positions for the vector of the puzzle's id.
-    puzzle_positions: int | None = None
+
+    grad_cycle: str | None = None  # one_step; or full: gradients through the whole last cycle
+    positions: str = "rope"  # or learned
+    mixer: str = "attention"  # or mlp: positions are mixed by fixed weights
+    puzzle_positions: int | None = None  # positions for the vector of the puzzle's id
 
     def filled_in(self) -> ModelOptions:
         """Return the options with the variant's own values instead of None."""
@@ -93,27 +89,25 @@ class ModelOptions:
 class HaltingOptions:
     """How long the model thinks about a puzzle."""
 
-    # The most segments for one puzzle.
-    halt_max_steps: int = 16
-    # The share of training puzzles that have to run for more than one segment.
-    halt_exploration: float = 0.1
-    # Segments in an evaluation. None: halt_max_steps.
-    eval_steps: int | None = None
+    halt_max_steps: int = 16  # the most segments for one puzzle
+    halt_exploration: float = 0.1  # the share of training puzzles that have to run for more than one segment
+    eval_steps: int | None = None  # segments in an evaluation; None: halt_max_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
     """The loss and the optimizers."""
 
-    # stablemax or softmax.
-    loss: str = "stablemax"
+    loss: str = "stablemax"  # or softmax
     lr: float = 1e-4
     weight_decay: float = 1.0
+
     # The same for the table of puzzle vectors.
     puzzle_emb_lr: float = 1e-4
     puzzle_emb_weight_decay: float = 1.0
-    # The control that must fail: the table stays zero.
-    puzzle_emb_frozen: bool = False
+
+    puzzle_emb_frozen: bool = False  # the control that must fail: the table stays zero
+
     # The rate of a moving average of the weights, which is used in evaluations. 0: none; None: 0.999 for trm.
     ema: float | None = None
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.recipes.latent_wire.data import WireData
+from lockstep.recipes.latent_wire.reader import Reader
 from lockstep.recipes.latent_wire.wire import Read, WireShape, from_replay, from_text
-
-if TYPE_CHECKING:
-    from lockstep.recipes.latent_wire.data import WireData
-    from lockstep.recipes.latent_wire.reader import Reader
-    from lockstep.task import Metric
+from lockstep.task import Metric
 
 LETTERS = "ab"  # the readers' names
 

@@ -41,6 +41,7 @@ class DeepPrefix(nn.Module):
     def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
         B, M, _ = latents.shape
+
         # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
         layers = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
         return [(layer[0], layer[1]) for layer in layers]
@@ -53,6 +54,7 @@ class GatedCrossAttention(nn.Module):
         super().__init__()
         into = reader.shape.width
         self.heads = reader.shape.heads
+
         self.norm = nn.RMSNorm(into, EPS)
         self.q = nn.Linear(into, into, bias=False)
         self.kv = nn.Linear(width, 2 * into, bias=False)
@@ -71,9 +73,12 @@ class Additions(nn.Module):
     def __init__(self, width: int, reader: Reader, deep_prefix: bool, looks: Sequence[int], rank: int):
         super().__init__()
         self.layers = reader.shape.layers
+
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.prefix = DeepPrefix(width, reader) if deep_prefix else None
         self.looking = list(looks)  # the layers with cross-attention
         self.looks = nn.ModuleList(GatedCrossAttention(width, reader) for _ in looks)
+
         # LoRA changes the two linear layers of each attention.
         into = reader.shape.width
         self.lora = nn.ModuleList()
@@ -88,11 +93,13 @@ class Additions(nn.Module):
         # Without additions a reader is called as it was trained.
         if self.prefix is None and not self.looks and not self.lora:
             return None
+
         home = latents.device
         pairs = self.prefix(latents) if self.prefix is not None else []
         # The prefix is made once for each wire, and repeated for its questions afterwards.
         repeated = latents.repeat_interleave(asked, 0) if self.looks else latents
 
+        # For each layer the fields of its LayerAdditions.
         added: list[dict[str, Any]] = [{} for _ in range(self.layers)]
         for layer, pair in enumerate(pairs):
             added[layer]["prefix"] = tuple(t.to(device).repeat_interleave(asked, 0) for t in pair)

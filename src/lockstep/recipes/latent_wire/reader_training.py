@@ -41,15 +41,13 @@ class TrainingOptions:
 
     # The training ends when the reader answers this share of the questions, on contexts that it is not trained on.
     accuracy: float = 0.985
-    # The most steps. The learning rate falls to a tenth in that time.
+
     most_steps: int = 1500
-    # Contexts of a step.
-    batch: int = 64
-    lr: float = 3e-3
-    # Steps in which the learning rate rises.
-    warmup: int = 20
-    # Begin with easier worlds.
-    easier_first: bool = False
+    batch: int = 64  # contexts of a step
+    lr: float = 3e-3  # falls to a tenth in `most_steps`
+    warmup: int = 20  # steps in which the learning rate rises
+    easier_first: bool = False  # begin with easier worlds
+
     # Steps between two validations, and between two saves.
     validate_every: int = 25
     save_every: int = 1000
@@ -63,7 +61,7 @@ def frozen_reader(
 ) -> Reader:
     """Load a reader from `folder`, and train it first if it is not there.
 
-    Of several processes one trains, and the others wait.
+    If several processes need it, one trains and the others wait.
     """
     # Everything that changes the weights is part of the name; how often the training saves does not.
     settings = {
@@ -85,13 +83,14 @@ def frozen_reader(
         if not about.exists():
             reader = _new_reader(shape, world)
             facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
+
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
             # The file `about` comes last, and at once: where it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
             os.replace(temporary, about)
 
-    # Loaded in any case, so that a new reader and a stored one are the same.
+    # Loaded even if it was just trained, so that a new reader and a stored one are the same.
     _check_digest(weights, about)
     reader = _new_reader(shape, world)
     reader.load_state_dict(load_file(weights))
@@ -140,6 +139,7 @@ class ReaderTraining:
         self.options = options
         self.saved = saved
         self.worlds = [*world.easier(), world] if options.easier_first else [world]
+
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=options.lr, weight_decay=0.01, fused=True)
         # Restores the optimizer, which therefore comes first.
         self.progress = load_progress(reader, self.optimizer, saved)
@@ -185,11 +185,13 @@ class ReaderTraining:
             loss = sequence_loss(self.reader, *next(self.batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
+
         # A function of the step alone, so that a resumed training continues with the same rate.
         options = self.options
         step = self.progress.step
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * min((step + 1) / options.warmup, 1.0) * (1.0 - 0.9 * step / options.most_steps)
+
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
@@ -200,6 +202,8 @@ class ReaderTraining:
         # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), run_eagerly(self.reader):
             progress.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
+
+        # Only the last world ends the training.
         if self.in_last_stage:
             return progress.accuracy >= self.options.accuracy
 
@@ -261,11 +265,13 @@ def training_batches(
         layout = sequence_layout(coming.result(), tokenizer)
         columns, positions = (torch.from_numpy(indices).to(device) for indices in layout)
         table = torch.from_numpy(tokenizer.table).to(device)
+
         while True:
             # The next draw starts before these are used.
             words = torch.from_numpy(sequence_words(coming.result()))
             first += STEPS_PER_DRAW
             coming = pool.submit(draw, first)
+
             sent = words.pin_memory().to(device, non_blocking=True) if device == "cuda" else words
             ids = F.pad(table[sent].flatten(1)[:, columns], (1, 0))  # 0 begins a sequence
             for step_ids in ids.split(batch):

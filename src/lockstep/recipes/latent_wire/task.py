@@ -16,7 +16,7 @@ from lockstep.recipes.eager import run_eagerly
 from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
 from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
-from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
+from lockstep.recipes.latent_wire.reader import ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld, World
@@ -40,13 +40,13 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 class WorldOptions:
     """The contexts and the questions about them."""
 
-    # Contexts are facts or topics.
-    world: str = "facts"
-    # context, or prompt: the question also goes through the wire.
-    mode: str = "context"
+    world: str = "facts"  # what contexts are about; or topics
+    mode: str = "context"  # or prompt: the question also goes through the wire
+
     # Facts of a context, and questions about each context.
     facts: int = 1
     questions: int = 2
+
     # The number of contexts for training and for evaluation, and the seed that they are drawn from.
     size: int = 20_000
     eval_size: int = 512
@@ -57,23 +57,23 @@ class WorldOptions:
 class ReaderOptions:
     """The frozen readers, how they are trained, and what they teach."""
 
-    # The weight of the KL to the reader that sees the text.
-    teacher: float = 0.0
+    teacher: float = 0.0  # the weight of the KL to the reader that sees the text
+
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
+
     # They are trained on text until they reach this accuracy, for at most this many steps.
     reader_accuracy: float = 0.985
     reader_steps: int = 1500
+
     # Contexts of a step, the learning rate, and questions about each context (None: as many as for the wire).
     reader_batch: int = 64
     reader_rate: float = 3e-3
     reader_questions: int | None = None
-    # Train on one fact first, then on two, then on four.
-    reader_curriculum: bool = False
-    # The device of each reader, if not this rank's (cuda:1, cpu).
-    reader_homes: list[str] | None = None
-    # The folder of trained readers.
-    frozen: str = "runs/latent_wire/frozen"
+
+    reader_curriculum: bool = False  # train on one fact first, then on two, then on four
+    reader_homes: list[str] | None = None  # the device of each reader, if not this rank's (cuda:1, cpu)
+    frozen: str = "runs/latent_wire/frozen"  # the folder of trained readers
 
     def training(self) -> TrainingOptions:
         return TrainingOptions(
@@ -124,6 +124,7 @@ class LatentWire(Task):
         if questions.world == "topics":
             self.world = TopicWorld(questions.world_seed)
             readers = replace(readers, reader_questions=None, reader_curriculum=False)
+
         self.shape = wire
         self.teacher = readers.teacher
         self.reader_folder = Path(readers.frozen)
@@ -148,6 +149,8 @@ class LatentWire(Task):
             frozen_reader(self.reader_folder, shape, world, self.reader_training, device)
             for shape, device in zip(self.readers, self.devices, strict=True)
         ]
+
+        # Texts of a world have the same number of tokens, so the first one tells all.
         sample = self.data()[0]
         lengths = [len(sample[f"text_{number}"]) for number in range(len(readers))]
         return WireModel(self.shape, readers, lengths)
@@ -171,19 +174,19 @@ class LatentWire(Task):
         total, rows, _ = self._total(model, batch)
         return Loss(total, rows)
 
-    def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    def eval_loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
         # Each question is put in six ways, each of another length.
         with run_eagerly(model):
             total, rows, reads = self._total(model, batch, write=True)
             controls = model(batch, "other")
-            metrics = evaluation_metrics(_readers(model), batch, reads, controls, blanks, self.shape)
+            metrics = evaluation_metrics(list(model.readers), batch, reads, controls, blanks, self.shape)
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
         return compression(self.eval_data(), self.shape)
 
-    def _total(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
+    def _total(self, model: Any, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
         """Return the loss as a sum over questions, their number, and what each reader made of the batch."""
         reads = model(batch, write=write)
         rows = len(reads[0].answered.cost)
@@ -198,11 +201,10 @@ class LatentWire(Task):
                 total = total + self.teacher * self._from_teacher(model, batch, number, read).to(device)
         return total, rows, reads
 
-    def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, read: Read) -> Tensor:
+    def _from_teacher(self, model: Any, batch: dict[str, Tensor], number: int, read: Read) -> Tensor:
         """Return KL(teacher || student), summed over rows. The teacher is the same reader with the text before it."""
-        reader = _readers(model)[number]
         # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
-        taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
+        taught = from_text(model.readers[number], batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         student = read.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
@@ -275,7 +277,3 @@ def _is_reader(shape: list[Any]) -> bool:
         return False
     width, _, heads = sizes[:3]
     return min(sizes[:3]) > 0 and min(sizes) >= 0 and width % (2 * heads) == 0
-
-
-def _readers(model: nn.Module) -> list[Reader]:
-    return list(model.readers)  # pyrefly: ignore[bad-argument-type, bad-return]

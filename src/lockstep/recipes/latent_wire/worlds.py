@@ -195,6 +195,8 @@ class TopicWorld:
         words = len(TELLING) + (which * len(NEUTRAL)).astype(np.int64)  # (N, LONGEST)
         own = topic[:, None] * EACH + pick(by_word, LEADING[1])
         words = np.where(position < leading, np.pad(own, ((0, 0), (0, LONGEST - own.shape[1]))), words)
+
+        # Strays take the other topics in a random order, each of them twice.
         stray_topic = (topic[:, None] + 1 + pick(by_stray, others) // 2) % len(TOPICS)
         turn = np.clip(position - leading, 0, others - 1)
         stray_word = np.take_along_axis(stray_topic, turn, 1) * EACH + (which * EACH).astype(np.int64)
@@ -204,6 +206,7 @@ class TopicWorld:
         blank = position >= length
         shuffled = np.where(blank, 1.0 + position, order).argsort(-1)
         words = np.where(blank, self.words.index(BLANK), words)
+
         question = np.array([self.words.index(ASK), self.words.index(MARK)])
         return Drawn(
             np.take_along_axis(words, shuffled, 1),
