@@ -34,16 +34,22 @@ Cell = tuple[int, int]  # row and column
 class PuzzleOptions:
     """Which puzzles to train on."""
 
-    puzzle: str = "sudoku4"  # the family to generate: one of KINDS
-    data_path: str = ""  # a folder with puzzles in the published layout, instead of generated ones
+    # The family to generate: one of KINDS.
+    puzzle: str = "sudoku4"
+
+    # A folder with puzzles in the published layout, instead of generated ones.
+    data_path: str = ""
 
     # The number of puzzles for training and for evaluation, and the seed that they are generated from.
     train_size: int = 2400
     test_size: int = 600
     data_seed: int = 0
 
-    holes: int | None = None  # empty cells of a Sudoku; None: remove clues until no more can go
-    least_guesses: float = 0.0  # keep only Sudokus for which a solver needs at least this many guesses, on average
+    # Empty cells of a Sudoku. None: remove clues until no more can go.
+    holes: int | None = None
+
+    # Keep only Sudokus for which a solver needs at least this many guesses, on average.
+    least_guesses: float = 0.0
 
     # Cells of a side of a maze, and a number of cells that its way must exceed.
     maze_size: int = 20
@@ -53,7 +59,8 @@ class PuzzleOptions:
     rules: int = 16
     rule_moves: bool = False
 
-    augment: bool = True  # vary training puzzles by their symmetries
+    # Vary training puzzles by their symmetries.
+    augment: bool = True
 
     @property
     def shipped(self) -> bool:

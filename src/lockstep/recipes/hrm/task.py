@@ -64,19 +64,29 @@ OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
 class ModelOptions:
     """The model. None means: as the variant has it."""
 
-    variant: str = "hrm"  # or trm: one module for both levels
+    # hrm, or trm: one module for both levels.
+    variant: str = "hrm"
     width: int = 512
     heads: int = 8
-    layers: int | None = None  # blocks of a level
+
+    # Blocks of a level.
+    layers: int | None = None
 
     # A segment has h_cycles slow updates, each after l_cycles fast ones.
     h_cycles: int | None = None
     l_cycles: int | None = None
 
-    grad_cycle: str | None = None  # one_step; or full: gradients through the whole last cycle
-    positions: str = "rope"  # or learned
-    mixer: str = "attention"  # or mlp: positions are mixed by fixed weights
-    puzzle_positions: int | None = None  # positions for the vector of the puzzle's id
+    # one_step, or full: gradients through the whole last cycle.
+    grad_cycle: str | None = None
+
+    # rope or learned.
+    positions: str = "rope"
+
+    # attention, or mlp: positions are mixed by fixed weights.
+    mixer: str = "attention"
+
+    # Positions for the vector of the puzzle's id.
+    puzzle_positions: int | None = None
 
     def filled_in(self) -> ModelOptions:
         """Return the options with the variant's own values instead of None."""
@@ -89,16 +99,22 @@ class ModelOptions:
 class HaltingOptions:
     """How long the model thinks about a puzzle."""
 
-    halt_max_steps: int = 16  # the most segments for one puzzle
-    halt_exploration: float = 0.1  # the share of training puzzles that have to run for more than one segment
-    eval_steps: int | None = None  # segments in an evaluation; None: halt_max_steps
+    # The most segments for one puzzle.
+    halt_max_steps: int = 16
+
+    # The share of training puzzles that have to run for more than one segment.
+    halt_exploration: float = 0.1
+
+    # Segments in an evaluation. None: halt_max_steps.
+    eval_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
     """The loss and the optimizers."""
 
-    loss: str = "stablemax"  # or softmax
+    # stablemax or softmax.
+    loss: str = "stablemax"
     lr: float = 1e-4
     weight_decay: float = 1.0
 
@@ -106,7 +122,8 @@ class LearningOptions:
     puzzle_emb_lr: float = 1e-4
     puzzle_emb_weight_decay: float = 1.0
 
-    puzzle_emb_frozen: bool = False  # the control that must fail: the table stays zero
+    # The control that must fail: the table stays zero.
+    puzzle_emb_frozen: bool = False
 
     # The rate of a moving average of the weights, which is used in evaluations. 0: none; None: 0.999 for trm.
     ema: float | None = None

@@ -40,8 +40,11 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 class WorldOptions:
     """The contexts and the questions about them."""
 
-    world: str = "facts"  # what contexts are about; or topics
-    mode: str = "context"  # or prompt: the question also goes through the wire
+    # Contexts are facts or topics.
+    world: str = "facts"
+
+    # context, or prompt: the question also goes through the wire.
+    mode: str = "context"
 
     # Facts of a context, and questions about each context.
     facts: int = 1
@@ -57,7 +60,8 @@ class WorldOptions:
 class ReaderOptions:
     """The frozen readers, how they are trained, and what they teach."""
 
-    teacher: float = 0.0  # the weight of the KL to the reader that sees the text
+    # The weight of the KL to the reader that sees the text.
+    teacher: float = 0.0
 
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
@@ -71,9 +75,14 @@ class ReaderOptions:
     reader_rate: float = 3e-3
     reader_questions: int | None = None
 
-    reader_curriculum: bool = False  # train on one fact first, then on two, then on four
-    reader_homes: list[str] | None = None  # the device of each reader, if not this rank's (cuda:1, cpu)
-    frozen: str = "runs/latent_wire/frozen"  # the folder of trained readers
+    # Train on one fact first, then on two, then on four.
+    reader_curriculum: bool = False
+
+    # The device of each reader, if not this rank's (cuda:1, cpu).
+    reader_homes: list[str] | None = None
+
+    # The folder of trained readers.
+    frozen: str = "runs/latent_wire/frozen"
 
     def training(self) -> TrainingOptions:
         return TrainingOptions(

@@ -33,15 +33,32 @@ class WireShape:
     layers: int = 1
     heads: int = 4
 
-    near: int = 0  # positions that a layer of the encoder mixes before it attends, as in a reader
-    spread: bool = False  # each vector has a part of the text that it sees best
-    refiner: int = 0  # layers over the wire
-    deep_prefix: bool = False  # keys and values for every layer of a reader
-    latent_adapter: list[int] | None = None  # the layers of the readers that attend to the wire
-    lora: int = 0  # the rank of a change to the readers' attention
-    gist: bool = False  # rebuild the reader's embeddings of the text from the wire, as a further loss
-    film: bool = False  # scale and shift the adapter's output by the wire
-    colour: bool = False  # give the adapter's output the mean and deviation of the reader's embeddings
+    # Positions that a layer of the encoder mixes before it attends, as in a reader.
+    near: int = 0
+
+    # Each vector has a part of the text that it sees best.
+    spread: bool = False
+
+    # Layers over the wire.
+    refiner: int = 0
+
+    # Keys and values for every layer of a reader.
+    deep_prefix: bool = False
+
+    # The layers of the readers that attend to the wire.
+    latent_adapter: list[int] | None = None
+
+    # The rank of a change to the readers' attention.
+    lora: int = 0
+
+    # Rebuild the reader's embeddings of the text from the wire, as a further loss.
+    gist: bool = False
+
+    # Scale and shift the adapter's output by the wire.
+    film: bool = False
+
+    # Give the adapter's output the mean and deviation of the reader's embeddings.
+    colour: bool = False
 
     @property
     def read(self) -> int:
