@@ -20,13 +20,14 @@ from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError
 from lockstep.recipes.hrm import HRM
-from lockstep.recipes.hrm.commands import load_synced_config, overrides
+from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.model import SparseEmbedding
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task
 from pool import Pool
+from pretrain import load_synced_config
 from ranks.support import assert_user_errors
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,30 +14,28 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import lockstep
+from evaluate import evaluate_checkpoint
+from evaluate import main as evaluate_main
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import HRM
+from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.build import Build, build
-from lockstep.recipes.hrm.commands import (
-    evaluate_checkpoint,
-    evaluate_main,
-    load_synced_config,
-    overrides,
-    pretrain_main,
-)
 from lockstep.recipes.hrm.model import SparseEmbedding
 from lockstep.recipes.hrm.optimizers import CastedSparseEmbeddingSignSGD_Distributed
-from lockstep.recipes.hrm.own_loop import (
+from lockstep.runtime.context import join
+from ports import free_port
+from pretrain import (
     PuzzleDataset,
     PuzzleDatasetConfig,
     compute_metrics,
     evaluate,
     init_train_state,
+    load_synced_config,
     process_aggregated_metrics,
     save_train_state,
     train_batch,
 )
-from lockstep.runtime.context import join
-from ports import free_port
+from pretrain import main as pretrain_main
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -17,11 +17,11 @@ from lockstep.recipes.hrm import puzzles, sudoku
 from lockstep.recipes.hrm.build import Build, build, read_csv
 from lockstep.recipes.hrm.build import main as build_main
 from lockstep.recipes.hrm.carry import Carry, refill
-from lockstep.recipes.hrm.commands import PretrainConfig
 from lockstep.recipes.hrm.data import PuzzleGroups, read_puzzles
 from lockstep.recipes.hrm.losses import cell_loss
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, _truncated_normal
-from lockstep.recipes.hrm.puzzles import IdRules, PuzzleOptions, make_splits
+from lockstep.recipes.hrm.puzzles import IdGrids, PuzzleOptions, make_splits
+from pretrain import PretrainConfig
 
 # ---- the model ------------------------------------------------------------------------------------------
 
@@ -248,12 +248,12 @@ def test_what_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_the_id_says_which_rule_an_id_grid_has() -> None:
     training, test = make_splits(PuzzleOptions(puzzle="idgrid", train_size=50, test_size=40, data_seed=3, rules=4))
     random.seed(0)
-    first = training[0]
-    rules = IdRules(4, False, 3)
-    assert (rules.apply(first["ids"] - 1, first["inputs"] - 1) + 1 == first["labels"]).all()
+    cells, labels, puzzle_id = training.draw(0)
+    rules = IdGrids(4, False, 3)
+    assert (rules.apply(puzzle_id - 1, cells - 1) + 1 == labels).all()
     assert {int(i) for i in test.puzzle_identifiers} == {1, 2, 3, 4}
     assert training.ids == 5
-    rules = IdRules(16, False, 0)
+    rules = IdGrids(16, False, 0)
     best_guess = np.mean([np.bincount(rules.recolour[:, colour]).max() / 16 for colour in range(6)])
     assert best_guess == 3 / 16  # what a model can reach that does not know the id
 

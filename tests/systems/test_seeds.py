@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.build import Build, build
-from lockstep.recipes.hrm.commands import load_synced_config, overrides
+from pretrain import load_synced_config
 
 ROOT = Path(__file__).parent.parent.parent
-SYSTEMS = ROOT / "systems"
 # The requirements that name a class, method, option, command, script or file.
 REQUIRED = {
     "S0": "10-11 16-28 33-34 39-54 59-71 77 102 119 122",
@@ -120,7 +120,6 @@ def test_what_a_row_names_exists(line, kind, what, here, puzzles, capsys, monkey
         assert here.removeprefix("open: ") in WAITS_FOR
         return
     assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", here), here
-    monkeypatch.syspath_prepend(str(SYSTEMS / "hrm"))
     for named in re.findall(r"`([^`]+)`", here):
         if "::" in named:
             check_test(named)

@@ -7,10 +7,11 @@ stays flat: `task.width=512` is the keyword argument `width` of the constructor,
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -62,6 +63,18 @@ def below_one(counts: Mapping[str, int]) -> list[UserError]:
         for name, value in counts.items()
         if value < 1
     ]
+
+
+def wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> list[UserError]:
+    """Return a problem, with the nearest choice, for every option whose value is not one of its choices."""
+    problems = []
+    for name, known in choices.items():
+        value = values[name]
+        if value not in known:
+            nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
+            problem = f"task.{name}={value} is not one of {', '.join(known)}"
+            problems.append(UserError(problem, "", f"type task.{name}={nearest}"))
+    return problems
 
 
 # ---- options without effect -----------------------------------------------------------------------------

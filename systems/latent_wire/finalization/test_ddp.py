@@ -41,8 +41,8 @@ def main() -> None:
     reads = reads_of_each_sample(manager)
     assert reads == [1.0] * SAMPLES, f"some samples are read never or more than once: {reads}"
 
-    found, expected = mean_gradient(manager)
-    assert found == expected, f"the gradient on rank {manager.rank} is {found}, and the mean is {expected}"
+    gradient, mean = mean_gradient(manager)
+    assert gradient == mean, f"the gradient on rank {manager.rank} is {gradient}, and the mean is {mean}"
 
     manager.barrier()
     if manager.is_main:

@@ -32,7 +32,7 @@ PACKAGES = (
 )  # fmt: skip
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 
-# The text is split in chunks of this many characters, of which one in 20 is validation text.
+# The text is split into chunks of this many characters. One chunk in 20 is validation text.
 CHUNK = 4096
 VALIDATION_SHARE = 20
 

@@ -10,32 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.recipes.layers import Rotation, rotate, rotation_table
+from lockstep.recipes.layers import Rotation, SelfAttention, merge_heads, rotate, rotation_table, split_qkv
 
 # The default follows the dtype, and is far too large in bf16.
 EPS = 1e-6
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+class Attention(SelfAttention):
+    """Causal self-attention with rotary positions, over queries and keys of unit norm."""
 
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Attend from every position of `x` (B, T, W) to itself and the positions before it."""
-        B, T, W = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # three times (B, H, T, D)
+        assert rotation is not None, "the model has rotary positions"
+        q, k, v = split_qkv(self.qkv(x), self.heads)  # (B, H, T, D) each
 
-        # Queries and keys have unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
+        # Unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
         q = rotate(unit(q), rotation)
         k = rotate(unit(k), rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, W))
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
 class Block(nn.Module):
@@ -83,6 +75,7 @@ class GPT(nn.Module):
             block.reset_parameters()  # pyrefly: ignore[not-callable]
         self.reset_parameters()
 
+    # With init=meta each block and the model are reset one by one, so neither touches the other's weights.
     def reset_parameters(self) -> None:
         draw_weights(self.head)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -91,6 +84,7 @@ class GPT(nn.Module):
         """Return the logits of the next symbol after each of the `ids`."""
         T = ids.shape[1]
         rotation = self.cos[:T], self.sin[:T]  # (T, D/2) each
+
         x = self.dropout(self.embed(ids))  # (B, T, W)
         for block in self.blocks:
             x = block(x, rotation)
@@ -109,14 +103,19 @@ class GPT(nn.Module):
         # Dropout would disturb the text, and must be back afterwards.
         was_training = self.training
         self.eval()
+
+        # The text grows with every call, so no call has the shape of the one before.
         ids = prompt_ids
         with lockstep.run_eagerly(self):
             for _ in range(count):
                 # Sampled on the CPU in float32, so that one generator serves every device.
                 logits = self(ids[:, -self.context :])[:, -1].float().cpu()  # (B, V)
+
+                # Only the `top_k` likeliest symbols: a rare one would derail the text.
                 if top_k is not None and top_k < logits.shape[1]:
                     smallest = logits.topk(top_k).values[:, -1:]
                     logits = logits.masked_fill(logits < smallest, float("-inf"))
+
                 chance = F.softmax(logits / temperature, dim=-1)
                 drawn = torch.multinomial(chance, 1, generator=generator)
                 ids = torch.cat((ids, drawn.to(ids.device)), dim=1)

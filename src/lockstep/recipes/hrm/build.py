@@ -11,15 +11,16 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.recipes.hrm.commands import overrides
+from lockstep.recipes.hrm.arguments import overrides
 from lockstep.recipes.hrm.data import Augment, Puzzles, write_puzzles
-from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrid, PuzzleOptions, SudokuSymmetry, make_splits
+from lockstep.recipes.hrm.puzzles import SUDOKUS, IdGrids, PuzzleOptions, make_splits, move_sudoku
 from lockstep.recipes.hrm.task import OF_PUZZLES
 from lockstep.recipes.options import OnlyWith, warn_unused
 
@@ -53,14 +54,16 @@ def build(request: Build) -> None:
     """Write the folders `train` and `test`."""
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
-        given, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
-        raise UserError(f"{given} is given without {missing}", "", f"type {missing}=FILE, too")
+        typed, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
+        raise UserError(f"{typed} is given without {missing}", "", f"type {missing}=FILE as well")
 
     training, test, symmetry = _splits(request)
+
     # Variants draw from Python's generator, which the seed makes repeatable.
     if request.augmentations and symmetry is not None:
         random.seed(request.seed)
         training = with_variants(training, symmetry, request.augmentations)
+
     write_puzzles(Path(request.out) / "train", training)
     write_puzzles(Path(request.out) / "test", test)
 
@@ -70,7 +73,7 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
     if request.train_csv:
         training = read_csv(Path(request.train_csv), request.train_size, request.seed)
         test = read_csv(Path(request.test_csv), request.test_size, request.seed)
-        return training, test, SudokuSymmetry(9)
+        return training, test, partial(move_sudoku, 9)
 
     options = PuzzleOptions(
         puzzle=request.puzzle,
@@ -83,27 +86,24 @@ def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
     )
     # Id grids are drawn when they are read: there is nothing to vary.
     generated, test = make_splits(options)
-    if isinstance(generated, IdGrid):
+    if isinstance(generated, IdGrids):
         return _draw_epoch(generated, request.seed), test, None
     return generated, test, generated.augment
 
 
 def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
     """Return every puzzle followed by `count` symmetric variants, as one group."""
-    cells = []
-    labels = []
+    pairs = []
     for pair in zip(puzzles.inputs, puzzles.labels, strict=True):
-        # The original comes first.
-        for variant in (pair, *(symmetry(*pair) for _ in range(count))):
-            cells.append(variant[0])
-            labels.append(variant[1])
+        pairs += [pair, *(symmetry(*pair) for _ in range(count))]
+    cells, labels = zip(*pairs, strict=True)
     return replace(
         puzzles,
         inputs=np.stack(cells),
         labels=np.stack(labels),
         puzzle_identifiers=np.repeat(puzzles.puzzle_identifiers, count + 1),
-        puzzle_indices=np.arange(len(cells) + 1),
-        group_indices=np.arange(0, len(cells) + 1, count + 1),
+        puzzle_indices=np.arange(len(pairs) + 1),
+        group_indices=np.arange(0, len(pairs) + 1, count + 1),
     )
 
 
@@ -115,8 +115,7 @@ def read_csv(path: Path, most: int, seed: int) -> Puzzles:
 
     grids = _digits([question for question, _ in rows])
     solutions = _digits([answer for _, answer in rows])
-    same_id = np.zeros(len(rows), dtype=np.int64)
-    return Puzzles.single(grids + 1, solutions + 1, same_id, symbols=11, id_count=1)
+    return Puzzles.single(grids + 1, solutions + 1, symbols=11)
 
 
 def _digits(texts: list[str]) -> np.ndarray:
@@ -124,14 +123,11 @@ def _digits(texts: list[str]) -> np.ndarray:
     return np.array([[int(digit) for digit in text.replace(".", "0")] for text in texts], dtype=np.uint8)
 
 
-def _draw_epoch(training: IdGrid, seed: int) -> Puzzles:
+def _draw_epoch(training: IdGrids, seed: int) -> Puzzles:
     """Fix as many grids as an epoch has."""
     random.seed(seed)
-    samples = [training[i] for i in range(len(training))]
-    cells = np.array([each["inputs"] for each in samples])
-    labels = np.array([each["labels"] for each in samples])
-    ids = np.array([each["ids"] for each in samples])
-    return Puzzles.single(cells, labels, ids, training.symbols, training.ids)
+    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
+    return Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -143,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _request(values: dict[str, Any]) -> Build:
-    known = [each.name for each in fields(Build)]
+    known = [field.name for field in fields(Build)]
     if unknown := sorted(values.keys() - known):
         raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
     if "out" not in values:

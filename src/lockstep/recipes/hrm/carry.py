@@ -62,12 +62,12 @@ class Carry:
         firsts = sorted(self._held)
         held = [self._held[first] for first in firsts]
         numbers = [first + torch.arange(len(slots["steps"])) for first, slots in zip(firsts, held, strict=True)]
-        mine = {"slots": torch.cat(numbers).to(held[0]["steps"].device)}
+        local = {"slots": torch.cat(numbers).to(held[0]["steps"].device)}
         for name in held[0]:
-            mine[name] = torch.cat([slots[name] for slots in held])
+            local[name] = torch.cat([slots[name] for slots in held])
 
         # In the order of slots, which does not depend on the number of ranks.
-        gathered = dict(zip(mine, gather_rows(list(mine.values()), world_size()), strict=True))
+        gathered = dict(zip(local, gather_rows(list(local.values()), world_size()), strict=True))
         order = gathered["slots"].argsort()
         return {name: rows[order] for name, rows in gathered.items()}
 
@@ -89,15 +89,12 @@ def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, 
         return {**fresh, "z_h": z_h, "z_l": z_l, "begin": torch.ones_like(batch["least"], dtype=torch.bool)}
 
     # A checkpoint may come from another device.
-    device = batch["least"].device
-    here = {name: rows.to(device) for name, rows in slots.items()}
-    halted = here["halted"]
-
+    held = {name: rows.to(batch["least"].device) for name, rows in slots.items()}
+    halted = held["halted"]
     filled = {}
     for name, rows in fresh.items():
-        where = halted[:, None] if rows.dim() > 1 else halted
-        filled[name] = torch.where(where, rows, here[name])
-    return {**filled, "z_h": here["z_h"], "z_l": here["z_l"], "begin": halted}
+        filled[name] = torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, held[name])
+    return {**filled, "z_h": held["z_h"], "z_l": held["z_l"], "begin": halted}
 
 
 # ---- rows of all ranks ----------------------------------------------------------------------------------
@@ -125,13 +122,13 @@ def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows], device=device))
     longest = max(int(count) for count in counts)
-    mine = torch.zeros(longest, sum(widths), dtype=torch.uint8, device=device)
-    mine[:rows] = torch.cat(parts, dim=1)
-    padded = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(padded, mine)
+    message = torch.zeros(longest, sum(widths), dtype=torch.uint8, device=device)
+    message[:rows] = torch.cat(parts, dim=1)
+    padded = [torch.empty_like(message) for _ in range(size)]
+    dist.all_gather(padded, message)
 
     # Back to one tensor for each of ours: cut the padding, split the bytes, restore dtype and shape.
-    gathered = torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])
+    gathered = torch.cat([padded_rows[: int(count)] for padded_rows, count in zip(padded, counts, strict=True)])
     columns = gathered.split(widths, dim=1)
     return [
         column.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])

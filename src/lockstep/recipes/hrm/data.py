@@ -59,8 +59,10 @@ class Puzzles:
     augment: Augment | None = None
 
     @staticmethod
-    def single(inputs: Array, labels: Array, ids: Array, symbols: int, id_count: int) -> Puzzles:
-        """Make every example a puzzle and a group of its own."""
+    def single(inputs: Array, labels: Array, symbols: int, ids: Array | None = None, id_count: int = 1) -> Puzzles:
+        """Make every example a puzzle and a group of its own. Without `ids` all have the same rule, number 0."""
+        if ids is None:
+            ids = np.zeros(len(inputs), dtype=np.int64)
         edges = np.arange(len(inputs) + 1)
         return Puzzles(inputs.astype(np.uint8), labels.astype(np.uint8), ids, edges, edges, symbols, id_count)
 
@@ -68,8 +70,18 @@ class Puzzles:
     def cells(self) -> int:
         return self.inputs.shape[1]
 
-    def puzzle_of(self, example: int) -> int:
-        return int(np.searchsorted(self.puzzle_indices, example, side="right")) - 1
+    def __len__(self) -> int:
+        return len(self.group_indices) - 1  # groups
+
+    def draw(self, group: int) -> tuple[Array, Array, int]:
+        """Draw one puzzle of a group and one of its examples: (cells, labels, puzzle id)."""
+        puzzle = random.randrange(self.group_indices[group], self.group_indices[group + 1])
+        example = random.randrange(self.puzzle_indices[puzzle], self.puzzle_indices[puzzle + 1])
+        cells = self.inputs[example]
+        labels = self.labels[example]
+        if self.augment is not None:
+            cells, labels = self.augment(cells, labels)
+        return cells, labels, int(self.puzzle_identifiers[puzzle])
 
 
 class PuzzleGroups(Dataset):
@@ -79,25 +91,21 @@ class PuzzleGroups(Dataset):
     reads a group draws the same example.
     """
 
-    def __init__(self, puzzles: Puzzles, most_steps: int, explore: float):
-        self.puzzles = puzzles
+    def __init__(self, puzzles: Any, most_steps: int, explore: float):
+        self.puzzles = puzzles  # anything with a length and `draw`
         self.most_steps = most_steps
         self.explore = explore
 
     def __len__(self) -> int:
-        return len(self.puzzles.group_indices) - 1
+        return len(self.puzzles)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        p = self.puzzles
-        # One puzzle of the group, one example of the puzzle, and perhaps a symmetric variant of it.
-        puzzle = random.randrange(p.group_indices[index], p.group_indices[index + 1])
-        example = random.randrange(p.puzzle_indices[puzzle], p.puzzle_indices[puzzle + 1])
-
-        cells = p.inputs[example]
-        labels = p.labels[example]
-        if p.augment is not None:
-            cells, labels = p.augment(cells, labels)
-        return sample(cells, labels, int(p.puzzle_identifiers[puzzle]), least_steps(self.most_steps, self.explore))
+        cells, labels, puzzle_id = self.puzzles.draw(index)
+        # Usually one segment. Sometimes more, so that the model can learn what continuing is worth.
+        least = 1
+        if self.most_steps > 1 and random.random() < self.explore:
+            least = random.randint(2, self.most_steps)
+        return {"inputs": cells, "labels": labels, "ids": puzzle_id, "least": least}
 
 
 class PuzzleExamples(Dataset):
@@ -105,27 +113,14 @@ class PuzzleExamples(Dataset):
 
     def __init__(self, puzzles: Puzzles):
         self.puzzles = puzzles
+        self.ids = np.repeat(puzzles.puzzle_identifiers, np.diff(puzzles.puzzle_indices))  # [examples]
 
     def __len__(self) -> int:
         return len(self.puzzles.inputs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        p = self.puzzles
-        return sample(p.inputs[index], p.labels[index], int(p.puzzle_identifiers[p.puzzle_of(index)]), 1)
-
-
-def sample(cells: Array, labels: Array, puzzle_id: int, least: int) -> dict[str, Any]:
-    return {"inputs": cells, "labels": labels, "ids": puzzle_id, "least": least}
-
-
-def least_steps(most: int, explore: float) -> int:
-    """Draw how many segments a puzzle runs at least.
-
-    Usually one; with probability `explore` more, so that the model can learn what continuing is worth.
-    """
-    if most > 1 and random.random() < explore:
-        return random.randint(2, most)
-    return 1
+        cells = self.puzzles.inputs[index]
+        return {"inputs": cells, "labels": self.puzzles.labels[index], "ids": int(self.ids[index]), "least": 1}
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -150,17 +145,17 @@ def read_puzzles(folder: Path) -> Puzzles:
             for name in metadata.sets
         ]
 
+    inputs, labels, ids = (np.concatenate([arrays[name] for arrays in sets]) for name in ARRAYS[:3])
     # Other files may ignore another label than ours.
-    labels = np.concatenate([each["labels"] for each in sets])
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)
 
     return Puzzles(
-        np.concatenate([each["inputs"] for each in sets]).astype(np.uint8),
+        inputs.astype(np.uint8),
         labels.astype(np.uint8),
-        np.concatenate([each["puzzle_identifiers"] for each in sets]).astype(np.int64),
-        _join_offsets([each["puzzle_indices"] for each in sets]),
-        _join_offsets([each["group_indices"] for each in sets]),
+        ids.astype(np.int64),
+        _join_offsets([arrays["puzzle_indices"] for arrays in sets]),
+        _join_offsets([arrays["group_indices"] for arrays in sets]),
         metadata.vocab_size,
         metadata.num_puzzle_identifiers,
     )
@@ -172,7 +167,7 @@ def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDa
         seq_len=puzzles.cells,
         vocab_size=puzzles.symbols,
         num_puzzle_identifiers=puzzles.ids,
-        total_groups=len(puzzles.group_indices) - 1,
+        total_groups=len(puzzles),
         mean_puzzle_examples=len(puzzles.inputs) / (len(puzzles.puzzle_indices) - 1),
         sets=[name],
     )
@@ -203,6 +198,6 @@ def _reading(folder: Path) -> Iterator[None]:
 def _join_offsets(offsets: list[Array]) -> Array:
     """Join the offsets of several sets into one list: each continues where the previous one ended."""
     joined = [np.zeros(1, dtype=np.int64)]
-    for each in offsets:
-        joined.append(each[1:].astype(np.int64) + joined[-1][-1])
+    for edges in offsets:
+        joined.append(edges[1:].astype(np.int64) + joined[-1][-1])
     return np.concatenate(joined)

@@ -96,7 +96,10 @@ class Scoring(nn.Module):
         total = cell_loss(self.loss, logits, labels).sum()
         total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
         if next_q is not None:
-            total = total + 0.5 * self._continue_loss(q[:, 1], next_q.float(), steps)
+            # Continuing is worth as much as the best choice after it; after the last segment there is only halting.
+            next_q = next_q.float()
+            best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
+            total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 1], best.sigmoid(), reduction="sum")
 
         # Only puzzles that halt are counted: the others are still being thought about.
         knows = ~((q[:, 0] > 0) ^ exact)
@@ -110,8 +113,3 @@ class Scoring(nn.Module):
         # A state that is not finite would make every step nonfinite until its puzzle has ended.
         broken = ~z_h.flatten(1).isfinite().all(dim=1)
         return (question.steps >= self.halt_max_steps) | (wants & (question.steps >= question.least)) | broken
-
-    def _continue_loss(self, q_continue: Tensor, next_q: Tensor, steps: Tensor) -> Tensor:
-        """Continuing is worth as much as the best choice after it; after the last segment there is only halting."""
-        best = torch.where(steps >= self.halt_max_steps, next_q[:, 0], next_q.amax(dim=1))
-        return F.binary_cross_entropy_with_logits(q_continue, best.sigmoid(), reduction="sum")

@@ -144,12 +144,13 @@ class HierarchicalReasoningModel(nn.Module):
         self.config = config
         self.scoring = scoring
         W = config.width
-        hrm = config.variant == "hrm"
+        hrm = config.variant == "hrm"  # TRM has one level, and no value of continuing
 
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.embed = nn.Embedding(config.symbols, W)
         self.places = nn.Embedding(config.positions_in_all, W) if config.positions == "learned" else None
         self.low = Level(config)
-        self.high = Level(config) if hrm else None  # TRM uses `low` for both levels
+        self.high = Level(config) if hrm else None  # None: `low` serves for both levels
         self.head = nn.Linear(W, config.symbols, bias=False)
         self.q_head = nn.Linear(W, 2 if hrm else 1)
         self.puzzle_emb = SparseEmbedding(config.puzzle_ids, W)
@@ -157,15 +158,14 @@ class HierarchicalReasoningModel(nn.Module):
         # The initial states are drawn once and stay fixed.
         self.register_buffer("h_start", _truncated_normal(torch.empty(W), 1.0))
         self.register_buffer("l_start", _truncated_normal(torch.empty(W), 1.0))
+
         # The angles follow from the configuration: they move with the model, and are not saved.
         self.rotary = config.positions == "rope" and config.mixer == "attention"
         if self.rotary:
             cos, sin = rotation_table(config.positions_in_all, W // config.heads)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.initialise()
 
-    def initialise(self) -> None:
         draw_weights(self.modules())
         self._reset_halting()
 
@@ -204,6 +204,8 @@ class HierarchicalReasoningModel(nn.Module):
         question    score the answer
         """
         rotation = (self.cos, self.sin) if self.rotary else None
+
+        # A new puzzle in a slot must not see the states of the one before.
         if begin is not None:
             begin = begin[:, None, None]
             z_h = torch.where(begin, self.h_start.to(z_h.dtype), z_h)
@@ -222,6 +224,8 @@ class HierarchicalReasoningModel(nn.Module):
         # Gradients end with the segment: the next one starts from detached states.
         z_h = z_h.detach()
         z_l = z_l.detach()
+
+        # The target for the value of continuing: a second segment, without gradients.
         next_q = None
         if look_ahead:
             with torch.no_grad():
@@ -231,6 +235,7 @@ class HierarchicalReasoningModel(nn.Module):
         if question is not None:
             assert self.scoring is not None, "a question needs a model with scoring"
             score = self.scoring(z_h, logits, q, next_q, question)
+
             # All gradients come through the score.
             logits = logits.detach()
             q = q.detach()
@@ -239,6 +244,7 @@ class HierarchicalReasoningModel(nn.Module):
     def start(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the initial states of `count` puzzles, in the dtype that a segment leaves them in."""
         shape = (count, self.config.positions_in_all, self.config.width)
+
         device = self.h_start.device.type
         dtype = self.h_start.dtype
         if torch.is_autocast_enabled(device):
@@ -251,11 +257,14 @@ class HierarchicalReasoningModel(nn.Module):
         """Embed the cells after the puzzle's vector, which is padded with zeros to P positions: (B, P + S, W)."""
         W = self.config.width
         P = self.config.puzzle_positions
+
         lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
         x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
+
         # The sum of two has twice the variance.
         if self.places is not None:
             x = 0.5**0.5 * (x + self.places.weight)
+
         # Embeddings are drawn with a deviation of W^-0.5: this makes it 1.
         return W**0.5 * x
 
@@ -289,8 +298,10 @@ def _with_converted_weights(level: Level) -> Update:
     device = next(iter(weights.values())).device.type
     # Sharded weights (DTensors) would have to be gathered first.
     sharded = any(hasattr(weight, "placements") for weight in weights.values())
+
     if level._compiled_call_impl is None or sharded or not torch.is_autocast_enabled(device):
         return level
+
     dtype = torch.get_autocast_dtype(device)
     converted = {name: weight.to(dtype) for name, weight in weights.items()}
     return lambda *args: functional_call(level, converted, args)
@@ -302,14 +313,12 @@ def rms(x: Tensor) -> Tensor:
 
 def draw_weights(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if isinstance(module, nn.Linear):
-            _truncated_normal(module.weight, module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            _truncated_normal(module.weight, module.embedding_dim**-0.5)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            # By the last dimension: the inputs of a linear layer, the width of an embedding.
+            _truncated_normal(module.weight, module.weight.shape[1] ** -0.5)
 
 
 def _truncated_normal(tensor: Tensor, std: float) -> Tensor:
     """Fill `tensor` from a truncated normal whose standard deviation is really `std`: truncation makes it smaller."""
     untruncated = std / TRUNCATED_STD
-    nn.init.trunc_normal_(tensor, std=untruncated, a=-2 * std / TRUNCATED_STD, b=2 * std / TRUNCATED_STD)
-    return tensor
+    return nn.init.trunc_normal_(tensor, std=untruncated, a=-2 * untruncated, b=2 * untruncated)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.recipes.hrm.carry import gather_rows
 
+Tensors = list[Tensor]
+
 
 class AdamATan2(torch.optim.Optimizer):
     """Adam whose update is an angle: p = p (1 - lr wd) - lr atan2(m, sqrt(v)), with bias-corrected m and v.
@@ -52,20 +54,23 @@ class AdamATan2(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+
             # State is made in the first step in which a parameter has a gradient.
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
-            if params and group["fused"]:
-                self._update_fused(group, params)
-            elif params:
-                self._update(group, params)
+            means = [self.state[p]["exp_avg"] for p in params]
+            squares = [self.state[p]["exp_avg_sq"] for p in params]
+            update = self._update_fused if group["fused"] else self._update
+            update(group, params, [p.grad for p in params], means, squares)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], params: Tensors, grads: Tensors, means: Tensors, squares: Tensors) -> None:
         beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        grads, means, squares = self._gradients_and_moments(params)
+
+        # A parameter without a gradient does not count its step.
         steps = [int(self.state[p]["step"]) + 1 for p in params]
         for p, step in zip(params, steps, strict=True):
             self.state[p]["step"] = step
@@ -82,12 +87,15 @@ class AdamATan2(torch.optim.Optimizer):
         angles = [torch.atan2(height, width) for height, width in zip(heights, widths, strict=True)]
 
         # Decoupled weight decay, then the step.
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(params, angles, alpha=-lr)
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, angles, alpha=-group["lr"])
 
-    def _update_fused(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update_fused(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, means: Tensors, squares: Tensors
+    ) -> None:
+        lr = group["lr"]
+        decay = group["weight_decay"]
         beta1, beta2 = group["betas"]
-        grads, _, _ = self._gradients_and_moments(params)
 
         # A skipped step does not count. The correction is 0 / 0 if the very first step is skipped.
         applies = 1.0 if self.found_inf is None else 1.0 - self.found_inf
@@ -97,32 +105,10 @@ class AdamATan2(torch.optim.Optimizer):
 
         kernel = _kernel() if all(map(_suits_kernel, (*params, *grads))) else None
         if kernel is not None:
-            self._update_with_kernel(kernel, group, params, count, correction)
-        else:
-            self._update_with_torch(group, params, count, correction, applies)
-
-    def _update_with_kernel(
-        self,
-        kernel: Callable[..., None],
-        group: dict[str, Any],
-        params: list[Tensor],
-        count: Tensor,
-        correction: Tensor,
-    ) -> None:
-        grads, means, squares = self._gradients_and_moments(params)
-        beta1, beta2 = group["betas"]
-        divisor = self.grad_scale if self.grad_scale is not None else torch.ones_like(count)
-        skip = self.found_inf if self.found_inf is not None else torch.zeros_like(count)
-        kernel(
-            params, grads, means, squares, correction, divisor, skip, group["lr"], beta1, beta2, group["weight_decay"]
-        )
-
-    def _update_with_torch(
-        self, group: dict[str, Any], params: list[Tensor], count: Tensor, correction: Tensor, applies: float | Tensor
-    ) -> None:
-        grads, means, squares = self._gradients_and_moments(params)
-        beta1, beta2 = group["betas"]
-        lr = group["lr"]
+            divisor = self.grad_scale if self.grad_scale is not None else torch.ones_like(count)
+            skip = self.found_inf if self.found_inf is not None else torch.zeros_like(count)
+            kernel(params, grads, means, squares, correction, divisor, skip, lr, beta1, beta2, decay)
+            return
 
         # torch's kernel moves both moments, divides and skips. With a rate of 0 it leaves the parameters alone.
         torch._fused_adam_(
@@ -135,16 +121,11 @@ class AdamATan2(torch.optim.Optimizer):
         heights = torch.cat([mean.flatten() for mean in means])
         widths = torch.cat([square.flatten() for square in squares])
         angles = torch.atan2(heights.mul_(correction), widths.sqrt_()).mul_(lr * applies)
-        sizes = [p.numel() for p in params]
-        changes = [part.view_as(p) for part, p in zip(angles.split(sizes), params, strict=True)]
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * applies)
-        torch._foreach_sub_(params, changes)
 
-    def _gradients_and_moments(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        grads: list[Tensor] = [p.grad for p in params]  # pyrefly: ignore[bad-assignment]
-        means = [self.state[p]["exp_avg"] for p in params]
-        squares = [self.state[p]["exp_avg_sq"] for p in params]
-        return grads, means, squares
+        sizes = [p.numel() for p in params]
+        changes = [angle.view_as(p) for angle, p in zip(angles.split(sizes), params, strict=True)]
+        torch._foreach_mul_(params, 1 - lr * decay * applies)
+        torch._foreach_sub_(params, changes)
 
     def _shared_step_count(self, params: list[Tensor]) -> Tensor:
         """Return the number of steps so far, as one tensor that all parameters share.
@@ -219,13 +200,9 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
             order = slots.argsort()
             ids = ids[order]
             gradients = gradients[order]
-        self._update(ids, gradients)
 
-    def _update(self, ids: Tensor, gradients: Tensor) -> None:
-        """Apply `gradients` (N, W) of `ids` (N,), which may repeat.
-
-        All shapes follow from N, so the host need not ask the device how many different ids there are.
-        """
+        # `gradients` (N, W) of `ids` (N,), which may repeat. All shapes follow from N, so the host need not ask the
+        # device how many different ids there are.
         group = self.param_groups[0]
         same = ids[:, None] == ids[None, :]
         first = same.to(torch.uint8).argmax(dim=1)  # where an id occurs first: equal ids get equal bits

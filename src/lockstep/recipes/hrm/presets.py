@@ -31,11 +31,6 @@ ID_GRID_TASK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def table(rate: float) -> dict[str, Any]:
-    """Return the options of the table of puzzle vectors, which learns at `rate`."""
-    return {"puzzle_emb_lr": rate, "puzzle_emb_weight_decay": 0.1}
-
-
 PRESETS: dict[str, dict[str, Any]] = {
     # Takes seconds: the model learns which digits there are.
     "tiny": {
@@ -44,7 +39,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "micro_batch": 4,
         "lr": {"warmup": 4},
         "evaluate": {"batch": 32},
-        "task": {**TINY_MODEL, **table(5e-3), "holes": 6, "lr": 5e-3, "train_size": 96, "test_size": 32},
+        "task": {
+            **TINY_MODEL, "holes": 6, "lr": 5e-3, "puzzle_emb_lr": 5e-3, "puzzle_emb_weight_decay": 0.1,
+            "train_size": 96, "test_size": 32,
+        },
     },
     # Sudoku 4 x 4 with 9 of 16 cells empty.
     "cpu": {
@@ -54,14 +52,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "evaluate": {"every": 200, "batch": 100},
         "goals": ["exact >= 0.8"],
         "task": {
-            **TINY_MODEL, **table(1e-3), "width": 96, "heads": 4, "halt_max_steps": 8, "holes": 9, "lr": 1e-3,
+            **TINY_MODEL, "width": 96, "heads": 4, "halt_max_steps": 8, "holes": 9, "lr": 1e-3, "puzzle_emb_lr": 1e-3,
+            "puzzle_emb_weight_decay": 0.1,
         },
     },
     # Grids whose rule follows from the puzzle id alone.
-    "cpu-idgrid": {**ID_GRID, "goals": ["exact >= 0.9"], "task": {**ID_GRID_TASK, **table(3e-3)}},
+    "cpu-idgrid": {
+        **ID_GRID,
+        "goals": ["exact >= 0.9"],
+        "task": {**ID_GRID_TASK, "puzzle_emb_lr": 3e-3, "puzzle_emb_weight_decay": 0.1},
+    },
     # The control: with a table that stays zero nothing can be learned.
     "cpu-control": {
-        **ID_GRID, "goals": ["exact <= 0.01", "cell <= 0.25"], "task": {**ID_GRID_TASK, "puzzle_emb_frozen": True},
+        **ID_GRID,
+        "goals": ["exact <= 0.01", "cell <= 0.25"],
+        "task": {**ID_GRID_TASK, "puzzle_emb_frozen": True},
     },
     # Sudoku 9 x 9 with a small model, in less than ten minutes.
     "gpu-short": {

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import sudoku
-from lockstep.recipes.hrm.data import Array, Puzzles, read_puzzles, sample
+from lockstep.recipes.hrm.data import Array, Puzzles, read_puzzles
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze", "idgrid")
 SUDOKUS = KINDS[:3]
 
 WALL, FREE, START, GOAL, WAY = 1, 2, 3, 4, 5  # symbols of a maze
-MAZE_SYMBOLS = 6
 DIRECTIONS = ((-1, 0), (0, -1), (0, 1), (1, 0))
 MAZE_TRIES = 2000  # grids that are generated for one maze before giving up
 
 COLOURS = 6  # of an id grid
+ID_CELLS = 16
 
 Cell = tuple[int, int]  # row and column
 
@@ -39,22 +36,29 @@ class PuzzleOptions:
 
     # The family to generate: one of KINDS.
     puzzle: str = "sudoku4"
+
     # A folder with puzzles in the published layout, instead of generated ones.
     data_path: str = ""
+
     # The number of puzzles for training and for evaluation, and the seed that they are generated from.
     train_size: int = 2400
     test_size: int = 600
     data_seed: int = 0
+
     # Empty cells of a Sudoku. None: remove clues until no more can go.
     holes: int | None = None
+
     # Keep only Sudokus for which a solver needs at least this many guesses, on average.
     least_guesses: float = 0.0
+
     # Cells of a side of a maze, and a number of cells that its way must exceed.
     maze_size: int = 20
     maze_longer_than: int = 0
+
     # The number of rules of idgrid, and whether rules also turn and mirror the grid.
     rules: int = 16
     rule_moves: bool = False
+
     # Vary training puzzles by their symmetries.
     augment: bool = True
 
@@ -64,8 +68,8 @@ class PuzzleOptions:
         return self.puzzle == "sudoku9" and self.holes is None and not self.least_guesses
 
 
-def make_splits(options: PuzzleOptions) -> tuple[Any, Puzzles]:
-    """Return (training, test). The training split is `Puzzles`, or a dataset that draws its own puzzles."""
+def make_splits(options: PuzzleOptions) -> tuple[Puzzles | IdGrids, Puzzles]:
+    """Return (training, test). The training split is stored, or drawn when it is read."""
     if options.data_path:
         folder = Path(options.data_path)
         return read_puzzles(folder / "train"), read_puzzles(folder / "test")
@@ -85,30 +89,23 @@ def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     if options.shipped:
         pairs = sudoku.load_shipped(options.train_size, options.test_size)
     else:
+        # The splits share a generator: a puzzle's class decides which of them it belongs to.
         rng = random.Random(options.data_seed)
         pairs = sudoku.split_by_class(
             n, options.holes, options.train_size, options.test_size, rng, options.least_guesses
         )
 
-    splits = []
-    for grids, solutions in pairs:
-        same_id = np.zeros(len(grids), dtype=np.int64)  # all Sudokus have the same rule
-        splits.append(Puzzles.single(grids + 1, solutions + 1, same_id, symbols=n + 2, id_count=1))
+    training, test = (Puzzles.single(grids + 1, solutions + 1, symbols=n + 2) for grids, solutions in pairs)
     if options.augment:
-        splits[0].augment = SudokuSymmetry(n)
-    return splits[0], splits[1]
+        training.augment = partial(move_sudoku, n)
+    return training, test
 
 
-@dataclass
-class SudokuSymmetry:
-    """A random symmetry of the game: it permutes digits, rows, columns and bands, and may transpose the grid."""
-
-    n: int
-
-    def __call__(self, cells: Array, labels: Array) -> tuple[Array, Array]:
-        sources, digits = sudoku.random_symmetry(self.n)
-        symbols = np.concatenate((np.zeros(1, dtype=np.uint8), digits + 1))  # padding and the empty cell stay
-        return symbols[cells[sources]], symbols[labels[sources]]
+def move_sudoku(n: int, cells: Array, labels: Array) -> tuple[Array, Array]:
+    """Apply a random symmetry of the game: permute digits, rows, columns and bands, and perhaps transpose the grid."""
+    sources, digits = sudoku.random_symmetry(n)
+    symbols = np.concatenate((np.zeros(1, dtype=np.uint8), digits + 1))  # padding and the empty cell stay
+    return symbols[cells[sources]], symbols[labels[sources]]
 
 
 # ---- mazes ----------------------------------------------------------------------------------------------
@@ -120,14 +117,12 @@ def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     for count, split in ((options.train_size, "train"), (options.test_size, "test")):
         # A generator for each split: the size of one does not change the other.
         rng = random.Random(f"{options.data_seed}/{split}")
-        pairs = [make_maze(options.maze_size, options.maze_longer_than, rng) for _ in range(count)]
-        cells = np.stack([pair[0] for pair in pairs])
-        labels = np.stack([pair[1] for pair in pairs])
-        splits.append(Puzzles.single(cells, labels, np.zeros(count, dtype=np.int64), MAZE_SYMBOLS, id_count=1))
-    # Test puzzles stay as they are.
+        mazes = np.stack([make_maze(options.maze_size, options.maze_longer_than, rng) for _ in range(count)])
+        splits.append(Puzzles.single(mazes[:, 0], mazes[:, 1], symbols=WAY + 1))
+    training, test = splits
     if options.augment:
-        splits[0].augment = turn_randomly
-    return splits[0], splits[1]
+        training.augment = turn_randomly
+    return training, test
 
 
 def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Array]:
@@ -150,6 +145,8 @@ def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Arra
 
     grid[start] = START
     grid[goal] = GOAL
+
+    # The labels keep both ends and draw the way between them.
     labels = grid.copy()
     for cell in way[1:-1]:
         labels[cell] = WAY
@@ -161,6 +158,7 @@ def _carve(n: int, rng: random.Random) -> Array:
     grid = np.full((n, n), WALL, dtype=np.uint8)
     grid[0, 0] = FREE
     stack = [(0, 0)]
+
     while stack:
         row, column = stack[-1]
         # Corridors lie on every second row and column: (cell beyond the wall, the wall itself).
@@ -172,6 +170,7 @@ def _carve(n: int, rng: random.Random) -> Array:
         if not steps:
             stack.pop()
             continue
+
         target, wall = rng.choice(steps)
         grid[wall] = grid[target] = FREE
         stack.append(target)
@@ -195,17 +194,17 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
 
     # Breadth-first search that keeps every predecessor on a shortest way.
     while queue:
-        here = queue.popleft()
+        cell = queue.popleft()
         for dr, dc in DIRECTIONS:
-            cell = (here[0] + dr, here[1] + dc)
-            if not (0 <= cell[0] < n and 0 <= cell[1] < n) or grid[cell] == WALL:
+            near = (cell[0] + dr, cell[1] + dc)
+            if not (0 <= near[0] < n and 0 <= near[1] < n) or grid[near] == WALL:
                 continue
-            if cell not in distance:
-                distance[cell] = distance[here] + 1
-                queue.append(cell)
-                came_from[cell] = []
-            if distance[cell] == distance[here] + 1:
-                came_from[cell].append(here)
+            if near not in distance:
+                distance[near] = distance[cell] + 1
+                queue.append(near)
+                came_from[near] = []
+            if distance[near] == distance[cell] + 1:
+                came_from[near].append(cell)
 
     if goal not in distance:
         return None
@@ -223,9 +222,7 @@ def turn(move: int, cells: Array) -> Array:
     """Apply one of the 8 symmetries of a square to a flat grid."""
     side = round(len(cells) ** 0.5)
     grid = np.rot90(cells.reshape(side, side), move % 4)
-    if move >= 4:
-        grid = grid.T
-    return grid.reshape(-1)
+    return (grid.T if move >= 4 else grid).reshape(-1)
 
 
 def turn_randomly(cells: Array, labels: Array) -> tuple[Array, Array]:
@@ -236,54 +233,47 @@ def turn_randomly(cells: Array, labels: Array) -> tuple[Array, Array]:
 # ---- id grids -------------------------------------------------------------------------------------------
 
 
-class IdRules:
-    """Rule k permutes the colours, and may turn the grid. Only the id says which rule applies, not the grid."""
+class IdGrids:
+    """Training grids that are drawn when they are read, so that none is seen twice. An epoch has `length` of them.
 
-    cells = 16
+    Rule k permutes the colours, and may turn the grid. Only the id says which rule applies, not the grid.
+    """
 
-    def __init__(self, count: int, moves: bool, seed: int):
+    symbols = COLOURS + 1
+    cells = ID_CELLS
+
+    def __init__(self, rules: int, moves: bool, seed: int, length: int = 0):
+        self.length = length
+        self.ids = rules + 1  # id 0 is the blank one
+
+        # The rules follow from the seed alone, so training and test grids obey the same ones.
         rng = random.Random(f"{seed}/rules")
-        orders = [rng.sample(range(COLOURS), COLOURS) for _ in range(-(-count // COLOURS))]
+        orders = [rng.sample(range(COLOURS), COLOURS) for _ in range(-(-rules // COLOURS))]
 
         # Six rules that differ by a shift map a colour to every colour once, so without the id no guess beats another.
         shifts = [[(colour + shift) % COLOURS for colour in order] for order in orders for shift in range(COLOURS)]
-        self.recolour = np.array(shifts[:count], dtype=np.uint8)
-        self.move = [rng.randrange(8) if moves else 0 for _ in range(count)]
-
-    def apply(self, rule: int, grid: Array) -> Array:
-        return turn(self.move[rule], self.recolour[rule][grid])
-
-
-class IdGrid(Dataset):
-    """Training grids that are drawn when they are read, so that none is seen twice. An epoch has `length` of them."""
-
-    symbols = COLOURS + 1
-    cells = IdRules.cells
-
-    def __init__(self, rules: IdRules, length: int):
-        self.rules = rules
-        self.length = length
-        self.ids = len(rules.recolour) + 1  # id 0 is the blank one
-        # The task replaces it: how long to think is an option of the task.
-        self.draw_least: Callable[[], int] = lambda: 1
+        self.recolour = np.array(shifts[:rules], dtype=np.uint8)
+        self.move = [rng.randrange(8) if moves else 0 for _ in range(rules)]
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def apply(self, rule: int, grid: Array) -> Array:
+        return turn(self.move[rule], self.recolour[rule][grid])
+
+    def draw(self, index: int) -> tuple[Array, Array, int]:
+        """Draw a rule and a grid: (cells, labels, puzzle id)."""
         rule = random.randrange(self.ids - 1)
         grid = np.array(random.choices(range(COLOURS), k=self.cells), dtype=np.uint8)
-        return sample(grid + 1, self.rules.apply(rule, grid) + 1, rule + 1, self.draw_least())
+        return grid + 1, self.apply(rule, grid) + 1, rule + 1
 
 
-def _id_grid_splits(options: PuzzleOptions) -> tuple[IdGrid, Puzzles]:
-    rules = IdRules(options.rules, options.rule_moves, options.data_seed)
-    training = IdGrid(rules, options.train_size)
+def _id_grid_splits(options: PuzzleOptions) -> tuple[IdGrids, Puzzles]:
+    training = IdGrids(options.rules, options.rule_moves, options.data_seed, options.train_size)
 
     # Training draws from Python's generator, the test split from numpy's.
     rng = np.random.default_rng(options.data_seed)
-    drawn_rules = rng.integers(options.rules, size=options.test_size)
-    grids = rng.integers(COLOURS, size=(options.test_size, IdRules.cells), dtype=np.uint8)
-    labels = np.stack([rules.apply(rule, grid) for rule, grid in zip(drawn_rules, grids, strict=True)])
-    test = Puzzles.single(grids + 1, labels + 1, drawn_rules + 1, training.symbols, training.ids)
-    return training, test
+    rules = rng.integers(options.rules, size=options.test_size)
+    grids = rng.integers(COLOURS, size=(options.test_size, ID_CELLS), dtype=np.uint8)
+    labels = np.stack([training.apply(rule, grid) for rule, grid in zip(rules, grids, strict=True)])
+    return training, Puzzles.single(grids + 1, labels + 1, training.symbols, rules + 1, training.ids)

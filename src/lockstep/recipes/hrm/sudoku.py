@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,30 +22,20 @@ Pair = tuple[np.ndarray, np.ndarray]  # puzzles and solutions, [count, cells] ui
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 TRIES = 300  # full grids that are generated for one puzzle before giving up
 
-SHIPPED = Path(__file__).parent / "sudoku9.npz"  # made by `write_shipped`, which takes minutes
-SHIPPED_TRAIN = 100  # puzzles of one part of the shipped file
-SHIPPED_TEST = 200
+# Minimal puzzles of 9 x 9, which take minutes to make: split_by_class(9, None, 100, 200, Random(f"sudoku9/{part}")) for
+# parts 0 to 9. All training puzzles come first.
+SHIPPED = Path(__file__).parent / "sudoku9.npz"
 
 
 # ---- the solver -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The cells of a grid of n x n that constrain each other."""
-
-    n: int
-    peers: tuple[tuple[int, ...], ...]  # of each cell, the cells that may not hold the same digit
-    units: tuple[tuple[int, ...], ...]  # rows, columns, boxes
-
-    @property
-    def every_digit(self) -> int:
-        return (1 << self.n) - 1
-
-
 @cache
-def rules(n: int) -> Rules:
+def units_and_peers(n: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    """Return the rows, columns and boxes of n x n cells; and, for each cell, the cells that it shares one with."""
     height, width = BOXES[n]
+
+    # Cells are numbered row by row.
     rows = [tuple(range(r * n, r * n + n)) for r in range(n)]
     columns = [tuple(range(c, n * n, n)) for c in range(n)]
     boxes = [
@@ -54,23 +43,23 @@ def rules(n: int) -> Rules:
         for top in range(0, n, height)
         for left in range(0, n, width)
     ]
-    units = (*rows, *columns, *boxes)
+    units = [*rows, *columns, *boxes]
 
-    # Two cells are peers if some unit has both.
     peers = []
     for cell in range(n * n):
-        together = {other for unit in units if cell in unit for other in unit}
-        peers.append(tuple(sorted(together - {cell})))
-    return Rules(n, tuple(peers), units)
+        together = {peer for unit in units if cell in unit for peer in unit}
+        peers.append(sorted(together - {cell}))
+    return units, peers
 
 
 class Solver:
     """A solver that propagates naked and hidden singles, then guesses in the cell with the fewest candidates."""
 
     def __init__(self, n: int, rng: random.Random | None = None):
-        self.rules = rules(n)
-        self.rng = rng
-        self.guesses = 0
+        self.units, self.peers = units_and_peers(n)
+        self.every_digit = (1 << n) - 1  # the candidates of an empty cell
+        self.rng = rng  # without one, cells and digits are tried in their order
+        self.guesses = 0  # so far: a measure of the difficulty
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:
         """Return up to `most` solutions."""
@@ -84,15 +73,12 @@ class Solver:
         return next(self._search(start), None) is not None
 
     def _candidates(self, grid: Grid) -> list[int]:
-        found = [self.rules.every_digit] * len(grid)
-        for cell, digit in enumerate(grid):
-            if digit:
-                found[cell] &= 1 << (digit - 1)
-        return found
+        return [1 << (digit - 1) if digit else self.every_digit for digit in grid]
 
     def _search(self, candidates: list[int]) -> Iterator[Grid]:
         if not self._propagate(candidates):
             return
+
         # bits & (bits - 1) is not 0 if there are two candidates or more.
         open_cells = [cell for cell, bits in enumerate(candidates) if bits & (bits - 1)]
         if not open_cells:
@@ -118,7 +104,7 @@ class Solver:
         """Remove impossible candidates in place. Returns False if a cell or a digit has no possibility left."""
         done = [False] * len(candidates)
         while True:
-            # Naked singles: a cell with one candidate takes it from its peers, which may become single, too.
+            # Naked singles: a cell with one candidate takes it from its peers, which may then be single as well.
             fresh = [cell for cell, bits in enumerate(candidates) if not done[cell] and not bits & (bits - 1)]
             while fresh:
                 cell = fresh.pop()
@@ -128,7 +114,7 @@ class Solver:
                 if done[cell]:
                     continue
                 done[cell] = True
-                for peer in self.rules.peers[cell]:
+                for peer in self.peers[cell]:
                     if candidates[peer] & bit:
                         candidates[peer] ^= bit
                         if not candidates[peer] & (candidates[peer] - 1):
@@ -147,12 +133,13 @@ class Solver:
         Returns how many were fixed, or None if a digit fits no cell of some unit.
         """
         fixed = 0
-        for unit in self.rules.units:
+        for unit in self.units:
             once = twice = 0  # digits that are candidates of at least one cell, and of at least two
             for cell in unit:
                 twice |= once & candidates[cell]
                 once |= candidates[cell]
-            if once != self.rules.every_digit:
+            # Some digit fits no cell.
+            if once != self.every_digit:
                 return None
 
             for bit in _bits(once & ~twice):
@@ -167,7 +154,7 @@ class Solver:
 
 def _bits(value: int) -> Iterator[int]:
     while value:
-        bit = value & -value
+        bit = value & -value  # the lowest
         yield bit
         value ^= bit
 
@@ -227,10 +214,13 @@ def split_by_class(
     The canonical form of a puzzle decides its split, so no test puzzle is a symmetric image of a training puzzle.
     """
     wanted = (train, test)
+    # Dicts from puzzle to solution, because a puzzle may be drawn twice.
     splits: tuple[dict[Grid, Grid], dict[Grid, Grid]] = {}, {}
     tries = 0
     hardest = 0.0
+
     while len(splits[0]) < train or len(splits[1]) < test:
+        # A share of the classes that corresponds to the sizes is for testing.
         grid, solution = puzzle(n, holes, rng)
         digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
         split = int(int.from_bytes(digest, "little") < 2**16 * test / (train + test))
@@ -245,8 +235,8 @@ def split_by_class(
         tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
-            found = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
-            raise _too_few(f"{train} + {test} different {kind}", found, least_guesses, hardest)
+            reached = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
+            raise _too_few(f"{train} + {test} different {kind}", reached, least_guesses, hardest)
 
     return _as_arrays(splits[0]), _as_arrays(splits[1])
 
@@ -255,20 +245,17 @@ def _as_arrays(pairs: dict[Grid, Grid]) -> Pair:
     return np.array(list(pairs), dtype=np.uint8), np.array(list(pairs.values()), dtype=np.uint8)
 
 
-def _too_few(wanted: str, found: str, least_guesses: float, hardest: float) -> UserError:
+def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) -> UserError:
     """Say why there are not enough puzzles: all are easy, or there are no more of them."""
     smaller = "a smaller task.train_size and task.test_size"
     if not least_guesses:
-        return UserError(f"{wanted} could not be generated", found, f"type {smaller}")
+        return UserError(f"{wanted} could not be generated", reached, f"type {smaller}")
 
     problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
     if hardest >= least_guesses:
-        return UserError(problem, found, f"type a smaller task.least_guesses; or {smaller}")
+        return UserError(problem, reached, f"type a smaller task.least_guesses; or {smaller}")
     fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
-    return UserError(problem, f"{found}: the hardest took {hardest:g} guesses", fix)
-
-
-# ---- the puzzles that come with the recipe --------------------------------------------------------------
+    return UserError(problem, f"{reached}: the hardest took {hardest:g} guesses", fix)
 
 
 def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
@@ -276,6 +263,7 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
     with np.load(SHIPPED, allow_pickle=False) as file:
         puzzles = file["puzzles"]
         solutions = file["solutions"]
+
     if train + test > len(puzzles):
         raise UserError(
             f"only {len(puzzles)} Sudokus of 9 x 9 come with the recipe, not {train} + {test}",
@@ -284,19 +272,6 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
             "task.data_path",
         )
     return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
-
-
-def make_shipped_part(part: int) -> tuple[Pair, Pair]:
-    """Make one part of the shipped file. Each part has its own generator, so that parts can be made in parallel."""
-    return split_by_class(9, None, SHIPPED_TRAIN, SHIPPED_TEST, random.Random(f"sudoku9/{part}"))
-
-
-def write_shipped(path: Path, parts: list[tuple[Pair, Pair]]) -> None:
-    """Write the shipped file from its ten parts, training puzzles first."""
-    pairs = [part[split] for split in (0, 1) for part in parts]
-    puzzles = np.concatenate([pair[0] for pair in pairs])
-    solutions = np.concatenate([pair[1] for pair in pairs])
-    np.savez_compressed(path, puzzles=puzzles, solutions=solutions)
 
 
 # ---- symmetries -----------------------------------------------------------------------------------------
@@ -308,8 +283,7 @@ def canonical(grid: Grid, n: int) -> bytes:
     The moves are all symmetries of the game for 4, and the orders of bands and stacks for larger grids: all symmetries
     of 9 would be three million.
     """
-    array = np.asarray(grid, dtype=np.uint8)
-    moved = array[_moves(n)]  # [moves, cells]
+    moved = np.asarray(grid, dtype=np.uint8)[_moves(n)]  # [moves, cells]
     return min(_relabelled(row) for row in moved.tolist())
 
 
@@ -318,10 +292,14 @@ def _moves(n: int) -> np.ndarray:
     """Return [moves, cells]: cell i of a moved grid is cell moves[i] of the original one."""
     height, width = BOXES[n]
     all_symmetries = n == 4
+
+    # Every order of the rows with every order of the columns.
     rows = list(_orders(n, height, all_symmetries))
     columns = list(_orders(n, width, all_symmetries))
     cells = np.arange(n * n).reshape(n, n)
     moves = [cells[np.ix_(r, c)] for r in rows for c in columns]
+
+    # Transposed, boxes stay boxes because they are square.
     if all_symmetries:
         moves += [grid.T for grid in moves]
     return np.stack([grid.reshape(-1) for grid in moves])
@@ -352,6 +330,7 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     rows = np.array(_random_lines(n, height))
     columns = np.array(_random_lines(n, width))
     cells = n * rows[:, None] + columns
+
     # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T

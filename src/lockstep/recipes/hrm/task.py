@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,13 +14,13 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
-from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate, least_steps
+from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
-from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, IdGrid, PuzzleOptions, make_splits
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
@@ -45,6 +45,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
         "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
     },
 }  # fmt: skip
+VARIANT_EMA = {"hrm": 0.0, "trm": 0.999}
 
 # Options that have no effect with some values of others.
 OF_GENERATED = (
@@ -67,17 +68,23 @@ class ModelOptions:
     variant: str = "hrm"
     width: int = 512
     heads: int = 8
+
     # Blocks of a level.
     layers: int | None = None
+
     # A segment has h_cycles slow updates, each after l_cycles fast ones.
     h_cycles: int | None = None
     l_cycles: int | None = None
+
     # one_step, or full: gradients through the whole last cycle.
     grad_cycle: str | None = None
+
     # rope or learned.
     positions: str = "rope"
+
     # attention, or mlp: positions are mixed by fixed weights.
     mixer: str = "attention"
+
     # Positions for the vector of the puzzle's id.
     puzzle_positions: int | None = None
 
@@ -94,8 +101,10 @@ class HaltingOptions:
 
     # The most segments for one puzzle.
     halt_max_steps: int = 16
+
     # The share of training puzzles that have to run for more than one segment.
     halt_exploration: float = 0.1
+
     # Segments in an evaluation. None: halt_max_steps.
     eval_steps: int | None = None
 
@@ -108,11 +117,14 @@ class LearningOptions:
     loss: str = "stablemax"
     lr: float = 1e-4
     weight_decay: float = 1.0
+
     # The same for the table of puzzle vectors.
     puzzle_emb_lr: float = 1e-4
     puzzle_emb_weight_decay: float = 1.0
+
     # The control that must fail: the table stays zero.
     puzzle_emb_frozen: bool = False
+
     # The rate of a moving average of the weights, which is used in evaluations. 0: none; None: 0.999 for trm.
     ema: float | None = None
 
@@ -139,25 +151,26 @@ class HRM(Task):
     scoring = Scoring
     """The class that scores training segments. A subclass of the task may replace it."""
 
+    collate = staticmethod(collate)
+
     @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
     def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
-        given = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
-        warn_unused(HRM, self.option_rules, given)
+        options = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
+        warn_unused(HRM, self.option_rules, options)
         self.puzzles = puzzles
         self.model_options = model.filled_in()
         self.halting = halting
         self.learning = learning
 
         # All problems are reported together.
-        problems = [*_problems(given | vars(self.model_options)), *_seed_problems(puzzles)]
+        options |= vars(self.model_options)
+        problems = [*wrong_choices(options, CHOICES), *_problems(options, puzzles.shipped)]
         if problems:
             raise ConfigError(problems)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
         self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)
-        ema = learning.ema
-        if ema is None:
-            ema = 0.999 if model.variant == "trm" else 0.0
+        ema = VARIANT_EMA[model.variant] if learning.ema is None else learning.ema
         self.average = MovingAverage(ema) if ema else None
         self.carry = Carry()
 
@@ -185,19 +198,10 @@ class HRM(Task):
 
     def data(self) -> Dataset:
         training, _ = make_splits(self.puzzles)
-        most_steps = self.halting.halt_max_steps
-        explore = self.halting.halt_exploration
-        # Id grids draw their own samples, and so the number of segments as well.
-        if isinstance(training, IdGrid):
-            training.draw_least = partial(least_steps, most_steps, explore)
-            return training
-        return PuzzleGroups(training, most_steps, explore)
+        return PuzzleGroups(training, self.halting.halt_max_steps, self.halting.halt_exploration)
 
     def eval_data(self) -> Dataset:
         return PuzzleExamples(make_splits(self.puzzles)[1])
-
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return collate(samples)
 
     # ---- a step: one segment ----
 
@@ -248,9 +252,7 @@ class HRM(Task):
 
     def eval_loss(self, model: Any, batch: Slots) -> Loss:
         """Run all segments, with the average of the weights if there is one. `exact_K` is `exact` after K segments."""
-        if self.average is None:
-            return self._think(model, batch)
-        with self.average.instead(model):
+        with nullcontext() if self.average is None else self.average.instead(model):
             return self._think(model, batch)
 
     def _think(self, model: Any, batch: Slots) -> Loss:
@@ -283,14 +285,8 @@ def _metrics(counts: Tensor) -> dict[str, Metric]:
     return {**shares, "cell": (count["cells"], count["all_cells"])}
 
 
-def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yield a problem for every option with a wrong value."""
-    for name, known in CHOICES.items():
-        value = options[name]
-        if value not in known:
-            nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
-
+def _problems(options: Mapping[str, Any], shipped: bool) -> Iterator[UserError]:
+    """Yield a problem for every number that is wrong. `shipped`: the puzzles come with the recipe."""
     width = options["width"]
     heads = max(1, options["heads"])
     if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
@@ -305,11 +301,9 @@ def _problems(options: Mapping[str, Any]) -> Iterator[UserError]:
         if value is not None and value < least:
             yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
 
-
-def _seed_problems(puzzles: PuzzleOptions) -> Iterator[UserError]:
-    if puzzles.shipped and puzzles.data_seed:
+    if shipped and options["data_seed"]:
         yield UserError(
-            f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
+            f"task.data_seed={options['data_seed']} with task.puzzle=sudoku9 has no effect",
             "puzzles that come with the recipe, the same for every seed",
             "leave task.data_seed out, or type task.holes=50: those are made from the seed",
         )

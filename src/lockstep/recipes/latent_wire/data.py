@@ -5,6 +5,7 @@ There are three tokenizers. Every text of a kind has the same number of tokens, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 from lockstep.recipes.latent_wire.worlds import MARKS, Drawn, World
 
 MODES = ("context", "prompt")
-WORD_BYTES = 8  # of the tokenizer Bytes, including at least one blank at the end
+WORD_BYTES = 8  # of the tokenizer `bytes`, including at least one blank at the end
 Batch = dict[str, Tensor]
 
 
@@ -23,62 +24,48 @@ Batch = dict[str, Tensor]
 
 
 class Tokenizer:
-    """A map from numbers of words to token ids. Id 0 begins every sequence."""
+    """A map from numbers of words to the token ids 0 to `size` - 1. Id 0 begins every sequence."""
 
-    size: int
-    blank: int | None = None  # an id that only pads words
-
-    def __init__(self, words: Sequence[str], ids: Sequence[Sequence[int]]):
+    def __init__(self, words: Sequence[str], ids: Sequence[Sequence[int]], size: int, blank: int | None = None):
         assert len(words) == len(set(words)) == len(set(map(tuple, ids)))
-        self.lengths = np.array([len(one) for one in ids])  # tokens of each word
-        self.table = np.array([[*one, *[0] * (self.lengths.max() - len(one))] for one in ids])
+        self.size = size
+        self.blank = blank  # an id that only pads words
+        self.lengths = np.array([len(tokens) for tokens in ids])  # tokens of each word
+        self.table = np.array([[*tokens, *[0] * (self.lengths.max() - len(tokens))] for tokens in ids])
+
+    def used(self, words: np.ndarray) -> np.ndarray:
+        """Return which entries of the table's rows for `words` (words,) are tokens: a mark has fewer than a word."""
+        return self.lengths[words][:, None] > np.arange(self.table.shape[1])
 
     def encode(self, numbers: np.ndarray) -> np.ndarray:
-        """Map words (..., words) to tokens (..., tokens).
-
-        A mark has fewer tokens than a word. All rows have their marks in the same positions, so the first one decides.
-        """
+        """Map words (..., words) to tokens (..., tokens)."""
         flat = numbers.reshape(-1, numbers.shape[-1])
-        keep = self.lengths[flat[0]][:, None] > np.arange(self.table.shape[1])
-        return self.table[flat][:, keep].reshape(*numbers.shape[:-1], -1)
+        # All rows have their marks in the same positions, so the first one decides.
+        return self.table[flat][:, self.used(flat[0])].reshape(*numbers.shape[:-1], -1)
 
 
-class WholeWords(Tokenizer):
-    """One token per word, numbered in a shuffled order."""
-
-    def __init__(self, words: Sequence[str]):
-        order = np.random.RandomState(1).permutation(len(words)) + 1
-        super().__init__(words, [[int(i)] for i in order])
-        self.size = 1 + len(words)
+def whole_words(words: Sequence[str]) -> Tokenizer:
+    """Make one token of each word, numbered in a shuffled order."""
+    order = np.random.RandomState(1).permutation(len(words)) + 1
+    return Tokenizer(words, [[int(i)] for i in order], size=1 + len(words))
 
 
-class SplitWords(Tokenizer):
-    """Two tokens per word, its first letter and the rest. A mark is one token."""
-
-    def __init__(self, words: Sequence[str]):
-        # A piece that is not the first has a dash, so that "a" and the rest of "ba" differ.
-        pieces = [[word] if word in MARKS else [word[0], "-" + word[1:]] for word in words]
-        known = sorted({piece for some in pieces for piece in some})
-        super().__init__(words, [[1 + known.index(piece) for piece in some] for some in pieces])
-        self.size = 1 + len(known)
+def split_words(words: Sequence[str]) -> Tokenizer:
+    """Make two tokens of each word, its first letter and the rest. A mark is one token."""
+    # A piece that is not the first has a dash, so that "a" and the rest of "ba" differ.
+    pieces = [[word] if word in MARKS else [word[0], "-" + word[1:]] for word in words]
+    number = {piece: 1 + index for index, piece in enumerate(sorted({*itertools.chain(*pieces)}))}
+    return Tokenizer(words, [[number[piece] for piece in split] for split in pieces], size=1 + len(number))
 
 
-class Bytes(Tokenizer):
-    """One token per byte. Every word is padded with blanks to the same length."""
-
-    size = 256
-    blank = ord(" ")
-
-    def __init__(self, words: Sequence[str]):
-        assert max(map(len, words)) < WORD_BYTES
-        super().__init__(words, [list(word.ljust(WORD_BYTES).encode("ascii")) for word in words])
+def byte_words(words: Sequence[str]) -> Tokenizer:
+    """Make one token of each byte. Every word is padded with blanks to the same length."""
+    assert max(map(len, words)) < WORD_BYTES
+    ids = [list(word.ljust(WORD_BYTES).encode("ascii")) for word in words]
+    return Tokenizer(words, ids, size=256, blank=ord(" "))
 
 
-TOKENIZERS: dict[str, type[WholeWords | SplitWords | Bytes]] = {
-    "words": WholeWords,
-    "pieces": SplitWords,
-    "bytes": Bytes,
-}
+TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
 
 
 # ---- the dataset ----------------------------------------------------------------------------------------
@@ -102,7 +89,7 @@ class WireData(Dataset[Batch]):
         self.length = length
         self.tokenizers = tokenizers
         self.mode = mode
-        self.bytes = Bytes(world.words)
+        self.bytes = byte_words(world.words)
 
     def __len__(self) -> int:
         return self.length
@@ -114,21 +101,21 @@ class WireData(Dataset[Batch]):
         """Make a batch at once, which takes hardly longer than one sample."""
         # The questions of `other` are still this sample's own.
         numbers = np.asarray(ids, np.int64)
-        mine = self.world.draw(self.split, numbers)
-        other = self.world.draw(self.split, (numbers + 1) % self.length)
-        found = {"context": self._carried(mine.context, mine), "other": self._carried(other.context, mine)}
+        drawn = self.world.draw(self.split, numbers)
+        neighbour = self.world.draw(self.split, (numbers + 1) % self.length)
+        batch = {"context": self._carried(drawn.context, drawn), "other": self._carried(neighbour.context, drawn)}
 
         # What follows the wire in mode `prompt`.
-        mark = np.full((*mine.answer.shape, 1), self.world.words.index(MARKS[1]))
+        mark = np.full((*drawn.answer.shape, 1), self.world.words.index(MARKS[1]))
         for number, tokenizer in enumerate(self.tokenizers):
-            found[f"text_{number}"] = tokenizer.encode(mine.context)
-            found[f"question_{number}"] = tokenizer.encode(mine.question)
-            found[f"answer_{number}"] = tokenizer.encode(mine.answer[..., None])
-            found[f"after_{number}"] = tokenizer.encode(mine.question if self.mode == "context" else mark)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+            batch[f"text_{number}"] = tokenizer.encode(drawn.context)
+            batch[f"question_{number}"] = tokenizer.encode(drawn.question)
+            batch[f"answer_{number}"] = tokenizer.encode(drawn.answer[..., None])
+            batch[f"after_{number}"] = tokenizer.encode(drawn.question if self.mode == "context" else mark)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     def _carried(self, context: np.ndarray, asked: Drawn) -> np.ndarray:
-        """Return the bytes that the wire carries: of `context` (N, C), and in mode `prompt` of each question too."""
+        """Return the bytes that the wire carries: of `context` (N, C), and in mode `prompt` also of each question."""
         if self.mode == "context":
             return self.bytes.encode(context)
         shape = (*asked.answer.shape, context.shape[-1])

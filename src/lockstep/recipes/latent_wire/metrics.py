@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.recipes.latent_wire.data import WireData
+from lockstep.recipes.latent_wire.reader import Reader
 from lockstep.recipes.latent_wire.wire import Read, WireShape, from_replay, from_text
-
-if TYPE_CHECKING:
-    from lockstep.recipes.latent_wire.data import WireData
-    from lockstep.recipes.latent_wire.reader import Reader
-    from lockstep.task import Metric
+from lockstep.task import Metric
 
 LETTERS = "ab"  # the readers' names
 
@@ -22,57 +18,48 @@ LETTERS = "ab"  # the readers' names
 def evaluation_metrics(
     readers: list[Reader],
     batch: dict[str, Tensor],
-    mine: list[Read],
-    other: list[Read],
+    reads: list[Read],
+    controls: list[Read],
     blanks: list[int | None],
     shape: WireShape,
 ) -> dict[str, Metric]:
     """Return sums over questions, named by the reader's letter.
 
-    mine    what each reader made of the batch
-    other   the same with a wire that carries another sample's context
-    blanks  the padding token of each reader
+    reads     what each reader made of the batch
+    controls  the same with a wire that carries another sample's context
+    blanks    the padding token of each reader
     """
-    found: dict[str, Metric] = {"alike": similarity(mine[0], other[0])}
+    # The cosine of the wires of neighbouring samples: near 1 they have collapsed.
+    wires, neighbours = (read.seen.flatten(1).float() for read in (reads[0], controls[0]))
+    metrics: dict[str, Metric] = {"alike": (F.cosine_similarity(wires, neighbours).sum(), len(wires))}
+
     for number, reader in enumerate(readers):
-        metrics = _of_reader(reader, number, batch, mine[number], other[number], blanks[number], shape)
-        found |= {f"{LETTERS[number]}_{name}": value for name, value in metrics.items()}
-    return found
+        read = reads[number]
+        assert read.written is not None
+        expected = batch[f"answer_{number}"].flatten(0, 1).to(read.written.device)
 
-
-def _of_reader(
-    reader: Reader,
-    number: int,
-    batch: dict[str, Tensor],
-    mine: Read,
-    other: Read,
-    blank: int | None,
-    shape: WireShape,
-) -> dict[str, Metric]:
-    written = mine.written
-    assert written is not None
-    expected = batch[f"answer_{number}"].flatten(0, 1).to(written.device)
-
-    # The same questions with the text, without it, and with as much of it as the wire has vectors.
-    text = from_text(reader, batch, number).right
-    none = from_text(reader, batch, number, most=0).right
-    cut = from_text(reader, batch, number, most=shape.read).right
-    replayed = from_replay(reader, batch, number).right
-    exact = mine.answered
-    wrong_context = other.answered.right
-    return {
-        "exact": exact.right.sum(),
-        "first": exact.first.sum(),
-        "f1": f1(written, expected, blank).sum(),
-        "text": text.sum(),
-        "replay": replayed.sum(),
-        "none": none.sum(),
-        "cut": cut.sum(),
-        "other": wrong_context.sum(),
-        "other_above_none": (wrong_context - none).sum(),
-        "of_text": (exact.right.sum(), text.sum()),
-        "variety": (float(distinct(written)), distinct(expected)),
-    }
+        # The same questions with the text, without it, and with as much of it as the wire has vectors.
+        text = from_text(reader, batch, number).right
+        none = from_text(reader, batch, number, most=0).right
+        cut = from_text(reader, batch, number, most=shape.read).right
+        replayed = from_replay(reader, batch, number).right
+        exact = read.answered.right
+        wrong_context = controls[number].answered.right
+        sums = {
+            "exact": exact.sum(),
+            "first": read.answered.first.sum(),
+            "f1": f1(read.written, expected, blanks[number]).sum(),
+            "text": text.sum(),
+            "replay": replayed.sum(),
+            "none": none.sum(),
+            "cut": cut.sum(),
+            "other": wrong_context.sum(),
+            "other_above_none": (wrong_context - none).sum(),
+            "of_text": (exact.sum(), text.sum()),
+            "variety": (float(distinct(read.written)), distinct(expected)),
+        }
+        metrics |= {f"{LETTERS[number]}_{name}": value for name, value in sums.items()}
+    return metrics
 
 
 def f1(written: Tensor, expected: Tensor, blank: int | None) -> Tensor:
@@ -92,12 +79,6 @@ def distinct(answers: Tensor) -> int:
     return len(answers.unique(dim=0))
 
 
-def similarity(mine: Read, other: Read) -> tuple[Tensor, int]:
-    """Return the summed cosine of the wires of neighbouring samples, and their number. Near 1 they have collapsed."""
-    cosine = F.cosine_similarity(mine.seen.flatten(1).float(), other.seen.flatten(1).float())
-    return cosine.sum(), len(mine.seen)
-
-
 def compression(data: WireData, shape: WireShape) -> str:
     """Describe how much smaller the wire is than what it carries: bytes of plain text, and tokens of each reader."""
     drawn = data.world.draw(data.split, np.arange(min(len(data), 256)))
@@ -109,16 +90,16 @@ def compression(data: WireData, shape: WireShape) -> str:
         words, wires = [*words * drawn.question.shape[1], drawn.question], drawn.answer.size
     # A word and the space after it.
     lengths = np.array([len(word) + 1 for word in data.world.words])
-    text = sum(float(lengths[some].sum()) for some in words) / wires
-    tokens = [sum(tokenizer.encode(some).size for some in words) / wires for tokenizer in data.tokenizers]
+    text = sum(float(lengths[numbers].sum()) for numbers in words) / wires
+    tokens = [sum(tokenizer.encode(numbers).size for numbers in words) / wires for tokenizer in data.tokenizers]
 
     # Readers share the common vectors, which are sent once.
     vectors = shape.sent(readers)
-    numbers = vectors * shape.width
+    size = vectors * shape.width  # numbers in the wire
     ratios = " and ".join(f"{count / shape.read:.1f}" for count in tokens)
     return (
         f"carried: {text:.0f} bytes of text, {' and '.join(f'{count:.0f}' for count in tokens)} tokens\n"
-        f"wire: {vectors} vectors, {2 * numbers} bytes in bf16, {numbers} in 8 bits "
-        f"({text / (2 * numbers):.2f} and {text / numbers:.2f} bytes of text per byte)\n"
+        f"wire: {vectors} vectors, {2 * size} bytes in bf16, {size} in 8 bits "
+        f"({text / (2 * size):.2f} and {text / size:.2f} bytes of text per byte)\n"
         f"tokens per vector: {ratios}, read by {readers} frozen models"
     )

@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.layers import Rotation, SelfAttention, gated, merge_heads, rotate, rotation_table, split_qkv
+from lockstep.recipes.layers import (
+    Rotation,
+    SelfAttention,
+    gated,
+    merge_heads,
+    rotate,
+    rotation_table,
+    split_heads,
+    split_qkv,
+)
 
 EPS = 1e-6
 
@@ -22,16 +31,14 @@ EPS = 1e-6
 class LayerAdditions:
     """What trained parts add to one layer, whose own weights stay as they are."""
 
-    # Keys and values (B, H, M, D) that every position can attend to.
-    prefix: tuple[Tensor, Tensor] | None = None
-    # Added to the layer's queries, keys and values, from the same input.
-    qkv: Callable[[Tensor], Tensor] | None = None
-    # Added to the output of its attention.
-    out: Callable[[Tensor], Tensor] | None = None
+    prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D) that every position can attend to
+    qkv: Callable[[Tensor], Tensor] | None = None  # added to the layer's queries, keys and values, from the same input
+    out: Callable[[Tensor], Tensor] | None = None  # added to the output of its attention
+
     # Added to the stream after its attention, from the stream and `wire`.
     look: Callable[[Tensor, Tensor], Tensor] | None = None
-    # The vectors (B, M, Z) that `look` attends to.
-    wire: Tensor | None = None
+
+    wire: Tensor | None = None  # the vectors (B, M, Z) that `look` attends to
 
 
 NOTHING = LayerAdditions()
@@ -58,11 +65,13 @@ class ReaderAttention(SelfAttention):
         q = rotate(q, rotation)
         k = rotate(k, rotation)
 
+        # A prefix has no positions, so it is not rotated.
         mask = None
         if added.prefix is not None:
             prefix_k, prefix_v = added.prefix
             k = torch.cat((prefix_k.to(k), k), 2)
             v = torch.cat((prefix_v.to(v), v), 2)
+
             # The prefix is visible from every position; the rest stays causal.
             if self.causal:
                 T, keys = x.shape[1], k.shape[2]
@@ -71,6 +80,12 @@ class ReaderAttention(SelfAttention):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
         y = merge_heads(y)
         return self.out(y) if added.out is None else self.out(y) + added.out(y)
+
+
+def cross_attend(q: Tensor, kv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+    """Attend from q (B, T, W) to the keys and values in the halves of kv (B, M, 2W)."""
+    q, k, v = (split_heads(t, heads) for t in (q, *kv.chunk(2, -1)))
+    return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
 class Near(nn.Module):
@@ -87,6 +102,7 @@ class Near(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         count = len(self.weight)
+
         # Padded on the left: a position never sees what comes after it.
         padded = F.pad(self.norm(x), (0, 0, count - 1, 0))
         return x + sum(padded[:, count - 1 - back : count - 1 - back + T] * self.weight[back] for back in range(count))
@@ -107,9 +123,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, added: LayerAdditions = NOTHING) -> Tensor:
         if self.near is not None:
             x = self.near(x)
+
         x = x + self.attention(self.attention_norm(x), rotation, added)
         if added.look is not None and added.wire is not None:
             x = x + added.look(x, added.wire)
+
         return x + self.down(gated(self.up(self.mlp_norm(x))))
 
 
@@ -136,10 +154,13 @@ class Reader(nn.Module):
         super().__init__()
         self.shape = shape
         self.fixed_device: str | None = None  # where it stays when the model around it moves
+
+        # The order of creation fixes the weights that a seed gives, and so the digests of stored readers.
         self.embed = nn.Embedding(tokens, shape.width)
         self.blocks = Blocks(shape.width, shape.heads, shape.layers, causal=True, near=shape.near)
         self.norm = nn.RMSNorm(shape.width, EPS)
         self.head = nn.Linear(shape.width, tokens, bias=False)
+
         # Smaller than torch's default of 1.
         nn.init.normal_(self.embed.weight, std=0.5)
 
@@ -158,8 +179,11 @@ class Reader(nn.Module):
     def freeze(self, device: str | None) -> Reader:
         """Freeze the reader, and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
         self.requires_grad_(False).eval()
+
+        # Relative to the rank, so that one setting serves all ranks.
         if device is not None and device.startswith("cuda:+"):
             device = f"cuda:{torch.cuda.current_device() + int(device.removeprefix('cuda:+'))}"
+
         # From here on `_apply` ignores moves.
         if device is not None:
             self.to(device)
@@ -194,16 +218,18 @@ def answer(
 ) -> Answered:
     """Score the answers with teacher forcing: [before] [question] [answer].
 
-    If all tokens are right here, greedy decoding would be right, too.
+    If all tokens are right here, greedy decoding would write the same answer.
 
     before    (rows, T, W)
     question  (rows, tokens), ids
     answer    (rows, tokens), ids
     """
     read = torch.cat((question, answer[:, :-1]), 1)
+
     # The position of the question mark predicts the first token of the answer.
     logits = reader(torch.cat((before, reader.embed(read)), 1), added, last=answer.shape[1]).float()
     cost = F.cross_entropy(logits.transpose(1, 2), answer, reduction="none").mean(1)
+
     right = logits.argmax(-1) == answer
     return Answered(cost, right.all(1).float(), right[:, 0].float(), logits)
 

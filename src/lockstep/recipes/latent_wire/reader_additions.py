@@ -8,13 +8,12 @@ Shapes in comments: B rows, T positions, M wire vectors, Z their width, W the re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, LayerAdditions, Reader
-from lockstep.recipes.layers import merge_heads, split_heads
+from lockstep.recipes.latent_wire.reader import EPS, LayerAdditions, Reader, cross_attend
 
 
 class LowRank(nn.Module):
@@ -27,15 +26,6 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.a @ self.b
-
-
-class LowRankLayer(nn.Module):
-    """The changes of the two linear layers of one attention (LoRA)."""
-
-    def __init__(self, width: int, rank: int):
-        super().__init__()
-        self.qkv = LowRank(width, 3 * width, rank)
-        self.out = LowRank(width, width, rank)
 
 
 class DeepPrefix(nn.Module):
@@ -51,9 +41,10 @@ class DeepPrefix(nn.Module):
     def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
         B, M, _ = latents.shape
+
         # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
-        made = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
-        return [(layer[0], layer[1]) for layer in made]
+        layers = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
+        return [(layer[0], layer[1]) for layer in layers]
 
 
 class GatedCrossAttention(nn.Module):
@@ -63,6 +54,7 @@ class GatedCrossAttention(nn.Module):
         super().__init__()
         into = reader.shape.width
         self.heads = reader.shape.heads
+
         self.norm = nn.RMSNorm(into, EPS)
         self.q = nn.Linear(into, into, bias=False)
         self.kv = nn.Linear(width, 2 * into, bias=False)
@@ -71,10 +63,8 @@ class GatedCrossAttention(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
-        k, v = self.kv(latents).chunk(2, -1)
-        q, k, v = (split_heads(t, self.heads) for t in (self.q(self.norm(x)), k, v))
-        y = F.scaled_dot_product_attention(q, k, v)
-        return torch.tanh(self.gate) * self.out(merge_heads(y))
+        kv = self.kv(latents)
+        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), kv, self.heads))
 
 
 class Additions(nn.Module):
@@ -83,11 +73,17 @@ class Additions(nn.Module):
     def __init__(self, width: int, reader: Reader, deep_prefix: bool, looks: Sequence[int], rank: int):
         super().__init__()
         self.layers = reader.shape.layers
+
+        # The order of creation fixes the random numbers that a seed gives to each part.
         self.prefix = DeepPrefix(width, reader) if deep_prefix else None
         self.looking = list(looks)  # the layers with cross-attention
         self.looks = nn.ModuleList(GatedCrossAttention(width, reader) for _ in looks)
-        lora_layers = range(self.layers) if rank else ()
-        self.lora = nn.ModuleList(LowRankLayer(reader.shape.width, rank) for _ in lora_layers)
+
+        # LoRA changes the two linear layers of each attention.
+        into = reader.shape.width
+        self.lora = nn.ModuleList()
+        for _ in range(self.layers if rank else 0):
+            self.lora.append(nn.ModuleDict({"qkv": LowRank(into, 3 * into, rank), "out": LowRank(into, into, rank)}))
 
     def forward(self, latents: Tensor, asked: int, device: torch.device) -> list[LayerAdditions] | None:
         """Return the additions for each layer of a reader on `device`.
@@ -97,40 +93,31 @@ class Additions(nn.Module):
         # Without additions a reader is called as it was trained.
         if self.prefix is None and not self.looks and not self.lora:
             return None
-        pairs = self.prefix(latents) if self.prefix is not None else None
+
+        home = latents.device
+        pairs = self.prefix(latents) if self.prefix is not None else []
         # The prefix is made once for each wire, and repeated for its questions afterwards.
         repeated = latents.repeat_interleave(asked, 0) if self.looks else latents
-        return [self._for_layer(layer, pairs, repeated, asked, device) for layer in range(self.layers)]
 
-    def _for_layer(
-        self,
-        layer: int,
-        pairs: list[tuple[Tensor, Tensor]] | None,
-        latents: Tensor,
-        asked: int,
-        device: torch.device,
-    ) -> LayerAdditions:
-        prefix = qkv = out = look = wire = None
-        if pairs:
-            keys, values = (t.to(device).repeat_interleave(asked, 0) for t in pairs[layer])
-            prefix = (keys, values)
-        if self.lora:
-            low: LowRankLayer = self.lora[layer]  # pyrefly: ignore[bad-assignment]
-            qkv = _across_devices(low.qkv, latents.device, device)
-            out = _across_devices(low.out, latents.device, device)
-        if layer in self.looking:
-            look = _across_devices(self.looks[self.looking.index(layer)], latents.device, device)
-            wire = latents
-        return LayerAdditions(prefix, qkv, out, look, wire)
+        # For each layer the fields of its LayerAdditions.
+        added: list[dict[str, Any]] = [{} for _ in range(self.layers)]
+        for layer, pair in enumerate(pairs):
+            added[layer]["prefix"] = tuple(t.to(device).repeat_interleave(asked, 0) for t in pair)
+        for layer, low_rank in enumerate(self.lora):
+            for name, change in low_rank.items():  # pyrefly: ignore[not-callable]
+                added[layer][name] = _across_devices(change, home, device)
+        for layer, look in zip(self.looking, self.looks, strict=True):
+            added[layer] |= {"look": _across_devices(look, home, device), "wire": repeated}
+        return [LayerAdditions(**parts) for parts in added]
 
 
 def _across_devices(
-    module: Callable[..., Tensor], here: torch.device, reader_device: torch.device
+    module: Callable[..., Tensor], home: torch.device, reader_device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a function that computes `module` `here`, where its weights are, for a reader on another device.
+    """Return a function that computes `module` on its own device, `home`, for a reader on another device.
 
     On one device it is the module itself: a new function in every step could not be compiled.
     """
-    if here == reader_device:
+    if home == reader_device:
         return module
-    return lambda x, *wire: module(x.to(here), *wire).to(reader_device)
+    return lambda x, *wire: module(x.to(home), *wire).to(reader_device)

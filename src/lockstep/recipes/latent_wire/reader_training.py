@@ -12,7 +12,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,21 +41,16 @@ class TrainingOptions:
 
     # The training ends when the reader answers this share of the questions, on contexts that it is not trained on.
     accuracy: float = 0.985
-    # The most steps. The learning rate falls to a tenth in that time.
+
     most_steps: int = 1500
-    # Contexts of a step.
-    batch: int = 64
-    lr: float = 3e-3
-    # Steps in which the learning rate rises.
-    warmup: int = 20
-    # Begin with easier worlds.
-    easier_first: bool = False
+    batch: int = 64  # contexts of a step
+    lr: float = 3e-3  # falls to a tenth in `most_steps`
+    warmup: int = 20  # steps in which the learning rate rises
+    easier_first: bool = False  # begin with easier worlds
+
     # Steps between two validations, and between two saves.
     validate_every: int = 25
     save_every: int = 1000
-
-    def lr_at(self, step: int) -> float:
-        return self.lr * min((step + 1) / self.warmup, 1.0) * (1.0 - 0.9 * step / self.most_steps)
 
 
 # ---- stored readers -------------------------------------------------------------------------------------
@@ -67,15 +61,14 @@ def frozen_reader(
 ) -> Reader:
     """Load a reader from `folder`, and train it first if it is not there.
 
-    Of several processes one trains, and the others wait.
+    If several processes need it, one trains and the others wait.
     """
     # Everything that changes the weights is part of the name; how often the training saves does not.
-    training = {key: value for key, value in asdict(options).items() if key != "save_every"}
     settings = {
         "version": VERSION,
         "shape": asdict(shape),
-        "world": {"kind": type(world).__name__, **asdict(world)},  # pyrefly: ignore[bad-argument-type]
-        "training": training,
+        "world": {"kind": type(world).__name__, **asdict(world)},
+        "training": {key: value for key, value in asdict(options).items() if key != "save_every"},
         "torch": torch.__version__,
     }
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -84,18 +77,20 @@ def frozen_reader(
     folder.mkdir(parents=True, exist_ok=True)
 
     # The random state of the run around must not depend on whether the reader had to be trained.
-    with torch.random.fork_rng(), _file_lock(folder / f"{name}.lock"):
+    with torch.random.fork_rng(), open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         torch.manual_seed(world.seed)
         if not about.exists():
             reader = _new_reader(shape, world)
             facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
+
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
             # The file `about` comes last, and at once: where it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
             os.replace(temporary, about)
 
-    # Loaded in any case, so that a new reader and a stored one are the same.
+    # Loaded even if it was just trained, so that a new reader and a stored one are the same.
     _check_digest(weights, about)
     reader = _new_reader(shape, world)
     reader.load_state_dict(load_file(weights))
@@ -107,11 +102,10 @@ def _new_reader(shape: ReaderShape, world: World) -> Reader:
 
 
 def _check_digest(weights: Path, about: Path) -> None:
-    expected = json.loads(about.read_text())["sha256"]
     fix = f"remove {about} to train it again; a wire that was trained with the old one does not fit the new one"
     if not weights.exists():
         raise UserError(f"the frozen reader {weights} is missing", "", fix)
-    if _digest(weights) != expected:
+    if _digest(weights) != json.loads(about.read_text())["sha256"]:
         raise UserError(
             f"the frozen reader {weights} has changed", "its bytes are not those that were trained (sha256)", fix
         )
@@ -119,13 +113,6 @@ def _check_digest(weights: Path, about: Path) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # ---- training -------------------------------------------------------------------------------------------
@@ -152,27 +139,28 @@ class ReaderTraining:
         self.options = options
         self.saved = saved
         self.worlds = [*world.easier(), world] if options.easier_first else [world]
+
         self.optimizer = torch.optim.AdamW(reader.parameters(), lr=options.lr, weight_decay=0.01, fused=True)
-        # After the optimizer, whose state is restored, too.
+        # Restores the optimizer, which therefore comes first.
         self.progress = load_progress(reader, self.optimizer, saved)
         self._enter_stage()
 
     def run(self) -> dict[str, float]:
         """Train until the accuracy is reached. Returns the steps and the accuracy."""
-        now = self.progress
+        progress = self.progress
         options = self.options
-        while now.step < options.most_steps:
+        while progress.step < options.most_steps:
             self._step()
-            if now.step % options.validate_every == 0 and self._validate():
+            if progress.step % options.validate_every == 0 and self._validate():
                 self.saved.unlink(missing_ok=True)
-                return {"steps": now.step, "text_accuracy": now.accuracy}
-            if now.step % options.save_every == 0:
-                save_progress(self.reader, self.optimizer, now, self.saved)
+                return {"steps": progress.step, "text_accuracy": progress.accuracy}
+            if progress.step % options.save_every == 0:
+                save_progress(self.reader, self.optimizer, progress, self.saved)
 
         raise UserError(
-            f"a reader answers {now.accuracy:.1%} of questions from the text after {now.step} steps, and should answer "
-            f"{options.accuracy:.1%}",
-            f"world {now.stage + 1} of {len(self.worlds)} ({self.reader.shape})",
+            f"a reader answers {progress.accuracy:.1%} of questions from the text after {progress.step} steps, and "
+            f"should answer {options.accuracy:.1%}",
+            f"world {progress.stage + 1} of {len(self.worlds)} ({self.reader.shape})",
             "type more task.reader_steps, or fewer task.facts: in-context lookup among several facts is learned late",
         )
 
@@ -184,13 +172,10 @@ class ReaderTraining:
         self.batches = training_batches(world, tokenizer, self.options.batch, self.progress.step, self.device)
 
         # One graph serves all blocks. Earlier worlds are left too soon for compiling to pay.
-        if self.device == "cuda" and self._in_last_stage:
+        self.in_last_stage = self.progress.stage == len(self.worlds) - 1
+        if self.device == "cuda" and self.in_last_stage:
             for block in self.reader.blocks:
                 block.compile(dynamic=False)
-
-    @property
-    def _in_last_stage(self) -> bool:
-        return self.progress.stage == len(self.worlds) - 1
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
@@ -200,24 +185,30 @@ class ReaderTraining:
             loss = sequence_loss(self.reader, *next(self.batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
+
         # A function of the step alone, so that a resumed training continues with the same rate.
+        options = self.options
+        step = self.progress.step
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr_at(self.progress.step)
+            group["lr"] = options.lr * min((step + 1) / options.warmup, 1.0) * (1.0 - 0.9 * step / options.most_steps)
+
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
 
     def _validate(self) -> bool:
         """Return whether the training is finished. The host waits for the device."""
-        now = self.progress
-        # Eagerly, as the shapes differ from those in training and would be compiled for, too.
+        progress = self.progress
+        # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), lockstep.run_eagerly(self.reader):
-            now.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
-        if self._in_last_stage:
-            return now.accuracy >= self.options.accuracy
+            progress.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
 
-        if now.accuracy >= min(PASSED, self.options.accuracy):
-            now.stage += 1
+        # Only the last world ends the training.
+        if self.in_last_stage:
+            return progress.accuracy >= self.options.accuracy
+
+        if progress.accuracy >= min(PASSED, self.options.accuracy):
+            progress.stage += 1
             self._enter_stage()
         return False
 
@@ -244,12 +235,11 @@ def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) 
     weights = {}
     state = defaultdict(dict)
     for name, tensor in load_file(path).items():
-        part, rest = name.split(".", 1)
-        if part == "reader":
-            weights[rest] = tensor
-        else:
-            number, kind = rest.split(".")
-            state[int(number)][kind] = tensor
+        match name.split("."):
+            case ["adam", number, kind]:
+                state[int(number)][kind] = tensor
+            case _:
+                weights[name.removeprefix("reader.")] = tensor
     reader.load_state_dict(weights)
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**progress)
@@ -272,19 +262,20 @@ def training_batches(
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
-        columns, positions = (
-            torch.from_numpy(found).to(device) for found in sequence_layout(coming.result(), tokenizer)
-        )
+        layout = sequence_layout(coming.result(), tokenizer)
+        columns, positions = (torch.from_numpy(indices).to(device) for indices in layout)
         table = torch.from_numpy(tokenizer.table).to(device)
+
         while True:
             # The next draw starts before these are used.
             words = torch.from_numpy(sequence_words(coming.result()))
             first += STEPS_PER_DRAW
             coming = pool.submit(draw, first)
+
             sent = words.pin_memory().to(device, non_blocking=True) if device == "cuda" else words
             ids = F.pad(table[sent].flatten(1)[:, columns], (1, 0))  # 0 begins a sequence
-            for part in ids.split(batch):
-                yield part, positions
+            for step_ids in ids.split(batch):
+                yield step_ids, positions
 
 
 def sequence_words(drawn: Drawn) -> np.ndarray:
@@ -299,13 +290,12 @@ def sequence_layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     That is the columns of the tokenizer's table that are tokens (a mark has fewer than a word), and the positions of
     the answers' tokens in a sequence.
     """
-    words = sequence_words(drawn)[:1]
-    context = drawn.context.shape[1]
+    words = sequence_words(drawn)[0]
     # After the context come Q groups of equal length, each ending with its answer.
-    answers = np.zeros(words.shape[1], bool)
-    answers[context:].reshape(drawn.answer.shape[1], -1)[:, -1] = True
-    keep = tokenizer.lengths[words[0]][:, None] > np.arange(tokenizer.table.shape[1])  # (words, tokens of a word)
-    return np.flatnonzero(keep), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], keep.shape)[keep])
+    answers = np.zeros(len(words), bool)
+    answers[drawn.context.shape[1] :].reshape(drawn.answer.shape[1], -1)[:, -1] = True
+    used = tokenizer.used(words)  # (words, tokens of a word)
+    return np.flatnonzero(used), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], used.shape)[used])
 
 
 def sequence_loss(reader: Reader, ids: Tensor, positions: Tensor) -> Tensor:
@@ -317,8 +307,5 @@ def sequence_loss(reader: Reader, ids: Tensor, positions: Tensor) -> Tensor:
 def _validation_batch(world: World, tokenizer: Tokenizer, device: str) -> dict[str, Tensor]:
     """Make questions about contexts that are neither trained on nor tested with, two about each."""
     rows = WireData(world, "validation", VALIDATION_CONTEXTS, [tokenizer]).__getitems__(range(VALIDATION_CONTEXTS))
-    return {
-        "question_0": rows["question_0"][:, :2].to(device),
-        "answer_0": rows["answer_0"][:, :2].to(device),
-        "text_0": rows["text_0"].to(device),
-    }
+    batch = {"question_0": rows["question_0"][:, :2], "answer_0": rows["answer_0"][:, :2], "text_0": rows["text_0"]}
+    return {name: tensor.to(device) for name, tensor in batch.items()}

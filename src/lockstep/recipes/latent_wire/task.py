@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +16,14 @@ from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
 from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
-from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
+from lockstep.recipes.latent_wire.reader import ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
-from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused
+from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld, World
+from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
 from lockstep.task import Loss, Task
 
-WORLDS = ("facts", "topics")
+CHOICES = {"world": ("facts", "topics"), "mode": MODES}
 DEFAULT_READERS: list[list[Any]] = [["words", 64, 2, 4], ["pieces", 96, 2, 4]]
 
 # The teacher is softened, and only the first tokens of an answer are compared with it.
@@ -43,47 +42,45 @@ class WorldOptions:
 
     # Contexts are facts or topics.
     world: str = "facts"
-    # context, or prompt: the question goes through the wire, too.
+
+    # context, or prompt: the question also goes through the wire.
     mode: str = "context"
+
     # Facts of a context, and questions about each context.
     facts: int = 1
     questions: int = 2
+
     # The number of contexts for training and for evaluation, and the seed that they are drawn from.
     size: int = 20_000
     eval_size: int = 512
     world_seed: int = 0
 
-    def make(self) -> FactWorld | TopicWorld:
-        if self.world == "topics":
-            return TopicWorld(self.world_seed)
-        return FactWorld(self.facts, self.questions, self.world_seed)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What is added to the readers' cross entropies."""
+class ReaderOptions:
+    """The frozen readers, how they are trained, and what they teach."""
 
     # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderOptions:
-    """The frozen readers, and how they are trained."""
-
     # For each reader [tokens, width, layers, heads], and optionally near. Tokens are words, pieces or bytes.
     readers: list[list[Any]] | None = None
+
     # They are trained on text until they reach this accuracy, for at most this many steps.
     reader_accuracy: float = 0.985
     reader_steps: int = 1500
+
     # Contexts of a step, the learning rate, and questions about each context (None: as many as for the wire).
     reader_batch: int = 64
     reader_rate: float = 3e-3
     reader_questions: int | None = None
+
     # Train on one fact first, then on two, then on four.
     reader_curriculum: bool = False
+
     # The device of each reader, if not this rank's (cuda:1, cpu).
     reader_homes: list[str] | None = None
+
     # The folder of trained readers.
     frozen: str = "runs/latent_wire/frozen"
 
@@ -124,25 +121,28 @@ class LatentWire(Task):
         OnlyWith(("reader_curriculum",), "facts", never=(1,), found="nothing easier to begin with"),
     )
 
-    @takes_options(WorldOptions, WireShape, LossOptions, ReaderOptions)
-    def __init__(self, questions: WorldOptions, wire: WireShape, loss: LossOptions, readers: ReaderOptions):
-        given = vars(questions) | vars(wire) | vars(loss) | vars(readers)
-        warn_unused(LatentWire, self.option_rules, given)
+    collate = staticmethod(collate)
+
+    @takes_options(WorldOptions, WireShape, ReaderOptions)
+    def __init__(self, questions: WorldOptions, wire: WireShape, readers: ReaderOptions):
+        options = vars(questions) | vars(wire) | vars(readers)
+        warn_unused(LatentWire, self.option_rules, options)
+        self.questions = questions
+        self.world: World = FactWorld(questions.facts, questions.questions, questions.world_seed)
         # A preset may hold options of facts for a world of topics.
         if questions.world == "topics":
+            self.world = TopicWorld(questions.world_seed)
             readers = replace(readers, reader_questions=None, reader_curriculum=False)
 
-        self.questions = questions
-        self.world = questions.make()
         self.shape = wire
-        self.teacher = loss.teacher
+        self.teacher = readers.teacher
         self.reader_folder = Path(readers.frozen)
         self.reader_training = readers.training()
         self.reader_questions = readers.reader_questions or self.world.questions
 
         # All problems are reported together.
         shapes = DEFAULT_READERS if readers.readers is None else readers.readers
-        problems = [*self._world_problems(), *_shape_problems(wire)]
+        problems = [*wrong_choices(options, CHOICES), *self._world_problems(), *_shape_problems(wire)]
         problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
         if problems:
             raise ConfigError(problems)
@@ -158,6 +158,8 @@ class LatentWire(Task):
             frozen_reader(self.reader_folder, shape, world, self.reader_training, device)
             for shape, device in zip(self.readers, self.devices, strict=True)
         ]
+
+        # Texts of a world have the same number of tokens, so the first one tells all.
         sample = self.data()[0]
         lengths = [len(sample[f"text_{number}"]) for number in range(len(readers))]
         return WireModel(self.shape, readers, lengths)
@@ -167,9 +169,6 @@ class LatentWire(Task):
 
     def eval_data(self) -> WireData:
         return WireData(self.world, "test", self.questions.eval_size, self._tokenizers(), self.questions.mode)
-
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        return collate(samples)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -184,52 +183,44 @@ class LatentWire(Task):
         total, rows, _ = self._total(model, batch)
         return Loss(total, rows)
 
-    def eval_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    def eval_loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
         # Each question is put in six ways, each of another length.
         with lockstep.run_eagerly(model):
-            total, rows, mine = self._total(model, batch, write=True)
-            other = model(batch, "other")
-            metrics = evaluation_metrics(_readers(model), batch, mine, other, blanks, self.shape)
+            total, rows, reads = self._total(model, batch, write=True)
+            controls = model(batch, "other")
+            metrics = evaluation_metrics(list(model.readers), batch, reads, controls, blanks, self.shape)
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
-        """Describe how much smaller the wire is than what it carries."""
         return compression(self.eval_data(), self.shape)
 
-    def _total(self, model: nn.Module, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
+    def _total(self, model: Any, batch: dict[str, Tensor], write: bool = False) -> tuple[Tensor, int, list[Read]]:
         """Return the loss as a sum over questions, their number, and what each reader made of the batch."""
-        read = model(batch, write=write)
-        rows = read[0].answered.cost.shape[0]
+        reads = model(batch, write=write)
+        rows = len(reads[0].answered.cost)
         device = batch["context"].device
         total = torch.zeros((), device=device)
-        for number, one in enumerate(read):
-            total = total + one.answered.cost.sum().to(device) + DRIFT * rows * one.drift.to(device)
-            # A mean over wires, of which there may be fewer than questions.
-            if one.gist is not None:
-                total = total + GIST * rows * one.gist.mean().to(device)
+        for number, read in enumerate(reads):
+            total = total + read.answered.cost.sum().to(device) + DRIFT * rows * read.drift.to(device)
+            # A mean over wires: there may be fewer of them than questions.
+            if read.gist is not None:
+                total = total + GIST * rows * read.gist.mean().to(device)
             if self.teacher and torch.is_grad_enabled():
-                total = total + self.teacher * self._from_teacher(model, batch, number, one).to(device)
-        return total, rows, read
+                total = total + self.teacher * self._from_teacher(model, batch, number, read).to(device)
+        return total, rows, reads
 
-    def _from_teacher(self, model: nn.Module, batch: dict[str, Tensor], number: int, one: Read) -> Tensor:
+    def _from_teacher(self, model: Any, batch: dict[str, Tensor], number: int, read: Read) -> Tensor:
         """Return KL(teacher || student), summed over rows. The teacher is the same reader with the text before it."""
-        reader = _readers(model)[number]
         # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
-        taught = from_text(reader, batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        student = one.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
+        taught = from_text(model.readers[number], batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
+        student = read.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
 
     # ---- wrong options ----
 
     def _world_problems(self) -> Iterator[UserError]:
-        for name, value, known in (("world", self.questions.world, WORLDS), ("mode", self.questions.mode, MODES)):
-            if value not in known:
-                nearest = difflib.get_close_matches(value, known, 1, 0.0)[0]
-                yield UserError(
-                    f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}"
-                )
         if isinstance(self.world, TopicWorld):
             return
 
@@ -254,9 +245,9 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
             "each head needs the same even number of channels",
             "type a task.width that is a multiple of twice task.heads",
         )
-    for name, count in (("private", shape.private), ("lora", shape.lora), ("near", shape.near)):
-        if count < 0:
-            yield UserError(f"task.{name}={count} is negative", "", f"type task.{name}=0 for none")
+    for name in ("private", "lora", "near"):
+        if getattr(shape, name) < 0:
+            yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
     looks = shape.latent_adapter or []
     if len(set(looks)) < len(looks):
         yield UserError(f"task.latent_adapter={looks} names a layer twice", "", "name each layer once")
@@ -295,7 +286,3 @@ def _is_reader(shape: list[Any]) -> bool:
         return False
     width, _, heads = sizes[:3]
     return min(sizes[:3]) > 0 and min(sizes) >= 0 and width % (2 * heads) == 0
-
-
-def _readers(model: nn.Module) -> list[Reader]:
-    return list(model.readers)  # pyrefly: ignore[bad-argument-type, bad-return]

@@ -5,6 +5,7 @@ Shapes in comments: B samples, Q questions each, L bytes, M wire vectors, Z thei
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, decode
+from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, cross_attend, decode
 from lockstep.recipes.latent_wire.reader_additions import Additions
-from lockstep.recipes.layers import merge_heads, split_heads
 
 SLOPE = 8.0  # of the first head: how much its attention falls with the distance from a query's centre
 
@@ -28,25 +28,35 @@ class WireShape:
     vectors: int = 2
     private: int = 0
     width: int = 64
+
     # Layers and heads of the encoder.
     layers: int = 1
     heads: int = 4
+
     # Positions that a layer of the encoder mixes before it attends, as in a reader.
     near: int = 0
+
     # Each vector has a part of the text that it sees best.
     spread: bool = False
+
     # Layers over the wire.
     refiner: int = 0
+
     # Keys and values for every layer of a reader.
     deep_prefix: bool = False
+
     # The layers of the readers that attend to the wire.
     latent_adapter: list[int] | None = None
+
     # The rank of a change to the readers' attention.
     lora: int = 0
+
     # Rebuild the reader's embeddings of the text from the wire, as a further loss.
     gist: bool = False
+
     # Scale and shift the adapter's output by the wire.
     film: bool = False
+
     # Give the adapter's output the mean and deviation of the reader's embeddings.
     colour: bool = False
 
@@ -87,13 +97,13 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # The queries are the same for every row.
         q = self.q(self.queries).expand(len(x), -1, -1)
-        k, v = self.kv(self.norm(x)).chunk(2, -1)
-        q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
+        kv = self.kv(self.norm(x))
+
+        # Without centres every query sees the whole text alike.
         bias = None
         if self.centres is not None:
             bias = distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return self.queries + self.out(merge_heads(y))
+        return self.queries + self.out(cross_attend(q, kv, self.heads, bias))
 
 
 def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
@@ -103,6 +113,7 @@ def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
     """
     position = (torch.arange(length, device=centres.device) + 0.5) / length
     distance = (position - centres[:, None]).abs() * len(centres)
+
     # The last head has no slope: it sees the whole text alike.
     head = torch.arange(heads, device=centres.device)
     slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
@@ -134,6 +145,7 @@ class Adapter(nn.Module):
     def __init__(self, width: int, reader: Reader, film: bool, colour: bool):
         super().__init__()
         into = reader.shape.width
+
         self.norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, into))
         self.skip = nn.Linear(width, into, bias=False)
@@ -155,29 +167,20 @@ class Adapter(nn.Module):
     def forward(self, latents: Tensor) -> Tensor:
         x = self.norm(latents)
         y = self.out_norm(self.mlp(x) + self.skip(x))
+
         if self.film is not None:
             scale, shift = self.film(latents).chunk(2, -1)
             # A scale between 0 and 2, which is 1 for an output of 0.
             y = y * 2 * torch.sigmoid(scale) + shift
+
         if self.std is not None:
             y = y * self.std + self.mean
+
         return y * self.log_size.exp()
 
     def drift(self) -> Tensor:
         """Return the squared distance of the learned log size from the reader's own."""
         return (self.log_size - torch.tensor(self.first_size).log()).square()
-
-
-class Gist(nn.Module):
-    """The reader's embeddings of the text (B, T, W), rebuilt from the wire."""
-
-    def __init__(self, width: int, reader: Reader, length: int, heads: int):
-        super().__init__()
-        self.pool = CrossAttention(length, width, heads)
-        self.out = nn.Linear(width, reader.shape.width)
-
-    def forward(self, latents: Tensor) -> Tensor:
-        return self.out(self.pool(latents))
 
 
 @dataclass
@@ -199,18 +202,25 @@ class WireModel(nn.Module):
         Z = shape.width
         self.shared = shape.vectors
         self.private = shape.private
+
         # The order of creation fixes the random numbers that a seed gives to each part.
         self.encoder = Encoder(shape, len(readers))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
 
+        # From the wire to a reader's embeddings of the text (B, T, W).
         self.gists = None
         if shape.gist:
-            pairs = zip(readers, text_lengths, strict=True)
-            self.gists = nn.ModuleList(Gist(Z, reader, length, shape.heads) for reader, length in pairs)
+            self.gists = nn.ModuleList()
+            for reader, length in zip(readers, text_lengths, strict=True):
+                layers: OrderedDict[str, nn.Module] = OrderedDict(
+                    pool=CrossAttention(length, Z, shape.heads), out=nn.Linear(Z, reader.shape.width)
+                )
+                self.gists.append(nn.Sequential(layers))
+
         # The name is part of the parameter names in checkpoints.
         self.aids = nn.ModuleList(
-            Additions(Z, one, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for one in readers
+            Additions(Z, reader, shape.deep_prefix, shape.latent_adapter or (), shape.lora) for reader in readers
         )
         self.readers = nn.ModuleList(readers)
 
@@ -251,23 +261,24 @@ class WireModel(nn.Module):
         adapter: Adapter = self.adapters[number]  # pyrefly: ignore[bad-assignment]
         seen = self.seen_by(number, latents)
         question, expected = ids_of(batch, number, reader.device, "after")
+
         # Inputs that stand where the text would stand, and additions to the layers.
         before = put_before(reader, adapter(seen).to(reader.device), len(question))
         added = self.aids[number](seen, len(question) // len(seen), reader.device)
 
         answered = answer(reader, before, question, expected, added)
         written = decode(reader, before, question, expected.shape[1], added) if write else None
-        gist = self._gist(number, seen, batch[f"text_{number}"]) if self.gists is not None else None
-        return Read(answered, gist, adapter.drift(), seen, written)
 
-    def _gist(self, number: int, seen: Tensor, text: Tensor) -> Tensor:
-        """Return the mean squared error of the rebuilt text, for each wire."""
-        assert self.gists is not None
-        reader: Reader = self.readers[number]  # pyrefly: ignore[bad-assignment]
-        # In mode `prompt` a text has several wires.
-        rebuilt = self.gists[number](seen).to(reader.device)
-        embedded = reader.embed(text.to(reader.device)).repeat_interleave(len(rebuilt) // len(text), 0)
-        return F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
+        # The error of the text that is rebuilt from the wire.
+        gist = None
+        if self.gists is not None:
+            rebuilt = self.gists[number](seen).to(reader.device)
+            embedded = reader.embed(batch[f"text_{number}"].to(reader.device))
+
+            # In mode `prompt` a text has several wires.
+            embedded = embedded.repeat_interleave(len(rebuilt) // len(embedded), 0)
+            gist = F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
+        return Read(answered, gist, adapter.drift(), seen, written)
 
 
 # ---- questions for a reader -----------------------------------------------------------------------------
@@ -294,6 +305,7 @@ def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int |
     """Answer the same questions with the text itself before them, or its first `most` tokens (0: no context)."""
     question, expected = ids_of(batch, number, reader.device, "question")
     text = batch[f"text_{number}"].to(reader.device)[:, :most]
+
     # Token 0 begins every sequence.
     ids = torch.cat((text.new_zeros(len(text), 1), text), 1)
     return answer(reader, reader.embed(ids.repeat_interleave(len(question) // len(ids), 0)), question, expected)

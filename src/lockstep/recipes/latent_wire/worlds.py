@@ -9,10 +9,8 @@ Shapes in comments: N samples, C words of context, Q questions each, F facts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -26,31 +24,6 @@ class Drawn:
     context: np.ndarray  # (N, C)
     question: np.ndarray  # (N, Q, words)
     answer: np.ndarray  # (N, Q)
-
-
-class World(Protocol):
-    """What contexts say and what is asked about them."""
-
-    @property
-    def questions(self) -> int:
-        """Questions about each context."""
-        ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """All words. A word is stored as its index here."""
-        ...
-
-    def draw(self, split: str, ids: np.ndarray) -> Drawn:
-        """Return the samples `ids` (N,) of a split."""
-        ...
-
-    def easier(self) -> Sequence[World]:
-        """Return the worlds of a curriculum that ends with this one, which is not among them."""
-        ...
 
 
 # ---- random numbers -------------------------------------------------------------------------------------
@@ -94,13 +67,7 @@ KINDS = len(ASKED)  # of questions about one fact
 
 # A look is a colour and a place: the ways in which a person can have a thing. No two splits share one.
 LOOKS = len(COLOURS) * len(PLACES)
-TEST_LOOKS = 4
-VALIDATION_LOOKS = 2
-SPLITS = {
-    "test": slice(TEST_LOOKS),
-    "validation": slice(TEST_LOOKS, TEST_LOOKS + VALIDATION_LOOKS),
-    "train": slice(TEST_LOOKS + VALIDATION_LOOKS, None),
-}
+SPLITS = {"test": slice(0, 4), "validation": slice(4, 6), "train": slice(6, None)}
 
 
 @dataclass(frozen=True)
@@ -113,9 +80,11 @@ class FactWorld:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """All words. A word is stored as its index here."""
         return NAMES + COLOURS + OBJECTS + PLACES + ASKED + MARKS
 
     def draw(self, split: str, ids: np.ndarray) -> Drawn:
+        """Return the samples `ids` (N,) of a split."""
         facts, people, things = self.facts, len(NAMES), len(OBJECTS)
         numbers = uniform(self.seed, split, ids, people + things + facts + facts * KINDS)
         by_name, by_item, by_look, by_question = np.split(numbers, np.cumsum([people, things, facts]), axis=1)
@@ -142,12 +111,13 @@ class FactWorld:
         kind = asked % KINDS
         who = kind == ASKED.index("who")
         about = np.where(who, fact[..., 2], fact[..., 0])
-        answer = np.where(who, fact[..., 0], _word(fact, kind + 1))
+        # A fact begins with the person, so kind k asks for word k + 1; "who" is the last kind.
+        answer = np.take_along_axis(fact, np.where(who, 0, kind + 1)[..., None], -1)[..., 0]
         question = np.stack([_index(ASKED) + kind, about, np.full_like(kind, _index(MARKS) + 1)], -1)
         return Drawn(said.reshape(len(ids), -1), question, answer)
 
-    def easier(self) -> Sequence[World]:
-        """Return worlds of one fact, two and four."""
+    def easier(self) -> list[World]:
+        """Return the worlds of a curriculum that ends with this one: of one fact, two and four."""
         fewer = [count for count in (1, 2, 4) if count < self.facts]
         return [FactWorld(count, min(self.questions, KINDS * count), self.seed) for count in fewer]
 
@@ -167,11 +137,6 @@ def looks_of(split: str) -> np.ndarray:
 
 def fact_words(name: int, item: int, look: int) -> tuple[str, str, str, str]:
     return NAMES[name], COLOURS[look // len(PLACES)], OBJECTS[item], PLACES[look % len(PLACES)]
-
-
-def _word(fact: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return word `number` (N, Q) of each fact (N, Q, 5). The mark is never asked for."""
-    return np.take_along_axis(fact, np.minimum(number, 3)[..., None], -1)[..., 0]
 
 
 @cache
@@ -229,16 +194,19 @@ class TopicWorld:
         position = np.arange(LONGEST)
         words = len(TELLING) + (which * len(NEUTRAL)).astype(np.int64)  # (N, LONGEST)
         own = topic[:, None] * EACH + pick(by_word, LEADING[1])
-        _put(words, position < leading, np.pad(own, ((0, 0), (0, LONGEST - own.shape[1]))))
+        words = np.where(position < leading, np.pad(own, ((0, 0), (0, LONGEST - own.shape[1]))), words)
+
+        # Strays take the other topics in a random order, each of them twice.
         stray_topic = (topic[:, None] + 1 + pick(by_stray, others) // 2) % len(TOPICS)
         turn = np.clip(position - leading, 0, others - 1)
         stray_word = np.take_along_axis(stray_topic, turn, 1) * EACH + (which * EACH).astype(np.int64)
-        _put(words, (position >= leading) & (position < leading + stray), stray_word)
+        words = np.where((position >= leading) & (position < leading + stray), stray_word, words)
 
         # The words are shuffled; the blanks that fill up a short sentence stay after them.
         blank = position >= length
         shuffled = np.where(blank, 1.0 + position, order).argsort(-1)
-        _put(words, blank, np.full_like(words, self.words.index(BLANK)))
+        words = np.where(blank, self.words.index(BLANK), words)
+
         question = np.array([self.words.index(ASK), self.words.index(MARK)])
         return Drawn(
             np.take_along_axis(words, shuffled, 1),
@@ -246,14 +214,13 @@ class TopicWorld:
             self.words.index(TOPICS[0]) + topic[:, None],
         )
 
-    def easier(self) -> Sequence[World]:
+    def easier(self) -> list[World]:
         return []
+
+
+World = FactWorld | TopicWorld
 
 
 def _between(low: int, high: int, number: np.ndarray) -> np.ndarray:
     """Map numbers in [0, 1) to the integers from `low` to `high`."""
     return low + (number * (high - low + 1)).astype(np.int64)
-
-
-def _put(words: np.ndarray, where: np.ndarray, values: np.ndarray) -> None:
-    words[where] = values[where]

@@ -12,32 +12,26 @@ with init_train_state(config) as state:
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.recipes.hrm import data
-from lockstep.recipes.hrm.commands import PretrainConfig
+from lockstep.recipes.hrm.data import PuzzleDatasetMetadata, read_metadata
 from lockstep.recipes.hrm.losses import correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel
 from lockstep.recipes.hrm.task import HRM
 from lockstep.task import MicroBatch
+from pretrain_config import PretrainConfig
 
 Sums = dict[str, tuple[Any, Any]]  # a sum and the number of its terms, which are divided once, at the end
-
-
-# ---- training step by step ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -58,14 +52,14 @@ def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
     with lockstep.start({"tail": "drop", **values}) as run:
         # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
         task = HRM(**config.options())
-        model = create_model(config, data.read_metadata(Path(config.data_path) / "train"), run.world_size)
+        model = create_model(config, read_metadata(Path(config.data_path) / "train"), run.world_size)
         called, *_ = run.setup(model, *task.optimizer(model))
         run.register("task", task)
         yield TrainState(task, called, run, run.steps(task.data(), task.collate))
 
 
 def create_model(
-    config: PretrainConfig, metadata: data.PuzzleDatasetMetadata, world_size: int
+    config: PretrainConfig, metadata: PuzzleDatasetMetadata, world_size: int
 ) -> HierarchicalReasoningModel:
     """Create the model with rank 0's parameters and buffers on every rank. Collective: every rank must call it."""
     model = HRM(**config.options()).model()
@@ -125,10 +119,10 @@ def compute_metrics(predictions: Tensor, labels: Tensor) -> Sums:
 
 def process_aggregated_metrics(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """Divide each sum by its count. A metric without terms is NaN."""
-    found = {}
+    means = {}
     for name, (total, weight) in sums.items():
-        found[name] = float(total) / float(weight) if float(weight) else math.nan
-    return found
+        means[name] = float(total) / float(weight) if float(weight) else math.nan
+    return means
 
 
 def save_train_state(config: PretrainConfig, train_state: TrainState) -> Path:
@@ -167,93 +161,3 @@ def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: in
         return None
     pairs = stacked.view(-1, 2).tolist()
     return process_aggregated_metrics({name: (s, w) for name, (s, w) in zip(names, pairs, strict=True)})
-
-
-# ---- batches as a stream --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PuzzleDatasetConfig:
-    """The configuration of a `PuzzleDataset`."""
-
-    dataset_path: str
-    global_batch_size: int
-    rank: int = 0
-    num_replicas: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.global_batch_size % self.num_replicas:
-            divisible = -(-self.global_batch_size // self.num_replicas) * self.num_replicas
-            raise UserError(
-                f"global_batch_size={self.global_batch_size} cannot be divided among {self.num_replicas} replicas",
-                "",
-                f"type global_batch_size={divisible}",
-            )
-
-
-class PuzzleDataset(IterableDataset):
-    """One rank's batches of a split, as a stream.
-
-    A pass over `train` visits every group once, in a new order each time, in full batches only. A pass over `test`
-    visits every example once, in order, and the last batch may be shorter. All ranks agree on a global batch, and each
-    takes its slice. Loader processes share the batches; they also count the passes, so let them live on
-    (`persistent_workers=True`).
-    """
-
-    def __init__(self, config: PuzzleDatasetConfig, split: str):
-        self.config = config
-        self.split = split
-        self.rank = config.rank
-        self.num_replicas = config.num_replicas
-        self.local_batch_size = config.global_batch_size // self.num_replicas
-        self.puzzles = data.read_puzzles(Path(config.dataset_path) / split)
-        self.metadata = data.read_metadata(Path(config.dataset_path) / split)
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        # A loader process takes every n-th batch.
-        batches = self._iter_train() if self.split == "train" else self._iter_test()
-        worker = get_worker_info()
-        return batches if worker is None else islice(batches, worker.id, None, worker.num_workers)
-
-    def _iter_train(self) -> Iterator[dict[str, Tensor]]:
-        """The example of a group follows from seed, epoch and group, so every rank would draw the same one."""
-        groups = data.PuzzleGroups(self.puzzles, most_steps=1, explore=0.0)
-        seed = self.config.seed
-        batch_size = self.config.global_batch_size
-        epoch = self.epoch
-        self.epoch += 1
-
-        # Every rank shuffles alike, and takes its slice of every global batch.
-        order = list(range(len(groups)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            samples = []
-            with _keep_python_random_state():
-                for group in order[self._slice(start)]:
-                    random.seed(f"{seed}/{epoch}/{group}")
-                    samples.append(groups[group])
-            yield data.collate(samples)
-
-    def _iter_test(self) -> Iterator[dict[str, Tensor]]:
-        examples = data.PuzzleExamples(self.puzzles)
-        for start in range(0, len(examples), self.config.global_batch_size):
-            # The last global batch may be so short that a rank has no part of it.
-            mine = range(len(examples))[self._slice(start)]
-            if mine:
-                yield data.collate([examples[index] for index in mine])
-
-    def _slice(self, start: int) -> slice:
-        first = start + self.rank * self.local_batch_size
-        return slice(first, first + self.local_batch_size)
-
-
-@contextmanager
-def _keep_python_random_state() -> Iterator[None]:
-    """Restore the state of Python's generator afterwards: the loop around may draw from it."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
