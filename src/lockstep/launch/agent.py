@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import failure, flight_recorder, stacks, watchdog
+from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
 from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
     CollectStacks,
@@ -146,20 +146,20 @@ class Agent:
     def do(self, message: Message, listener: socket.socket | None = None) -> None:
         """Carry out an order. `listener` is the socket of the ranks' rendezvous, on the node of rank 0."""
         current = self._current
-        if isinstance(message, Start):
-            self._start(message, listener)
-        elif isinstance(message, Prepare):
-            self._prepare(message.count)
-        elif current is not None and getattr(message, "attempt", None) == current.number:
-            if isinstance(message, Preempt):
+        match message:
+            case Start():
+                self._start(message, listener)
+            case Prepare():
+                self._prepare(message.count)
+            case Preempt() if current and current.number == message.attempt:
                 self._preempt(current)
-            elif isinstance(message, Stop):
-                self._stop(current)
-            elif isinstance(message, CollectStacks):
+            case CollectStacks() if current and current.number == message.attempt:
                 self._events.append(_collect_stacks(current))
-        elif isinstance(message, Stop):
-            # An attempt that this node knows nothing of has no ranks here.
-            self._events.append(Stopped(message.attempt))
+            case Stop() if current and current.number == message.attempt:
+                self._stop(current)
+            case Stop():
+                # An attempt that this node knows nothing of has no ranks here.
+                self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
         self._close_attempt()
@@ -237,7 +237,7 @@ class Agent:
             self._zygote.forget()
             for number, rank in current.ranks.items():
                 rank.ended = True
-                self._events.append(Exited(current.number, number, failure.PREEMPTED, time.time(), None))
+                self._events.append(Exited(current.number, number, failure.Exit(failure.PREEMPTED)))
 
         for pid in current.pids.values():
             with suppress(ProcessLookupError):
@@ -296,8 +296,7 @@ class Agent:
             self._events.append(self.beat())
             rank.ended = True
             end = failure.examine(rank.scene, report["code"], time.time())
-            failed = end.failure.to_json() if end.failure else None
-            self._events.append(Exited(current.number, rank.scene.rank, end.code, end.seen, failed))
+            self._events.append(Exited(current.number, rank.scene.rank, end))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
@@ -329,7 +328,10 @@ class Agent:
         # A rank that has just been forked may have no heartbeat, and no process any more.
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
-        return NodeBeat([view.to_json() for view in views if view is not None], _settings(current.folder))
+        # Written by rank 0, once it has read the configuration.
+        settings = json.loads(records.read(current.folder / "settings.json") or "{}")
+
+        return NodeBeat([view for view in views if view is not None], settings)
 
     def sockets(self) -> list[Any]:
         return [self._zygote] if self._zygote.alive else []
@@ -353,22 +355,9 @@ def _environment_for(count: int) -> dict[str, str]:
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
     """Return where each living rank is. Ranks that do not answer in time are left out."""
-    found = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
-    answering = [rank for rank, text in found.items() if text]
+    answers = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
+    answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
+    newest = {rank: entries[-SENT_ENTRIES:] for rank, entries in recorded.items()}
 
-    return Stacks(
-        current.number,
-        {str(rank): text for rank, text in found.items()},
-        {str(rank): entries[-SENT_ENTRIES:] for rank, entries in recorded.items()},
-    )
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return the task's settings, which are empty until rank 0 has read the configuration."""
-    try:
-        values = json.loads((folder / "settings.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-    return values if isinstance(values, dict) else {}
+    return Stacks(current.number, answers, newest)

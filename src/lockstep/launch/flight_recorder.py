@@ -10,13 +10,14 @@ Limits: tried with gloo, and with NCCL in a world of one (tests/gpu), never with
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lockstep.launch import records
 
 REQUEST = "dump-request"
 
@@ -55,7 +56,7 @@ def serve(folder: Path, rank: int) -> None:
 def _answer_requests(folder: Path, rank: int) -> None:
     answered = ""
     while folder.exists():
-        request = _text(folder / REQUEST)
+        request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
             write(folder, rank, request)
@@ -65,10 +66,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
 
 def write(folder: Path, rank: int, request: str = "") -> None:
     """Write this rank's collectives, as the answer to `request`."""
-    # Renamed when complete: the launcher never reads half an answer.
-    staged = folder / f"flight-{rank}.json.tmp"
-    staged.write_text(json.dumps({"request": request, "entries": recorded()}))
-    os.replace(staged, folder / f"flight-{rank}.json")
+    records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -90,16 +88,14 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
     # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
     request = str(time.time_ns())
-    staged = folder / f"{REQUEST}.tmp"
-    staged.write_text(request)
-    os.replace(staged, folder / REQUEST)
+    records.write(folder / REQUEST, request)
 
     found: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + timeout
     while len(found) < len(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
         for rank in ranks:
-            answer = json.loads(_text(folder / f"flight-{rank}.json") or "{}")
+            answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
                 found[rank] = answer["entries"]
 
@@ -236,10 +232,3 @@ def listed(ranks: list[int]) -> str:
     """Return "rank 1", or "ranks 0, 2"."""
     noun = "ranks" if len(ranks) > 1 else "rank"
     return f"{noun} {', '.join(map(str, ranks))}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""

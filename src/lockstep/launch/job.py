@@ -27,6 +27,9 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
+# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
+SETTLE_S = 3.0
+
 # The source of settings that one node decides for all: the run folder's name.
 FROM_LAUNCHER = "launcher"
 
@@ -91,14 +94,97 @@ def _plain(values: Any) -> Any:
     return json.loads(json.dumps(values, default=str))
 
 
+# ---- nodes ----
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job; the coordinating one has number 0. `count` says how many ranks it can run."""
+
+    number: int
+    host: str
+    count: Count
+
+
+class Cluster:
+    """The nodes that are present, and how many ranks each should run in the next attempt.
+
+    `bounds` are those of `--nnodes`.
+    """
+
+    def __init__(self, bounds: Count, now: float):
+        self.bounds = bounds
+        self.nodes: dict[int, Node] = {}
+
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
+
+        # When a node last came or went.
+        self._changed = now
+
+    def add(self, node: Node, now: float) -> None:
+        self.nodes[node.number] = node
+        self.wanted[node.number] = node.count.first
+        self._changed = now
+
+    def remove(self, number: int, now: float) -> None:
+        del self.nodes[number]
+        del self.wanted[number]
+        self._changed = now
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the next attempt."""
+        return sum(self.wanted.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether no further node may join."""
+        return len(self.nodes) >= self.bounds.most
+
+    @property
+    def too_few(self) -> str | None:
+        """Why the nodes that are present are not enough; None if they are."""
+        present = len(self.nodes)
+        needed = self.bounds.least
+        return f"{plural(present, 'node')} left, and {needed} needed" if present < needed else None
+
+    def ready(self, now: float) -> bool:
+        """Whether an attempt can start: no node is missing, and no other is likely to come."""
+        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
+
+    @property
+    def rank_bounds(self) -> Count:
+        """How many ranks the present nodes can run together."""
+        counts = [node.count for node in self.nodes.values()]
+        return Count(sum(count.least for count in counts), sum(count.most for count in counts))
+
+    def resize(self, ranks: int) -> None:
+        """Divide this many ranks over the nodes, as evenly as their bounds allow."""
+        self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
+
+    def shrink(self, number: int) -> None:
+        """Run one rank fewer on this node, if its bounds allow."""
+        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
+            self.wanted[number] -= 1
+
+
 def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow."""
-    given = {number: count.least for number, count in counts.items()}
-    for _ in range(ranks - sum(given.values())):
-        room = [number for number, count in counts.items() if given[number] < count.most]
-        given[min(room, key=lambda number: given[number])] += 1
+    shares = {number: count.least for number, count in counts.items()}
+    for _ in range(ranks - sum(shares.values())):
+        room = [number for number, count in counts.items() if shares[number] < count.most]
+        shares[min(room, key=lambda number: shares[number])] += 1
 
-    return given
+    return shares
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 rank", or "2 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# ---- the command line ----
 
 
 def parse_nproc(asked: str | int | None) -> Count:

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launch import records
+
 SIGNAL = signal.SIGUSR2
 
 # How often answers are looked for.
@@ -74,7 +76,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
     # Answers are appended: earlier ones end where the file ends now.
-    before = {rank: _size(path) for rank, path in files.items()}
+    before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in files.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
 
@@ -82,7 +84,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for rank in sorted(waiting):
-            text = _read_from(files[rank], before[rank])
+            text = records.read(files[rank], before[rank])
 
             # An answer that has not grown between two looks is complete.
             if text and text == answers[rank]:
@@ -123,6 +125,11 @@ def line_of(frames: tuple[Frame, ...]) -> str:
     return str((users or frames)[0])
 
 
+def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
+    """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
+    return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)] if frames else []
+
+
 def _ask(pid: int) -> bool:
     """Send the signal. Returns whether an answer can come."""
     try:
@@ -139,19 +146,6 @@ def _ask(pid: int) -> bool:
         return False
 
     return True
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read_from(path: Path, offset: int) -> str:
-    if not path.exists():
-        return ""
-
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
 
 
 def _short(file: str) -> str:

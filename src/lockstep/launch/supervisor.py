@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.launch import protocol
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import NODE, Failure
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, append_event
+from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.protocol import (
     Announce,
     Command,
@@ -33,11 +33,9 @@ from lockstep.launch.protocol import (
     Exited,
     Hello,
     Hub,
-    JobEnded,
     LogEvent,
     Message,
     NodeBeat,
-    Print,
     Refused,
     Send,
     SignalReceived,
@@ -49,7 +47,7 @@ from lockstep.launch.protocol import (
     ZygoteLost,
 )
 from lockstep.launch.run_dir import latest_step
-from lockstep.launch.state_machine import JobStateMachine, Node
+from lockstep.launch.state_machine import JobStateMachine
 
 __all__ = ["Ending", "supervise"]
 
@@ -78,7 +76,7 @@ def supervise(job: Job) -> Ending:
     name = job.host or socket.gethostname()
     with Signals() as signals:
         if job.join is None:
-            return Coordinator(job, name, signals, None, "127.0.0.1").run()
+            return Coordinator(job, name, signals, Hub(None), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
         listener = protocol.claim(job.join)
@@ -89,7 +87,7 @@ def supervise(job: Job) -> Ending:
         return Coordinator(job, name, signals, Hub(listener), address).run()
 
 
-# The launcher's terminal
+# ---- the launcher's terminal ----
 
 
 class Signals:
@@ -129,21 +127,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# The coordinating node
+# ---- the coordinating node ----
 
 
 class Coordinator:
     """Runs the ranks of its own node, talks to the other nodes, and carries out the state machine's commands."""
 
-    def __init__(self, job: Job, name: str, signals: Signals, hub: Hub | None, address: str):
+    def __init__(self, job: Job, name: str, signals: Signals, hub: Hub, address: str):
         self._job = job
         self._signals = signals
-
-        # The other nodes; None on a single node.
         self._hub = hub
-
-        # Where the ranks' rendezvous is bound.
-        self._address = address
+        self._address = address  # where the ranks' rendezvous is bound
         self._agent = Agent(job, name)
 
         # This node joins its own job like any other.
@@ -163,16 +157,11 @@ class Coordinator:
             return self._ending
         finally:
             self._agent.close()
-            if self._hub is not None:
-                self._hub.close()
+            self._hub.close()
 
     def _turn(self) -> None:
         """Collect what has happened, hand it to the state machine, and do what it says."""
-        sockets = self._agent.sockets()
-        if self._hub is not None:
-            sockets += self._hub.sockets()
-
-        select.select(sockets, [], [], POLL_S)
+        select.select(self._agent.sockets() + self._hub.sockets(), [], [], POLL_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
@@ -182,9 +171,8 @@ class Coordinator:
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
 
-        if self._hub is not None:
-            for number, message in self._hub.poll(now):
-                self._receive(self._hub, number, message, now)
+        for number, message in self._hub.poll(now):
+            self._receive(number, message, now)
 
         if now >= self._next_beat:
             self._next_beat = now + protocol.BEAT_S
@@ -214,41 +202,38 @@ class Coordinator:
         else:
             say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
 
-    def _receive(self, hub: Hub, number: int, message: Message | ConnectionLost, now: float) -> None:
+    def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
         if isinstance(message, ConnectionLost):
             self._machine.gone(number, f"vanished: {message}", now)
         elif isinstance(message, Hello):
-            self._greet(hub, number, message, now)
+            self._greet(number, message, now)
         elif number in self._machine.cluster.nodes:
             try:
                 self._handle(number, message, now)
             except (ValueError, TypeError, KeyError) as error:
-                hub.drop(number)
+                self._hub.drop(number)
                 self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
 
-    def _greet(self, hub: Hub, number: int, hello: Hello, now: float) -> None:
+    def _greet(self, number: int, hello: Hello, now: float) -> None:
         """Welcome a node to the job, or refuse it."""
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
-        refused = None
+        count = hello.count
         if different := protocol.difference(hello, self._job.identity):
-            refused = Refused(f"{join}: the commands of two nodes differ", different, same)
+            answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
-            found = f"the job has its {self._job.nnodes.most} nodes already"
-            refused = Refused(f"{join}: no more nodes can join", found, "start the job with a larger --nnodes")
-        elif not 1 <= hello.least <= hello.first <= hello.most <= MOST_RANKS:
-            found = f"{hello.least}..{hello.most}, beginning with {hello.first}"
-            refused = Refused(f"{join}: impossible number of ranks", found, same)
+            full = f"the job has its {self._job.nnodes.most} nodes already"
+            answer = Refused(f"{join}: no more nodes can join", full, "start the job with a larger --nnodes")
+        elif not 1 <= count.least <= count.first <= count.most <= MOST_RANKS:
+            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.first}", same)
+        else:
+            answer = Welcome(str(self._job.run_dir), self._job.decided)
 
-        # The node prints the refusal and ends, and the connection with it.
-        if refused:
-            hub.send(number, refused)
-            return
-
-        hub.send(number, Welcome(str(self._job.run_dir), self._job.decided))
-        count = Count(hello.least, hello.most, hello.first)
-        self._machine.joined(Node(number, hello.host, count), now)
+        # A refused node prints the reason and ends, and the connection with it.
+        self._hub.send(number, answer)
+        if isinstance(answer, Welcome):
+            self._machine.joined(Node(number, hello.host, count), now)
 
     def _handle(self, number: int, message: Message, now: float) -> None:
         """Hand a node's message to the state machine."""
@@ -272,14 +257,13 @@ class Coordinator:
                 self._start_attempt(command)
             case Send():
                 self._send(command.node, command.message)
-            case Announce():
-                say(command.text)
-                self._send_to_nodes(Print(command.text))
             case LogEvent():
                 append_event(self._job.run_dir, command.event)
+            case Announce():
+                say(command.text)
+                self._send_to_nodes(command)
             case Ending():
-                failure = command.failure.to_json() if command.failure else None
-                self._send_to_nodes(JobEnded(command.code, command.restarts, failure))
+                self._send_to_nodes(command)
                 self._ending = command
 
     def _start_attempt(self, command: StartAttempt) -> None:
@@ -300,7 +284,7 @@ class Coordinator:
     def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
         if number == COORDINATOR:
             self._agent.do(message, listener)
-        elif self._hub:
+        else:
             self._hub.send(number, message)
 
     def _send_to_nodes(self, message: Message) -> None:
@@ -310,7 +294,7 @@ class Coordinator:
                 self._send(number, message)
 
 
-# Every other node
+# ---- every other node ----
 
 
 def follow(job: Job, name: str, signals: Signals) -> Ending:
@@ -337,8 +321,7 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
 
     Orders may arrive together with the welcome.
     """
-    count = job.nproc
-    connection.send(Hello(name, count.least, count.most, count.first, job.identity))
+    connection.send(Hello(name, job.nproc, job.identity))
     adopted: Job | None = None
     orders: list[Message] = []
     while adopted is None:
@@ -369,11 +352,10 @@ def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[M
     while True:
         # The first orders came with the welcome.
         for message in orders:
-            if isinstance(message, JobEnded):
-                failure = Failure.from_json(message.failure) if message.failure else None
-                return Ending(message.code, failure, message.restarts)
+            if isinstance(message, Ending):
+                return message
 
-            if isinstance(message, Print):
+            if isinstance(message, Announce):
                 say(message.text)
             else:
                 agent.do(message)

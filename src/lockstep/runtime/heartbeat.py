@@ -45,21 +45,17 @@ _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
     """What a launcher reads of one rank."""
 
     beats: int
-
-    # Seconds since the last beat.
-    age: float
+    age: float  # seconds since the last beat
     step: int
-
-    # Steps that this process has ended: 0 while the first one compiles.
-    steps: int
+    steps: int  # ended by this process: 0 while the first one compiles
     phase: str
     detail: str
-    longest: dict[str, float] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)  # phase -> the longest stay, in seconds
 
 
 class Heartbeat:

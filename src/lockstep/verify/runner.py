@@ -212,7 +212,7 @@ def _failure(trial: Trial) -> Failure | None:
         return Failure(0, "localhost", time.time(), HANG, waited)
 
     paths = (trial.folder / "attempt").glob("rank-*.json")
-    found = [Failure.from_json(json.loads(path.read_text())) for path in paths]
+    found = [Failure.read(path) for path in paths]
     if found:
         return min(found, key=lambda failure: (not failure.for_user, failure.time))
 
