@@ -87,7 +87,8 @@ class LocalAttempt:
 
         # A pipe to which nothing is written. Ranks read from `alive`; when the other end is closed, by us or by the
         # kernel because we are dead, they kill themselves.
-        self.alive, self._lifeline = os.pipe()
+        self.alive, write_end = os.pipe()
+        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
         self.ranks: dict[int, RankProcess] = {}
 
         # Whether the ranks were asked to save and stop.
@@ -106,16 +107,11 @@ class LocalAttempt:
         """The processes of all ranks that were started and have not ended."""
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
 
-    def cut_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-
     def close(self) -> None:
         for rank in self.living:
             rank.kill()
 
-        self.cut_lifeline()
+        self.lifeline.close()
         os.close(self.alive)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -127,9 +123,8 @@ class Agent:
         self._job = job
         self._name = name
 
-        # The number of ranks of the next attempt. A zygote is started at once: it imports torch while nodes gather.
-        self._count = job.nproc.first
-        self._zygote = self._new_zygote(self._count)
+        # A zygote is started at once: it imports torch while nodes gather.
+        self._zygote = self._new_zygote(_environment_for(job.nproc.first))
 
         # A zygote for another number of ranks, which imports while the present ranks still run.
         self._next_zygote: Zygote | None = None
@@ -141,7 +136,7 @@ class Agent:
         # What the next `poll` returns.
         self._events: list[Message] = []
 
-    # Orders of the coordinator
+    # ---- orders of the coordinator ----
 
     def do(self, message: Message, listener: socket.socket | None = None) -> None:
         """Carry out an order. `listener` is the socket of the ranks' rendezvous, on the node of rank 0."""
@@ -194,8 +189,8 @@ class Agent:
             if listener and rank == 0:
                 fds.append(listener.fileno())
 
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._zygote.fork(rank, env, self._job.spec, log, fds)
 
     def _environment(self, start: Start, folder: Path) -> dict[str, str]:
         """Return the variables that all ranks of this node share."""
@@ -215,18 +210,18 @@ class Agent:
 
         Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
         """
-        self._count = count
-        current = self._next_zygote or self._zygote
-        if current.alive and current.env == _environment_for(count):
+        env = _environment_for(count)
+        newest = self._next_zygote or self._zygote
+        if newest.alive and newest.env == env:
             return
 
         if self._next_zygote is not None:
             self._next_zygote.close()
 
-        self._next_zygote = self._new_zygote(count)
+        self._next_zygote = self._new_zygote(env)
 
-    def _new_zygote(self, count: int) -> Zygote:
-        return Zygote(self._job.entry, self._job.preload, _environment_for(count))
+    def _new_zygote(self, env: dict[str, str]) -> Zygote:
+        return Zygote(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt) -> None:
         """Ask the ranks to save and stop. Only the ranks themselves: they need their loader processes until then."""
@@ -253,11 +248,11 @@ class Agent:
             for rank in current.ranks.values():
                 rank.ended = True
 
-        current.cut_lifeline()
+        current.lifeline.close()
         for rank in current.living:
             rank.kill()
 
-    # What happens on the node
+    # ---- what happens on the node ----
 
     def poll(self) -> list[Message]:
         """Return what has happened since the last call."""
@@ -300,7 +295,6 @@ class Agent:
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
-        pid = self._zygote.pid
         was_ready = self._zygote.ready
         self._hopeless = not was_ready
         self._zygote.close()
@@ -311,13 +305,13 @@ class Agent:
                 rank.kill()
                 rank.ended = True
 
-            self._current.cut_lifeline()
+            self._current.lifeline.close()
 
         why = "died" if was_ready else "exited while importing; the error is on that node's terminal"
-        text = f"the process {pid} that starts the ranks on {self._name} {why}"
+        text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._hopeless))
         if was_ready:
-            self._zygote = self._new_zygote(self._count)
+            self._zygote = self._new_zygote(self._zygote.env)
 
     def beat(self) -> NodeBeat:
         """Return the heartbeats of all ranks here, and the settings that rank 0 has written."""

@@ -60,10 +60,6 @@ class Failure:
     log: str = ""
 
     @property
-    def exit_code(self) -> int:
-        return 2 if self.for_user else 1
-
-    @property
     def from_python(self) -> bool:
         """Whether it is an exception or an exit code, which the same program would most likely repeat."""
         return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
@@ -97,7 +93,7 @@ class Failure:
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
 
-# In the failing rank
+# ---- in the failing rank ----
 
 
 def stamp(error: BaseException) -> None:
@@ -113,7 +109,6 @@ def stamp(error: BaseException) -> None:
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
-    """Write the failure record of this rank."""
     failure = Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -126,7 +121,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
     records.write(folder / f"rank-{rank}.json", json.dumps(asdict(failure)))
 
 
-# In the launcher
+# ---- in the launcher ----
 
 
 @dataclass(frozen=True)
@@ -191,15 +186,13 @@ def examine(scene: Scene, code: int, noticed: float) -> Exit:
 
     # The record knows the error; where the rank was is in its heartbeat.
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
-    complete = replace(
-        failure,
-        host=scene.host,
-        step=view.step if view else None,
-        phase=view.phase if view else None,
-        log=_last_lines(scene.log, scene.log_began),
-    )
+    if view is not None:
+        failure = replace(failure, step=view.step, phase=view.phase)
 
-    return Exit(code, complete)
+    log = records.read(scene.log, scene.log_began, most=100_000) if scene.log else ""
+    last_lines = "\n".join(log.splitlines()[-LOG_LINES:])
+
+    return Exit(code, replace(failure, host=scene.host, log=last_lines))
 
 
 def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
@@ -208,14 +201,15 @@ def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
         return Failure(scene.rank, scene.host, noticed, EXIT, f"ended with code {code}")
 
     oom_kills_now = oom_kills()
-    match kind := _signal_name(-code):
+    match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
         case "SIGKILL" if oom_kills_now > scene.oom_kills_before:
             message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {oom_kills_now})"
         case "SIGKILL":
             message = "killed by SIGKILL; the kernel counted no OOM kill"
         case "SIGBUS":
             # The usual cause: loader processes share batches through /dev/shm, and it is full.
-            message = f"a mapped file had no room or no data: /dev/shm has {_free_bytes('/dev/shm')} bytes free"
+            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+            message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
         case "SIGSEGV":
             message = "invalid access to memory, in code that is not Python"
         case _:
@@ -223,22 +217,8 @@ def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
 
     # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
     frames = stacks.main_thread(records.read(scene.folder / f"stacks-{scene.rank}"))
-    stack = "\n".join(stacks.describe(frames))
 
-    return Failure(scene.rank, scene.host, noticed, kind, message, traceback=stack)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"SIG{number}"
-
-
-def _last_lines(log: Path | None, began: int) -> str:
-    """Return the last lines that were written to `log` after its first `began` bytes."""
-    text = records.read(log, began, most=100_000) if log else ""
-    return "\n".join(text.splitlines()[-LOG_LINES:])
+    return Failure(scene.rank, scene.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
 
 
 def oom_kills() -> int:
@@ -263,10 +243,3 @@ def _memory_files() -> list[Path]:
             paths += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
 
     return paths
-
-
-def _free_bytes(path: str) -> int:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return 0

@@ -44,13 +44,12 @@ def environment(logs: Path) -> dict[str, str]:
     }
 
 
-# The rank's side
+# ---- the rank's side ----
 
 
 def serve(folder: Path, rank: int) -> None:
     """Start the thread that answers the launcher's requests."""
-    thread = threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight")
-    thread.start()
+    threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight").start()
 
 
 def _answer_requests(folder: Path, rank: int) -> None:
@@ -59,14 +58,9 @@ def _answer_requests(folder: Path, rank: int) -> None:
         request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
-            write(folder, rank, request)
+            records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
 
         time.sleep(POLL_S)
-
-
-def write(folder: Path, rank: int, request: str = "") -> None:
-    """Write this rank's collectives, as the answer to `request`."""
-    records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -81,7 +75,7 @@ def recorded() -> list[dict[str, Any]]:
     return entries
 
 
-# The launcher's side
+# ---- the launcher's side ----
 
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
@@ -134,15 +128,11 @@ class Collective:
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
-    lines = []
+    # A mismatch explains more than the wait that follows from it.
+    groups = sorted(_by_group(dumps).items())
+    explained = [(name, _mismatch(history) or _wait(history)) for name, history in groups]
 
-    # The most telling explanation first: a mismatch makes ranks wait, and so does a rank that is missing.
-    for name, history in sorted(_by_group(dumps).items()):
-        found = _mismatch(history) or _missing(history) or _stuck(history)
-        if found:
-            lines.append(f"process group {name}: {found}")
-
-    return lines
+    return [f"process group {name}: {text}" for name, text in explained if text]
 
 
 # Rank -> number -> collective.
@@ -153,20 +143,13 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
     groups: dict[str, History] = {}
     for rank, entries in sorted(dumps.items()):
         for entry in entries:
-            if entry.get("is_p2p"):
-                continue
-
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
-
-            # Every rank belongs to the default group, including one that has not entered any of its collectives.
-            members = sorted(dumps) if description == "default_pg" else [rank]
-            group = groups.setdefault(name, {})
-            for member in members:
-                group.setdefault(member, {})
-
-            collective = Collective.from_entry(entry)
-            group[rank][collective.number] = collective
+            if not entry.get("is_p2p"):
+                # Every rank belongs to the default group, including one that has not entered any of its collectives.
+                members = sorted(dumps) if description == "default_pg" else []
+                group = groups.setdefault(name, {member: {} for member in members})
+                group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
 
     return groups
 
@@ -187,45 +170,29 @@ def _mismatch(history: History) -> str | None:
     return None
 
 
-def _missing(history: History) -> str | None:
-    """Describe the first collective that some ranks wait in and others never entered."""
-    waited = _first_unfinished(history)
-    if waited is None:
+def _wait(history: History) -> str | None:
+    """Describe the first collective that ranks wait in: others never entered it, or all did and it does not end."""
+    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
+    if not unfinished:
         return None
 
     # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
+    waited = min(unfinished, key=lambda collective: collective.number)
     inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
     late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
+    collective = f"collective {waited.number}, {waited}"
     if not late:
-        return None
+        return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
     verb = "waits" if len(inside) == 1 else "wait"
     lasts = [f"{listed([rank])} never entered it ({_last(history[rank])})" for rank in late]
 
-    return f"{listed(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
-
-
-def _stuck(history: History) -> str | None:
-    """Describe a collective that all ranks have entered and that does not end."""
-    waited = _first_unfinished(history)
-    if waited is None:
-        return None
-
-    return (
-        f"all ranks have entered collective {waited.number}, {waited}, and it does not end: suspect network or device"
-    )
-
-
-def _first_unfinished(history: History) -> Collective | None:
-    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
-    return min(unfinished, key=lambda collective: collective.number, default=None)
+    return f"{listed(inside)} {verb} in {collective}; {'; '.join(lasts)}"
 
 
 def _last(done: dict[int, Collective]) -> str:
-    if not done:
-        return "it entered none"
-    newest = max(done)
-    return f"its last was {newest}, {done[newest]}"
+    newest = max(done, default=None)
+    return "it entered none" if newest is None else f"its last was {newest}, {done[newest]}"
 
 
 def listed(ranks: list[int]) -> str:

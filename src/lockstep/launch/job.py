@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +178,9 @@ def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
     return shares
 
 
-def plural(count: int, noun: str) -> str:
-    """Return "1 rank", or "2 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
+    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
 # ---- the command line ----
@@ -192,45 +191,50 @@ def parse_nproc(asked: str | int | None) -> Count:
 
     `auto` is one process per GPU. Without a GPU it is two, so that the run is distributed, or one on a single core.
     """
-    if asked is None:
-        return Count(1, 1)
-
     if asked == "auto":
-        count = visible_gpus() or min(2, available_cores())
-        return Count(count, count)
+        asked = visible_gpus() or min(2, available_cores())
 
-    least, most = _range(str(asked), "..")
-    if not 1 <= least <= most:
-        raise UserError(
+    count = _parse_range(
+        asked,
+        "..",
+        UserError(
             f"--nproc {asked} is not a number of processes",
             "neither a count, nor a range, nor auto",
             "type --nproc 2, --nproc 1..8, or --nproc auto",
-        )
+        ),
+    )
+    if count.least == count.most:
+        return count
 
-    if least == most:
-        return Count(least, most)
-
-    return Count(least, most, start=max(least, min(most, visible_gpus() or available_cores())))
+    # A range starts with what the machine has.
+    return replace(count, start=max(count.least, min(count.most, visible_gpus() or available_cores())))
 
 
 def parse_nnodes(asked: str | int | None) -> Count:
     """Parse `--nnodes`: a count, or a range like 1:4."""
-    if asked is None:
-        return Count(1, 1)
-
-    least, most = _range(str(asked), ":")
-    if not 1 <= least <= most:
-        raise UserError(
+    return _parse_range(
+        asked,
+        ":",
+        UserError(
             f"--nnodes {asked} is not a number of nodes",
             "neither a count nor a range",
             "type --nnodes 2, or --nnodes 1:4",
-        )
+        ),
+    )
 
-    return Count(least, most)
+
+def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Count:
+    """Parse one number or two; nothing means 1. Raises `refusal` for anything else."""
+    text = "1" if asked is None else str(asked)
+    match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
+    count = Count(int(match[1]), int(match[2] or match[1])) if match else Count(0, 0)
+    if not 1 <= count.least <= count.most:
+        raise refusal
+
+    return count
 
 
 def parse_join(asked: str) -> tuple[str, int]:
-    """Parse `--join HOST:PORT`."""
     host, colon, port = asked.rpartition(":")
     numeric = port.isascii() and port.isdigit()
     if not (colon and host and numeric and 0 < int(port) < 65536):
@@ -243,23 +247,11 @@ def parse_join(asked: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _range(text: str, between: str) -> tuple[int, int]:
-    """Parse one number or two. Returns (0, 0) for anything else."""
-    match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
-    if not match:
-        return 0, 0
-
-    return int(match[1]), int(match[2] or match[1])
-
-
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     """Append an event to the run's events.jsonl."""
-    line = json.dumps({"time": time.time(), **event}, allow_nan=False) + "\n"
+    line = json.dumps({"time": time.time(), **event}, allow_nan=False)
     run_dir.mkdir(parents=True, exist_ok=True)
 
     # One line, one write: ranks append to the same file.
-    file = os.open(run_dir / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with (run_dir / "events.jsonl").open("ab", buffering=0) as file:
+        file.write(f"{line}\n".encode())

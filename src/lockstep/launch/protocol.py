@@ -40,9 +40,6 @@ DRAIN_S = 2.0
 # Bytes of one message, and of everything that waits to be sent.
 LARGEST = 8 * 2**20
 
-# Errors of `bind` that mean that another process, or another node, has this address.
-_ADDRESS_TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-
 
 # ---- messages from a node to the coordinator ----
 
@@ -295,8 +292,19 @@ class Connection:
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
+        # Read what is there. No data means that the other side has closed the connection.
+        ended = False
+        try:
+            while len(self._unread) <= LARGEST and not ended:
+                data = self._socket.recv(65536)
+                self._unread += data
+                ended = not data
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
+
         # A message ends with a newline; what follows the last one is incomplete.
-        ended = self._read()
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LARGEST:
             raise ConnectionLost("it sent a message that is too long")
@@ -315,22 +323,6 @@ class Connection:
             raise ConnectionLost(f"no heartbeat for {SILENCE_S:.0f} s")
 
         return messages
-
-    def _read(self) -> bool:
-        """Read what is there. Returns whether the other side has closed the connection."""
-        try:
-            while len(self._unread) <= LARGEST:
-                data = self._socket.recv(65536)
-                if not data:
-                    return True
-
-                self._unread += data
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
-
-        return False
 
     def close(self) -> None:
         self._socket.close()
@@ -373,12 +365,10 @@ class Hub:
         return received
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message; a node that cannot be reached is reported by the next poll."""
+        """Send a message; a node that cannot be reached is reported by the next poll, which tries to send the rest."""
         if number in self._connections:
-            try:
+            with suppress(ConnectionLost):
                 self._connections[number].send(message)
-            except ConnectionLost:
-                self._connections[number].last_received = -SILENCE_S
 
     def drop(self, number: int) -> None:
         if number in self._connections:
@@ -413,7 +403,7 @@ def claim(join: str) -> socket.socket | None:
         ) from None
     except OSError as error:
         # Another node's address, or one that is taken here: this node follows.
-        if error.errno in _ADDRESS_TAKEN:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
 
         raise UserError(

@@ -63,9 +63,8 @@ class Frame:
     @property
     def users(self) -> bool:
         """Whether the frame is in the user's own code."""
-        ours = self.file.startswith(_PACKAGE)
-        library = "-packages/" in self.file or self.file.startswith(sysconfig.get_path("stdlib"))
-        return not (ours or library or self.internal)
+        library = "-packages/" in self.file or self.file.startswith((_PACKAGE, sysconfig.get_path("stdlib")))
+        return not (library or self.internal)
 
     def __str__(self) -> str:
         return f"{_short(self.file)}:{self.line} {self.function}"

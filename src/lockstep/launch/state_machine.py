@@ -140,9 +140,8 @@ class Restarts:
 
     def count(self, failure: Failure, settings: Settings) -> str:
         """Describe the restart that `note` has just counted, for the screen."""
-        if failure.kind == SMALLER:
-            return "not counted as a restart"
-        return f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
+        counted = f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
+        return "not counted as a restart" if failure.kind == SMALLER else counted
 
 
 # ---- the ranks that run now ----
@@ -252,8 +251,7 @@ class JobStateMachine:
         """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
         self.cluster.add(node, now)
         if node.number:
-            nodes = plural(len(self.cluster.nodes), "node")
-            self._say(f"node {node.number} ({node.host}) is here, {nodes} now")
+            self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
 
         if self.phase in (Phase.RUN, Phase.ASK):
             self._say("asking the ranks to save, to continue with the new node")
@@ -351,9 +349,8 @@ class JobStateMachine:
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
         """The process that starts a node's ranks is gone. Between two attempts that costs nothing."""
-        ranks = self.attempt.ranks_on(node)
-        host = self.cluster.nodes[node].host
-        failure = Failure(min(ranks, default=-1), host, time.time(), ZYGOTE, event.why)
+        first = min(self.attempt.ranks_on(node), default=-1)
+        failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
         if event.hopeless and self.phase is not Phase.OVER:
             self._after_stop = Ending(1, failure)
             self._report(failure, "not restarted: it would end the same way")
@@ -390,7 +387,8 @@ class JobStateMachine:
         if event.attempt != self.attempt.number or self.phase is not Phase.ASK:
             return
 
-        self.attempt.watchdog.learn(event.stacks, event.collectives)
+        self.attempt.watchdog.stacks |= event.stacks
+        self.attempt.watchdog.collectives |= event.collectives
         self._unanswered.discard(node)
         if not self._unanswered:
             self._judge_hang(now)
@@ -489,12 +487,11 @@ class JobStateMachine:
     def _overdue(self) -> Failure:
         """Return the failure of ranks that did not stop on request."""
         late = self.attempt.running
-        first = min(late)
-        host = self.cluster.nodes[self.attempt.slots[first][0]].host
+        node, _ = self.attempt.slots[min(late)]
         verb = "was" if len(late) == 1 else "were"
         text = f"{plural(len(late), 'rank')} did not stop in time and {verb} killed"
 
-        return Failure(first, host, time.time(), "SIGKILL", text)
+        return Failure(min(late), self.cluster.nodes[node].host, time.time(), "SIGKILL", text)
 
     # ---- failures ----
 
@@ -504,7 +501,7 @@ class JobStateMachine:
         saved = self.committed()
         if failure.for_user:
             # The same program would come to the same error; its message says what to do, and nothing is added to it.
-            self._after_stop = Ending(failure.exit_code, failure)
+            self._after_stop = Ending(2, failure)
             self._report(failure)
         elif self._stop_request and (saved is not None or self.attempt.any_preempted):
             # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
@@ -513,7 +510,7 @@ class JobStateMachine:
             # From its beginning the same program would come to the same error, so that no command would help.
             how = "start over" if saved is None else "resume"
             hint = "" if saved is None and failure.from_python else f". To {how}: {self.job.again}"
-            self._after_stop = Ending(failure.exit_code, failure)
+            self._after_stop = Ending(1, failure)
             self._report(failure, f"not restarted: {reason}{hint}")
         else:
             self._plan_restart(failure, saved, now)
@@ -526,20 +523,18 @@ class JobStateMachine:
             return f"the job was asked to stop ({self._stop_request})"
 
         progress = saved != self.attempt.started_from
-
         return self.cluster.too_few or self.restarts.refusal(failure, progress, self.settings, now)
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
         slot = self.attempt.slots.get(failure.rank)
-        keeps_failing = self.restarts.note(failure, slot, saved, now)
-        if keeps_failing and slot is not None:
+        if self.restarts.note(failure, slot, saved, now) and slot is not None:
             self.cluster.shrink(slot[0])
 
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-        count = self.restarts.count(failure, self.settings)
-        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({count})")
+        budget = self.restarts.count(failure, self.settings)
+        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({budget})")
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
     def _report(self, failure: Failure, verdict: str = "") -> None:
@@ -548,8 +543,7 @@ class JobStateMachine:
         if not failure.for_user:
             # Rank 0 writes to the terminal, and has no log.
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
-            verb = "was" if others == 1 else "were"
-            victims = f"{plural(others, 'other rank')} {verb} stopped." if others > 0 else ""
+            victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
             log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]

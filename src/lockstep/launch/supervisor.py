@@ -13,11 +13,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import protocol
@@ -49,8 +51,6 @@ from lockstep.launch.protocol import (
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
 
-__all__ = ["Ending", "supervise"]
-
 # How long a turn of the loop waits for something to happen.
 POLL_S = 0.05
 
@@ -74,7 +74,7 @@ def supervise(job: Job) -> Ending:
         )
 
     name = job.host or socket.gethostname()
-    with Signals() as signals:
+    with collect_signals() as signals:
         if job.join is None:
             return Coordinator(job, name, signals, Hub(None), "127.0.0.1").run()
 
@@ -83,43 +83,35 @@ def supervise(job: Job) -> Ending:
         if listener is None:
             return follow(job, name, signals)
 
-        address = listener.getsockname()[0]
-        return Coordinator(job, name, signals, Hub(listener), address).run()
+        return Coordinator(job, name, signals, Hub(listener), listener.getsockname()[0]).run()
 
 
 # ---- the launcher's terminal ----
 
 
-class Signals:
-    """Collects signals while it is entered. Only a process's main thread can do that; elsewhere it stays empty."""
+@contextmanager
+def collect_signals() -> Iterator[list[str]]:
+    """Yield a list to which the names of SIGNALS are appended as they come.
 
-    def __init__(self) -> None:
-        # Names, in the order in which they came.
-        self._received: list[str] = []
+    Only a process's main thread can receive signals; elsewhere the list stays empty.
+    """
+    received: list[str] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, partial(_note_signal, received)) for number in SIGNALS}
 
-        # The handlers to be restored.
-        self._before: dict[signal.Signals, object] = {}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
-    def take(self) -> list[str]:
-        """Return the names of the signals that came since the last call."""
-        received, self._received = self._received, []
-        return received
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(signal.Signals(number).name)
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyrefly: ignore
+def _note_signal(received: list[str], number: int, frame: FrameType | None) -> None:
+    received.append(signal.Signals(number).name)
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher."""
     # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
@@ -133,7 +125,7 @@ def say(text: str) -> None:
 class Coordinator:
     """Runs the ranks of its own node, talks to the other nodes, and carries out the state machine's commands."""
 
-    def __init__(self, job: Job, name: str, signals: Signals, hub: Hub, address: str):
+    def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str):
         self._job = job
         self._signals = signals
         self._hub = hub
@@ -165,8 +157,8 @@ class Coordinator:
         now = time.monotonic()
 
         # Events of this node and of the others.
-        for name in self._signals.take():
-            self._machine.stop_requested(name, now)
+        while self._signals:
+            self._machine.stop_requested(self._signals.pop(0), now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
@@ -204,16 +196,17 @@ class Coordinator:
 
     def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
-        if isinstance(message, ConnectionLost):
-            self._machine.gone(number, f"vanished: {message}", now)
-        elif isinstance(message, Hello):
-            self._greet(number, message, now)
-        elif number in self._machine.cluster.nodes:
-            try:
-                self._handle(number, message, now)
-            except (ValueError, TypeError, KeyError) as error:
-                self._hub.drop(number)
-                self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+        match message:
+            case ConnectionLost():
+                self._machine.gone(number, f"vanished: {message}", now)
+            case Hello():
+                self._greet(number, message, now)
+            case _ if number in self._machine.cluster.nodes:
+                try:
+                    self._handle(number, message, now)
+                except (ValueError, TypeError, KeyError) as error:
+                    self._hub.drop(number)
+                    self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
 
     def _greet(self, number: int, hello: Hello, now: float) -> None:
         """Welcome a node to the job, or refuse it."""
@@ -236,7 +229,6 @@ class Coordinator:
             self._machine.joined(Node(number, hello.host, count), now)
 
     def _handle(self, number: int, message: Message, now: float) -> None:
-        """Hand a node's message to the state machine."""
         match message:
             case Exited():
                 self._machine.exited(message, now)
@@ -297,23 +289,18 @@ class Coordinator:
 # ---- every other node ----
 
 
-def follow(job: Job, name: str, signals: Signals) -> Ending:
+def follow(job: Job, name: str, signals: list[str]) -> Ending:
     """Do what the coordinating node says, until it ends the job or is gone."""
     assert job.join is not None
-    connection = protocol.connect(job.join, job.host, say)
-    try:
-        adopted, orders = _introduce(job, name, connection)
-        agent = Agent(adopted, name)
+    with closing(protocol.connect(job.join, job.host, say)) as connection:
         try:
-            return _obey(agent, connection, signals, orders)
-        finally:
-            agent.close()
-    except ConnectionLost as lost:
-        text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
-        say(f"lockstep: {text}. To resume, on every node: {job.again}")
-        return Ending(1, Failure(-1, name, time.time(), NODE, text))
-    finally:
-        connection.close()
+            adopted, orders = _introduce(job, name, connection)
+            with closing(Agent(adopted, name)) as agent:
+                return _obey(agent, connection, signals, orders)
+        except ConnectionLost as lost:
+            text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
+            say(f"lockstep: {text}. To resume, on every node: {job.again}")
+            return Ending(1, Failure(-1, name, time.time(), NODE, text))
 
 
 def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:
@@ -326,43 +313,37 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
     orders: list[Message] = []
     while adopted is None:
         for message in _received(connection):
-            if isinstance(message, Refused):
-                raise UserError(message.problem, message.found, message.fix)
-
-            if isinstance(message, Welcome):
-                adopted = replace(job, run_dir=Path(message.run_dir), spec=_adopt(job.spec, message.decided))
-            else:
-                orders.append(message)
+            match message:
+                case Refused():
+                    raise UserError(message.problem, message.found, message.fix)
+                case Welcome():
+                    # What this node's launcher has decided gives way to what the coordinator decided.
+                    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
+                    spec = {**job.spec, "layers": layers + message.decided}
+                    adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)
+                case _:
+                    orders.append(message)
 
     return adopted, orders
 
 
-def _adopt(spec: dict[str, Any], decided: list[Any]) -> dict[str, Any]:
-    """Replace what this node's launcher decided by what the coordinator decided."""
-    if "layers" not in spec:
-        return spec
-
-    others = [layer for layer in spec["layers"] if layer[0] != FROM_LAUNCHER]
-    return {**spec, "layers": others + decided}
-
-
-def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[Message]) -> Ending:
+def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> Ending:
     """Carry out orders and report what happens, until the job ends."""
     next_beat = 0.0
     while True:
         # The first orders came with the welcome.
         for message in orders:
-            if isinstance(message, Ending):
-                return message
-
-            if isinstance(message, Announce):
-                say(message.text)
-            else:
-                agent.do(message)
+            match message:
+                case Ending():
+                    return message
+                case Announce():
+                    say(message.text)
+                case _:
+                    agent.do(message)
 
         # A signal at any node is a stop request for the whole job.
-        for name in signals.take():
-            connection.send(SignalReceived(name))
+        while signals:
+            connection.send(SignalReceived(signals.pop(0)))
 
         for event in agent.poll():
             connection.send(event)

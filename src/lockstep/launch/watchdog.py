@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.config.schema import HangConfig
 from lockstep.launch import flight_recorder, records
 from lockstep.launch.failure import HANG, Failure
+from lockstep.launch.job import plural
 from lockstep.launch.stacks import Frame, describe, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 
@@ -110,20 +111,18 @@ class Suspicion:
 
     reason: str
     odd: list[int]
-    views: list[RankView]
-
-    def view(self, rank: int) -> RankView:
-        return next(view for view in self.views if view.rank == rank)
+    views: dict[int, RankView]  # by rank
 
     @property
     def halted(self) -> bool:
         """Whether the others wait for a process that is stopped, dead or gone."""
-        return any(self.view(rank).halted for rank in self.odd)
+        return any(self.views[rank].halted for rank in self.odd)
 
 
 def judge(views: list[RankView], limits: HangConfig) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes."""
     working = [view for view in views if not view.finished]
+    by_rank = {view.rank: view for view in working}
 
     # In a debugger: a person is looking at the job already.
     if any(view.state == "t" for view in working):
@@ -135,7 +134,7 @@ def judge(views: list[RankView], limits: HangConfig) -> Suspicion | None:
         what = "stopped by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
-        return Suspicion(reason, [view.rank for view in halted], working)
+        return Suspicion(reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
     allowed = [_allowed_seconds(view, working, limits) for view in working]
@@ -145,7 +144,7 @@ def judge(views: list[RankView], limits: HangConfig) -> Suspicion | None:
     youngest = min(view.age for view in working)
     reason = f"no rank has advanced for {youngest:.1f} s (limit {max(allowed):.1f} s)"
 
-    return Suspicion(reason, odd_ranks(working), working)
+    return Suspicion(reason, odd_ranks(working), by_rank)
 
 
 def _allowed_seconds(view: RankView, views: list[RankView], limits: HangConfig) -> float:
@@ -196,8 +195,9 @@ def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[
     """Return a failure that names first the rank that the others wait for, then where they wait, then `collectives`."""
     # If the phases do not show which rank the others wait for, the stacks may; or else the longest silence is named.
     groups = group(stacks)
-    odd = suspicion.odd or _smallest(groups)
-    culprit = suspicion.view(odd[0]) if odd else max(suspicion.views, key=lambda view: view.age)
+    one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
+    odd = suspicion.odd or (groups[0][1] if one_is_smallest else [])
+    culprit = suspicion.views[odd[0]] if odd else max(suspicion.views.values(), key=lambda view: view.age)
     detail = [*_stacks_of(odd, suspicion, stacks), *_groups_of(groups, odd, suspicion), *collectives]
 
     return Failure(
@@ -212,23 +212,16 @@ def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[
     )
 
 
-def _smallest(groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
-    """Return the group that is smaller than all others; none if two are equally small."""
-    if len(groups) > 1 and len(groups[0][1]) < len(groups[1][1]):
-        return groups[0][1]
-    return []
-
-
 def _who(suspicion: Suspicion, odd: list[int]) -> str:
     if len(odd) == 1:
-        view = suspicion.view(odd[0])
+        view = suspicion.views[odd[0]]
         return f"rank {view.rank} on {view.host} is the one the others wait for: {_describe(view)}"
 
     if not odd:
-        return f"no rank stands out, all wait for each other: {_describe(suspicion.views[0])}"
+        return f"no rank stands out, all wait for each other: {_describe(next(iter(suspicion.views.values())))}"
 
     head = "the others wait for these" if len(odd) < len(suspicion.views) else "no rank is waiting for another"
-    named = [suspicion.view(rank) for rank in odd[:MAX_RANKS_NAMED]]
+    named = [suspicion.views[rank] for rank in odd[:MAX_RANKS_NAMED]]
     parts = [f"rank {view.rank} on {view.host}, {_describe(view)}" for view in named]
     if len(odd) > MAX_RANKS_NAMED:
         parts.append(f"{len(odd) - MAX_RANKS_NAMED} more")
@@ -246,7 +239,7 @@ def _stacks_of(odd: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> 
     for rank in odd[:MAX_RANKS_NAMED]:
         if frames := main_thread(stacks.get(rank, "")):
             lines += describe(frames, f"rank {rank} is ")
-        elif suspicion.view(rank).state == "T":
+        elif suspicion.views[rank].state == "T":
             lines.append(f"rank {rank} is stopped and cannot show its stack; SIGCONT would let it continue")
         else:
             lines.append(f"rank {rank} did not show its stack")
@@ -261,10 +254,9 @@ def _groups_of(groups: list[tuple[tuple[Frame, ...], list[int]]], odd: list[int]
         if not ranks:
             continue
 
-        phases = sorted({suspicion.view(rank).phase for rank in ranks})
-        count = "1 rank waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait"
-        named = flight_recorder.listed(ranks)
-        lines.append(f"{count} at: {line_of(frames)} ({named}), phase {', '.join(phases)}")
+        phases = sorted({suspicion.views[rank].phase for rank in ranks})
+        where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
+        lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
 
     return lines
 
@@ -296,8 +288,8 @@ class Watchdog:
 
         # The present suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
         self._suspicion: Suspicion | None = None
-        self._stacks: dict[int, str] = {}
-        self._collectives: dict[int, list[dict[str, Any]]] = {}
+        self.stacks: dict[int, str] = {}
+        self.collectives: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def _all_views(self) -> list[RankView]:
@@ -312,8 +304,8 @@ class Watchdog:
             return False
 
         self._suspicion = self.look(views, now)
-        self._stacks = {}
-        self._collectives = {}
+        self.stacks = {}
+        self.collectives = {}
 
         return self._suspicion is not None
 
@@ -352,23 +344,18 @@ class Watchdog:
 
         return f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s"
 
-    def learn(self, stacks: dict[int, str], collectives: dict[int, list[dict[str, Any]]]) -> None:
-        """Take over what one node has collected from its ranks."""
-        self._stacks |= stacks
-        self._collectives |= collectives
-
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
         assert self._suspicion is not None
-        if self._has_moved(self._suspicion) or self.excuse(self._suspicion, self._stacks):
+        if self._has_moved(self._suspicion) or self.excuse(self._suspicion, self.stacks):
             return None
 
-        return explain(self._suspicion, self._stacks, self._differences(self._suspicion))
+        return explain(self._suspicion, self.stacks, self._differences(self._suspicion))
 
     def _has_moved(self, suspicion: Suspicion) -> bool:
         """Whether some rank has advanced in the meantime: it was slow, or the signal itself woke it up."""
         beats = {view.rank: view.beats for view in self._all_views}
-        moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views)
+        moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
         return moved and not suspicion.halted
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
@@ -377,9 +364,8 @@ class Watchdog:
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. The limit is then that of the first time.
         """
-        compiling = any(
-            view.age <= self.limits.first and _COMPILING.search(stacks.get(view.rank, "")) for view in suspicion.views
-        )
+        young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
+        compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
         if suspicion.halted or not compiling:
             return False
 
@@ -389,10 +375,10 @@ class Watchdog:
 
     def _differences(self, suspicion: Suspicion) -> list[str]:
         # A stopped rank does not answer, and then there is nothing to compare.
-        if len(self._collectives) < len(suspicion.views):
+        if len(self.collectives) < len(suspicion.views):
             return []
 
         try:
-            return flight_recorder.analyse(self._collectives)
+            return flight_recorder.analyse(self.collectives)
         except (KeyError, TypeError, ValueError):  # a torch with another format: the stacks must do
             return []

@@ -36,11 +36,8 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoRetu
         work(spec)
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code in (None, 0):
-            exit_without_teardown(0)
-
-        if code == failure.PREEMPTED:
-            exit_without_teardown(failure.PREEMPTED)
+        if code in (None, 0, failure.PREEMPTED):
+            exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
 

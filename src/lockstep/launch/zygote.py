@@ -55,6 +55,7 @@ class Zygote:
 
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
+        self.alive = True
 
         # Whether its imports are done. Requests wait here until then, with the files that belong to them.
         self.ready = False
@@ -77,11 +78,7 @@ class Zygote:
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's
             )
 
-        self.alive = True
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,21 +104,17 @@ class Zygote:
     def poll(self) -> list[dict[str, int]]:
         """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
         # A zygote that is stopped, or stuck in an import, answers no request.
-        if self.alive and self._unanswered:
-            limit = ANSWER_S if self.ready else READY_S
-            if time.monotonic() - self._since > limit:
-                self.kill()
-
-        if not self.alive:
-            return []
+        limit = ANSWER_S if self.ready else READY_S
+        if self.alive and self._unanswered and time.monotonic() - self._since > limit:
+            self.kill()
 
         # Read everything that is there; no data means that the process has ended.
-        while select.select([self._socket], [], [], 0)[0]:
-            data = self._receive()
-            if not data:
-                self.alive = False
-                break
+        while self.alive and select.select([self._socket], [], [], 0)[0]:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self._socket.recv(65536)
 
+            self.alive = bool(data)
             self._unread += data
 
         *lines, self._unread = self._unread.split(b"\n")
@@ -142,12 +135,6 @@ class Zygote:
         """Kill a zygote that does not answer: it is stopped, or stuck."""
         self._process.kill()
         self.alive = False
-
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(65536)
-        except OSError:
-            return b""
 
     def _send(self) -> None:
         while self.ready and self.alive and self._waiting:
@@ -174,7 +161,7 @@ class Zygote:
             self._process.wait()
 
 
-# In the zygote
+# ---- in the zygote ----
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -292,7 +279,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-# In a forked rank
+# ---- in a forked rank ----
 
 
 def die_with_parent() -> None:
