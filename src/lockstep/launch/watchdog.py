@@ -28,13 +28,13 @@ from lockstep.launch.stacks import Frame, describe, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 
 # Phases in which a rank waits for the others: it is never the reason for a hang there.
-WAITING = ("join", "exchange", "agree")
+WAITING = ("join", "exchange", "collective")
 
 # Phases of every step, which take about as long each time.
-STEADY = ("compute", "exchange", "update", "agree")
+STEADY = ("compute", "exchange", "update", "collective")
 
 # Phases without a history in this process, and user code, which may do something long once in a while.
-UNKNOWN = ("start", "join", "build", "load", "compile", "end", "yours")
+UNKNOWN = ("start", "join", "build", "load", "compile", "end", "user code")
 
 # Phases that are neither steady nor unknown read and write files: their limit is at least this many times `hang.least`.
 IO_FACTOR = 6.0

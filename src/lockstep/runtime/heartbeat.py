@@ -27,11 +27,11 @@ PHASES = (
     "compute",  # forward, and backward of all micro-batches but the last
     "exchange",  # the last backward, with the gradient all-reduce
     "update",  # the optimizer
-    "agree",  # a small collective outside the step; the detail says which
+    "collective",  # a small collective outside the step; the detail says which
     "evaluate",
     "snapshot",  # copying the state for a checkpoint: training waits
     "commit",  # waiting for a checkpoint to be on disk
-    "yours",  # user code: an own loop between two steps, after_step, show
+    "user code",  # an own loop between two steps, after_step, show
     "end",  # report and summary
 )
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}

@@ -16,7 +16,8 @@ from lockstep.launch.stacks import collect, group, line_of
 from lockstep.launch.watchdog import RankView, Watchdog, explain, judge
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
-LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "agree": 0.1, "evaluate": 20.0, "snapshot": 0.5}
+LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
+LONGEST |= {"evaluate": 20.0, "snapshot": 0.5}
 
 
 def view(rank, phase, age, step=41, state="S", detail="", host="node-a", **longest):
@@ -65,17 +66,17 @@ def test_limits_come_from_the_configuration():
     assert judge(stuck, HangConfig(least=1.0, factor=50.0)) is None
 
 
-@pytest.mark.parametrize("phase", ["start", "join", "build", "load", "compile", "end", "yours"])
+@pytest.mark.parametrize("phase", ["start", "join", "build", "load", "compile", "end", "user code"])
 def test_phases_without_a_history_have_the_long_limit(phase):
     """Rank 0 writes its report, or the user's own loop draws pictures now and then, while the others wait."""
-    usual = {} if phase != "yours" else {"yours": 0.001}
-    others = [view(0, "agree", 899.0), view(2, "agree", 899.0)]
+    usual = {} if phase != "user code" else {"user code": 0.001}
+    others = [view(0, "collective", 899.0), view(2, "collective", 899.0)]
     assert judge([*others, view(1, phase, 899.0, **usual)], HangConfig()) is None
     assert judge([*others, view(1, phase, 901.0, **usual)], HangConfig()).odd == [1]
 
 
 def test_the_first_evaluation_may_take_long():
-    others = view(0, "agree", 600.0)
+    others = view(0, "collective", 600.0)
     assert judge([others, view(1, "evaluate", 600.0, evaluate=0.0)], HangConfig()) is None
     assert judge([others, view(1, "evaluate", 101.0)], HangConfig()).odd == [1]  # five times twenty seconds
 
@@ -108,7 +109,11 @@ def test_a_rank_behind_is_odd_even_when_it_waits():
 
 
 def test_the_one_in_another_collective_is_odd():
-    views = [view(0, "agree", 9.0, detail="metrics"), view(1, "agree", 9.0, detail="stop"), view(2, "exchange", 9.0)]
+    views = [
+        view(0, "collective", 9.0, detail="metrics"),
+        view(1, "collective", 9.0, detail="stop"),
+        view(2, "exchange", 9.0),
+    ]
     assert judge(views, HangConfig()).odd == []
     views[1] = view(1, "exchange", 9.0)
     assert judge(views, HangConfig()).odd == [0]

@@ -55,7 +55,7 @@ class CompileWarmup:
             heartbeat.beat("compile")
             self._trial(args, kwargs)
 
-            heartbeat.beat("agree")
+            heartbeat.beat("collective")
             heartbeat.set_detail("compiled")
             self._wait_for_all()
             heartbeat.beat("compute")
