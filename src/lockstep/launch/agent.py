@@ -45,8 +45,8 @@ ATTEMPT = "LOCKSTEP_ATTEMPT"
 # How long killed ranks may take until the zygote has reported their end.
 RANKS_STOP_S = 5.0
 
-# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so both
-# together must stay below the silence after which a node counts as lost.
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so
+# together they must stay below the silence after which a node counts as lost.
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
@@ -58,11 +58,8 @@ SENT_ENTRIES = 100
 class RankProcess:
     """One rank of this node."""
 
-    # What is needed to examine its end.
-    scene: failure.Scene
-
-    # None until the zygote has forked it.
-    pid: int | None = None
+    scene: failure.Scene  # what is needed to examine its end
+    pid: int | None = None  # None until the zygote has forked it
     ended: bool = False
 
     def kill(self) -> None:
@@ -70,7 +67,7 @@ class RankProcess:
         if self.pid is None:
             return
 
-        # In its first moment a rank does not lead a group yet, so the process itself is killed, too.
+        # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -153,7 +150,7 @@ class Agent:
             case Stop() if current and current.number == message.attempt:
                 self._stop(current)
             case Stop():
-                # An attempt that this node knows nothing of has no ranks here.
+                # This node has no ranks of an attempt that it does not know.
                 self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
@@ -178,7 +175,7 @@ class Agent:
         for local in range(start.count):
             rank = start.base + local
 
-            # Rank 0 has the terminal. Logs are appended to over attempts, so remember where this one begins.
+            # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
             scene = failure.Scene(rank, self._name, current.folder, log, began, oom_kills)
@@ -193,7 +190,6 @@ class Agent:
             self._zygote.fork(rank, env, self._job.spec, log, fds)
 
     def _environment(self, start: Start, folder: Path) -> dict[str, str]:
-        """Return the variables that all ranks of this node share."""
         rendezvous = {
             "WORLD_SIZE": str(start.world),
             "LOCAL_WORLD_SIZE": str(start.count),
@@ -277,7 +273,7 @@ class Agent:
         return events
 
     def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
-        """Take over the zygote's report that a rank has started or ended."""
+        """Note the zygote's report that a rank has started or ended."""
         if "code" not in report:
             rank.pid = report["pid"]
 
@@ -291,7 +287,7 @@ class Agent:
             self._events.append(self.beat())
             rank.ended = True
             end = failure.examine(rank.scene, report["code"], time.time())
-            self._events.append(Exited(current.number, rank.scene.rank, end))
+            self._events.append(Exited(current.number, report["rank"], end))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
@@ -348,10 +344,9 @@ def _environment_for(count: int) -> dict[str, str]:
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
-    """Return where each living rank is. Ranks that do not answer in time are left out."""
+    """Return where each living rank is. A rank that does not answer in time has an empty stack, and no collectives."""
     answers = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
     answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
-    newest = {rank: entries[-SENT_ENTRIES:] for rank, entries in recorded.items()}
 
-    return Stacks(current.number, answers, newest)
+    return Stacks(current.number, answers, {rank: entries[-SENT_ENTRIES:] for rank, entries in recorded.items()})

@@ -196,7 +196,6 @@ def examine(scene: Scene, code: int, noticed: float) -> Exit:
 
 
 def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
-    """Return the failure of a rank that was not able to record one."""
     if code > 0:
         return Failure(scene.rank, scene.host, noticed, EXIT, f"ended with code {code}")
 

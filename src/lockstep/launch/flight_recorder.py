@@ -67,12 +67,9 @@ def recorded() -> list[dict[str, Any]]:
     """Return the last collectives of this process from all recorders; none if torch has not been imported."""
     # Not an import: it would block behind a main thread that hangs in one.
     module = sys.modules.get("torch._C._distributed_c10d")
-    entries = []
-    for name in RECORDERS:
-        if dump := getattr(module, name, None):
-            entries += json.loads(dump()).get("entries", [])
+    dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
 
-    return entries
+    return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
 
 
 # ---- the launcher's side ----
@@ -84,23 +81,23 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
     request = str(time.time_ns())
     records.write(folder / REQUEST, request)
 
-    found: dict[int, list[dict[str, Any]]] = {}
+    answers: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + timeout
-    while len(found) < len(ranks) and time.monotonic() < deadline:
+    while len(answers) < len(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
         for rank in ranks:
             answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
-                found[rank] = answer["entries"]
+                answers[rank] = answer["entries"]
 
-    return found
+    return answers
 
 
 @dataclass(frozen=True)
 class Collective:
     """One entry of the flight recorder."""
 
-    # Counts up in each process group, equally on all ranks unless something is wrong.
+    # Counts up in each process group, and means the same collective on all ranks unless something is wrong.
     number: int
     op: str
     sizes: str

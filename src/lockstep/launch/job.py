@@ -78,9 +78,9 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
         # Nodes may find Python's modules in different folders, and one node names the run for all.
-        kept = {key: value for key, value in self.spec.items() if key not in ("path", "again", "layers")}
+        shared = {key: value for key, value in self.spec.items() if key not in ("path", "again")}
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-        return _plain({**kept, "layers": layers, "nnodes": str(self.nnodes)})
+        return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
     @property
     def decided(self) -> list[Any]:
@@ -89,7 +89,7 @@ class Job:
 
 
 def _plain(values: Any) -> Any:
-    """Return the values as they look after they have travelled as JSON."""
+    """Return the values as they look after a trip through JSON."""
     return json.loads(json.dumps(values, default=str))
 
 
@@ -138,7 +138,6 @@ class Cluster:
 
     @property
     def full(self) -> bool:
-        """Whether no further node may join."""
         return len(self.nodes) >= self.bounds.most
 
     @property
@@ -159,7 +158,6 @@ class Cluster:
         return Count(sum(count.least for count in counts), sum(count.most for count in counts))
 
     def resize(self, ranks: int) -> None:
-        """Divide this many ranks over the nodes, as evenly as their bounds allow."""
         self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
 
     def shrink(self, number: int) -> None:

@@ -262,7 +262,7 @@ class Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
-        # The beginning of a message of which the rest has not arrived, and what the socket has not taken yet.
+        # The beginning of a message whose rest has not arrived, and what the socket has not taken yet.
         self._unread = b""
         self._unsent = b""
         self.last_received = now
@@ -331,24 +331,25 @@ class Connection:
 class Hub:
     """The coordinator's connections to all other nodes, by node number. On a single node it has no listener."""
 
-    def __init__(self, listener: socket.socket | None):
-        self._listener = listener
+    def __init__(self, *listeners: socket.socket):
+        self._listeners = listeners
         self._connections: dict[int, Connection] = {}
 
         # The number given to the node that connected last.
         self._last = 0
 
     def sockets(self) -> list[Any]:
-        return [*filter(None, [self._listener]), *self._connections.values()]
+        return [*self._listeners, *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept new connections, and return what has arrived on all of them."""
-        # An error of `accept` means that nobody else is waiting, or has hung up before we answered.
-        with suppress(OSError):
-            while self._listener is not None:
-                connection, _ = self._listener.accept()
-                self._last += 1
-                self._connections[self._last] = Connection(connection, now)
+        for listener in self._listeners:
+            # An error means that no other node is waiting, or that it has hung up already.
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    self._last += 1
+                    self._connections[self._last] = Connection(connection, now)
 
         return self._read_all(now)
 
@@ -376,8 +377,8 @@ class Hub:
 
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:

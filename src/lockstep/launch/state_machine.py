@@ -1,9 +1,9 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
 Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument; the
-module reads the wall clock for failure records, and the newest step through `committed`. An attempt is a set of ranks
-that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
-checkpoint, unless there is a reason not to.
+module reads the wall clock only for failure records, and the newest checkpoint's step through `committed`. An attempt
+is a set of ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from
+the newest checkpoint, unless there is a reason not to.
 
 `JobStateMachine` has the phases and their transitions:
 
@@ -205,8 +205,8 @@ ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
 class JobStateMachine:
     """The state of a job.
 
-    Every public method but `take` is an event; what follows from it are commands, which `take` returns. `committed` is
-    a function that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    Every public method but `take` is an event. Events lead to commands, which `take` returns. `committed` is a function
+    that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
     """
 
     def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
@@ -296,13 +296,11 @@ class JobStateMachine:
     # ---- an attempt ----
 
     def _start_if_ready(self, now: float) -> None:
-        if not self.cluster.ready(now):
-            return
-
-        self._enter(Phase.RUN)
-        ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
-        self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
-        self._commands.append(StartAttempt(self.attempt.number, ranks))
+        if self.cluster.ready(now):
+            self._enter(Phase.RUN)
+            ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
+            self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
+            self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
         """A rank has ended: finished, saved and stopped, or failed."""
@@ -384,14 +382,12 @@ class JobStateMachine:
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
         """A node has answered with its ranks' stacks; with those of all nodes the hang can be judged."""
-        if event.attempt != self.attempt.number or self.phase is not Phase.ASK:
-            return
-
-        self.attempt.watchdog.stacks |= event.stacks
-        self.attempt.watchdog.collectives |= event.collectives
-        self._unanswered.discard(node)
-        if not self._unanswered:
-            self._judge_hang(now)
+        if event.attempt == self.attempt.number and self.phase is Phase.ASK:
+            self.attempt.watchdog.stacks |= event.stacks
+            self.attempt.watchdog.collectives |= event.collectives
+            self._unanswered.discard(node)
+            if not self._unanswered:
+                self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
         """Fail the attempt if it hangs. It goes back to RUN if some rank has advanced, or compiles."""
@@ -485,7 +481,6 @@ class JobStateMachine:
         return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
 
     def _overdue(self) -> Failure:
-        """Return the failure of ranks that did not stop on request."""
         late = self.attempt.running
         node, _ = self.attempt.slots[min(late)]
         verb = "was" if len(late) == 1 else "were"
@@ -518,7 +513,6 @@ class JobStateMachine:
         self._stop(now)
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
-        """Return why no other attempt follows, or None if one does."""
         if self._stop_request:
             return f"the job was asked to stop ({self._stop_request})"
 

@@ -76,7 +76,7 @@ def supervise(job: Job) -> Ending:
     name = job.host or socket.gethostname()
     with collect_signals() as signals:
         if job.join is None:
-            return Coordinator(job, name, signals, Hub(None), "127.0.0.1").run()
+            return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
         listener = protocol.claim(job.join)
@@ -137,19 +137,15 @@ class Coordinator:
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
         self._machine.joined(Node(COORDINATOR, name, job.nproc), now)
 
-        # Set by the last command.
-        self._ending: Ending | None = None
         self._next_beat = now
+        self._ending: Ending | None = None  # set by the last command
 
     def run(self) -> Ending:
-        try:
+        with closing(self._hub), closing(self._agent):
             while self._ending is None:
                 self._turn()
 
-            return self._ending
-        finally:
-            self._agent.close()
-            self._hub.close()
+        return self._ending
 
     def _turn(self) -> None:
         """Collect what has happened, hand it to the state machine, and do what it says."""
@@ -170,7 +166,7 @@ class Coordinator:
             self._next_beat = now + protocol.BEAT_S
             self._beat(now)
 
-        # Time is an event, too; then all commands issued in this turn are carried out.
+        # The passing of time is an event as well. Then all commands issued in this turn are carried out.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
@@ -261,8 +257,8 @@ class Coordinator:
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        The socket of the ranks' rendezvous is bound before any rank starts, and again for each attempt: no port is
-        ever guessed, and no rank finds what an earlier attempt left.
+        The socket of the ranks' rendezvous is bound before any rank starts, and a new one for each attempt: no port is
+        guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
@@ -270,7 +266,7 @@ class Coordinator:
             base = 0
             for group, (number, count) in enumerate(command.ranks.items()):
                 start = Start(command.attempt, base, count, world, group, self._address, port)
-                self._send(number, start, listener if number == COORDINATOR else None)
+                self._send(number, start, listener)
                 base += count
 
     def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
@@ -280,10 +276,9 @@ class Coordinator:
             self._hub.send(number, message)
 
     def _send_to_nodes(self, message: Message) -> None:
-        """Send a message to all nodes but this one."""
+        """Send a message to all nodes but this one, which the hub does not know."""
         for number in self._machine.cluster.nodes:
-            if number != COORDINATOR:
-                self._send(number, message)
+            self._hub.send(number, message)
 
 
 # ---- every other node ----
@@ -328,7 +323,6 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
 
 
 def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> Ending:
-    """Carry out orders and report what happens, until the job ends."""
     next_beat = 0.0
     while True:
         # The first orders came with the welcome.

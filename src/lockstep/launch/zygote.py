@@ -51,7 +51,7 @@ Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
-    """The launcher's side: a handle of the process."""
+    """The launcher's side: a handle to the process."""
 
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
@@ -65,7 +65,7 @@ class Zygote:
         self._unanswered = 0
         self._since = time.monotonic()
 
-        # The beginning of a line of which the rest has not arrived.
+        # The beginning of a line whose rest has not arrived.
         self._unread = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(SEND_S)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
     # Imports leave hardly any garbage, and looking for it would take a fifth of their time. Frozen objects stay shared
-    # between all ranks, since no collection of a rank's touches them.
+    # by all ranks, because no garbage collection of a rank touches them.
     gc.disable()
     module, _, function = entry.partition(":")
     work = getattr(importlib.import_module(module), function)
@@ -258,15 +258,15 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
     """Report the ranks that have ended, and kill their loader processes."""
     while children:
-        # WNOWAIT: as long as a rank is not reaped, its process group's number cannot be given to another.
+        # WNOWAIT: until a rank is reaped, no other process group can get its number.
         seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
             return
 
         _kill_group(seen.si_pid)
         _, status = os.waitpid(seen.si_pid, 0)
-        rank = children.pop(seen.si_pid)
-        _report(control, {"rank": rank, "pid": seen.si_pid, "code": os.waitstatus_to_exitcode(status)})
+        code = os.waitstatus_to_exitcode(status)
+        _report(control, {"rank": children.pop(seen.si_pid), "pid": seen.si_pid, "code": code})
 
 
 def _close(files: list[int]) -> None:
@@ -292,7 +292,6 @@ def die_with_parent() -> None:
 
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
-    """Turn the new process into the rank."""
     try:
         die_with_parent()
 
@@ -310,7 +309,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         if request["log"]:
             _write_to(request["log"])
 
-        # Or all ranks would draw the same numbers. `random` reseeds itself after a fork, numpy does not.
+        # `random` reseeds itself after a fork, numpy does not: all ranks would draw the same numbers.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
 
@@ -327,7 +326,7 @@ def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    # Until the engine handles preemption there is nothing to be saved.
+    # Until the engine handles preemption there is nothing to save.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _exit_preempted)
 
@@ -337,7 +336,6 @@ def _exit_preempted(number: int, frame: object) -> None:
 
 
 def _write_to(log: str) -> None:
-    """Redirect what this process prints to a file."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
