@@ -91,7 +91,7 @@ class LocalAttempt:
         # Whether the ranks were asked to save and stop.
         self.preempted = False
 
-        # Since when they are being killed, and whether the coordinator knows that they are gone.
+        # When they were killed, and whether the coordinator knows that they are gone.
         self.stopping: float | None = None
         self.stop_reported = False
 
@@ -273,7 +273,7 @@ class Agent:
         return events
 
     def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
-        """Note the zygote's report that a rank has started or ended."""
+        # The rank has started.
         if "code" not in report:
             rank.pid = report["pid"]
 

@@ -45,19 +45,13 @@ class Failure:
     rank: int
     host: str
     time: float
-
-    # The exception's type, the signal's name, or one of the kinds above.
-    kind: str
+    kind: str  # the exception's type, the signal's name, or one of the kinds above
     message: str
     traceback: str = ""
-
-    # Whether the message says what to do; then no traceback is shown.
-    for_user: bool = False
+    for_user: bool = False  # whether the message says what to do; then no traceback is shown
     step: int | None = None
     phase: str | None = None
-
-    # The last lines that the rank wrote.
-    log: str = ""
+    log: str = ""  # the last lines that the rank wrote
 
     @property
     def from_python(self) -> bool:
@@ -99,10 +93,9 @@ class Failure:
 def stamp(error: BaseException) -> None:
     """Note the time of an error where it is first seen, before this rank leaves the process group.
 
-    The other ranks notice that it is gone, and one of them may record its complaint first: by the stamps it is still
-    clear which error caused the other.
+    The other ranks notice that it is gone, and one of them may record its complaint first: the stamps still show which
+    error caused the other.
     """
-
     # Some exception classes take no attributes.
     with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
@@ -168,9 +161,7 @@ class Scene:
     host: str
     folder: Path
     log: Path | None
-
-    # The log's size when this rank was started.
-    log_began: int = 0
+    log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
 
 

@@ -21,7 +21,7 @@ from lockstep.launch import records
 
 REQUEST = "dump-request"
 
-# How often a rank looks for a request.
+# Seconds between two looks of a rank for a request.
 POLL_S = 0.5
 
 # How many collectives torch keeps in each rank.

@@ -53,17 +53,12 @@ class Count:
 class Job:
     """A job, as the command on one node describes it."""
 
-    # Passed to every rank, as plain JSON; its key "again" is the command that resumes the job.
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # passed to every rank, as plain JSON; its key "again" is the command that resumes the job
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
-
-    # HOST:PORT where the nodes meet.
-    join: str | None = None
-
-    # This node's name and address, where its own choice would be wrong.
-    host: str | None = None
+    join: str | None = None  # HOST:PORT where the nodes meet
+    host: str | None = None  # this node's name and address, where its own choice would be wrong
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
     # layers above it.
@@ -246,7 +241,6 @@ def parse_join(asked: str) -> tuple[str, int]:
 
 
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
-    """Append an event to the run's events.jsonl."""
     line = json.dumps({"time": time.time(), **event}, allow_nan=False)
     run_dir.mkdir(parents=True, exist_ok=True)
 

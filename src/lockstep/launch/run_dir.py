@@ -106,7 +106,7 @@ def prepare(run: Path) -> None:
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
 
-        # The only way to find out is to write: permissions do not tell about full or read-only disks.
+        # The only way to find out is to write: permissions say nothing about full or read-only disks.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -151,7 +151,7 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
 
             return None
 
-    # For the message that the next process gets.
+    # The next process that tries names this one in its message.
     file.truncate(0)
     file.write(f"{os.uname().nodename} {os.getpid()}\n")
     file.flush()
@@ -190,13 +190,13 @@ def ask_for_size(run: Path, count: int) -> None:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
     try:
-        free = lock(run, timeout=0.0)
+        acquired = lock(run, timeout=0.0)
     except UserError:
         # The run holds its lock, as it should.
-        free = None
+        acquired = None
 
-    if free is not None:
-        free.close()
+    if acquired is not None:
+        acquired.close()
         raise UserError(
             f"{asked}: the run is not running",
             "its folder is not locked by any process",

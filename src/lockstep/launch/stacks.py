@@ -19,7 +19,7 @@ from lockstep.launch import records
 
 SIGNAL = signal.SIGUSR2
 
-# How often answers are looked for.
+# Seconds between two looks for answers.
 _POLL_S = 0.05
 
 # Lines of faulthandler's output.
@@ -50,9 +50,7 @@ class Frame:
     """One line of a stack."""
 
     file: str
-
-    # Text, because faulthandler writes ??? for a line that it does not know.
-    line: str
+    line: str  # text, because faulthandler writes ??? for a line that it does not know
     function: str
 
     @property
@@ -67,7 +65,12 @@ class Frame:
         return not (library or self.internal)
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line} {self.function}"
+        # Relative to this package, to site-packages, or to the working directory.
+        file = self.file.rpartition("-packages/")[2].removeprefix(os.getcwd() + "/")
+        if self.file.startswith(_PACKAGE):
+            file = "lockstep/" + self.file.removeprefix(_PACKAGE)
+
+        return f"{file}:{self.line} {self.function}"
 
 
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
@@ -111,8 +114,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
         # faulthandler writes the main thread last, so each new thread replaces the one before.
         if _THREAD.match(line):
             frames = []
-        elif found := _FRAME.match(line):
-            frames.append(Frame(*found.groups()))
+        elif parts := _FRAME.match(line):
+            frames.append(Frame(*parts.groups()))
 
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
 
@@ -145,14 +148,3 @@ def _ask(pid: int) -> bool:
         return False
 
     return True
-
-
-def _short(file: str) -> str:
-    """Shorten a path: relative to this package, to site-packages, or to the working directory."""
-    if file.startswith(_PACKAGE):
-        return "lockstep/" + file.removeprefix(_PACKAGE)
-
-    if "-packages/" in file:
-        return file.rpartition("-packages/")[2]
-
-    return file.removeprefix(os.getcwd() + "/")

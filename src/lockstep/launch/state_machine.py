@@ -167,7 +167,6 @@ class Attempt:
 
     @property
     def running(self) -> set[int]:
-        """The ranks that have not ended."""
         return self.slots.keys() - self.exits.keys()
 
     def ranks_on(self, node: int) -> list[int]:
@@ -532,7 +531,6 @@ class JobStateMachine:
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
     def _report(self, failure: Failure, verdict: str = "") -> None:
-        """Announce a failure and what follows from it, and log it as an event."""
         lines = [failure.text()]
         if not failure.for_user:
             # Rank 0 writes to the terminal, and has no log.

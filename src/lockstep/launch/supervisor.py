@@ -205,7 +205,6 @@ class Coordinator:
                     self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
 
     def _greet(self, number: int, hello: Hello, now: float) -> None:
-        """Welcome a node to the job, or refuse it."""
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
         count = hello.count

@@ -30,7 +30,7 @@ from lockstep.runtime import heartbeat
 # Phases in which a rank waits for the others: it is never the reason for a hang there.
 WAITING = ("join", "exchange", "collective")
 
-# Phases of every step, which take about as long each time.
+# Phases of every step, which take about the same time in each.
 STEADY = ("compute", "exchange", "update", "collective")
 
 # Phases without a history in this process, and user code, which may do something long once in a while.
@@ -42,7 +42,7 @@ IO_FACTOR = 6.0
 # The same for a rank that uses the processor or a disk, and for all ranks while none waits for another.
 BUSY_FACTOR = 12.0
 
-# For how long a process must be seen stopped or dead. It may be stopped for a moment, or its exit be reported soon.
+# How long a process must be seen stopped or dead: it may be stopped for a moment, or its exit may be reported soon.
 STOPPED_S = 3.0
 
 # How long a rank that compiles is left alone, before it is asked again.

@@ -75,7 +75,7 @@ def exit_without_teardown(code: int) -> NoReturn:
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
 
-    # Files that the user left open. There is no list of them but the garbage collector's.
+    # Flush files that the user left open. Only the garbage collector has a list of them.
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
             with contextlib.suppress(ValueError, OSError):
