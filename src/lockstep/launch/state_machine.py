@@ -401,15 +401,16 @@ class JobStateMachine:
         # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
         at_once = self._stop_request == signal == "SIGINT"
         self._stop_request = self._stop_request or signal
-        if self.phase is Phase.GATHER:
-            self._end_preempted()
-        elif self.phase in ACTIVE and at_once:
-            self._say("stopped at once")
-            self._after_stop = Ending(self._preempted_code)
-            self._stop(now)
-        elif self.phase in (Phase.RUN, Phase.ASK):
-            self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
-            self._preempt(now)
+        match self.phase:
+            case Phase.GATHER:
+                self._end_preempted()
+            case Phase.RUN | Phase.ASK | Phase.PREEMPT if at_once:
+                self._say("stopped at once")
+                self._after_stop = Ending(self._preempted_code)
+                self._stop(now)
+            case Phase.RUN | Phase.ASK:
+                self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
+                self._preempt(now)
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""

@@ -302,7 +302,6 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         # Exactly the environment of the request, whatever the imports have added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
-        os.environ[worker.LIFELINE] = str(fds[0])
         if len(fds) > 1:
             os.environ[LISTEN_FD] = str(fds[1])
 
@@ -315,7 +314,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
 
         # From here on signals that were sent in the meantime are delivered.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
-        worker.main(request["spec"], work)
+        worker.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
         traceback.print_exc()
 
