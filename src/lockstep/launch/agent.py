@@ -310,7 +310,7 @@ class Agent:
             self._zygote = self._new_zygote(self._zygote.env)
 
     def beat(self) -> NodeBeat:
-        """Return the heartbeats of all ranks here, and the settings that rank 0 has written."""
+        """Return the heartbeats of this node's ranks, and the settings that rank 0 has written."""
         current = self._current
         if current is None:
             return NodeBeat()
@@ -319,7 +319,9 @@ class Agent:
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
         # Written by rank 0, once it has read the configuration.
-        settings = json.loads(records.read(current.folder / "settings.json") or "{}")
+        settings: dict[str, Any] = {}
+        with suppress(ValueError):
+            settings = json.loads(records.read(current.folder / "settings.json"))
 
         return NodeBeat([view for view in views if view is not None], settings)
 

@@ -193,7 +193,8 @@ def odd_ranks(views: list[RankView]) -> list[int]:
 
 def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[str] = ()) -> Failure:
     """Return a failure that names first the rank that the others wait for, then where they wait, then `collectives`."""
-    # If the phases do not show which rank the others wait for, the stacks may; or else the longest silence is named.
+    # If the phases do not show which rank the others wait for, the stacks may: the ranks in the smallest group, if one
+    # is smaller than all others. Otherwise the rank that has been silent for longest is named.
     groups = group(stacks)
     one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
     odd = suspicion.odd or (groups[0][1] if one_is_smallest else [])
@@ -250,13 +251,10 @@ def _stacks_of(odd: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> 
 def _groups_of(groups: list[tuple[tuple[Frame, ...], list[int]]], odd: list[int], suspicion: Suspicion) -> list[str]:
     lines = []
     for frames, members in groups:
-        ranks = [rank for rank in members if rank not in odd]
-        if not ranks:
-            continue
-
-        phases = sorted({suspicion.views[rank].phase for rank in ranks})
-        where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
-        lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
+        if ranks := [rank for rank in members if rank not in odd]:
+            phases = sorted({suspicion.views[rank].phase for rank in ranks})
+            where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
+            lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
 
     return lines
 
