@@ -48,7 +48,7 @@ def test_a_beat_never_synchronises(cycles_per_ms):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(20):
-            for phase in ("data", "compute", "exchange", "update", "agree"):
+            for phase in ("data", "compute", "exchange", "update", "collective"):
                 heartbeat.beat(phase, step)
                 busy(1, cycles_per_ms)
     finally:

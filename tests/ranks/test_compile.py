@@ -106,9 +106,9 @@ def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
     found = pool.run(trained, str(tmp_path / "compiled"), True, world=2)
     for (expected, _), (weights, phases) in zip(plain, found, strict=True):
         assert all(torch.equal(expected[name], weights[name]) for name in expected)
-        order = [phase for phase in phases if phase in ("compile", "compiled", "agree", "exchange")]
+        order = [phase for phase in phases if phase in ("compile", "compiled", "collective", "exchange")]
         begin = order.index("compile")
-        assert order[begin + 1 : begin + 4] == ["compiled", "agree", "exchange"]
+        assert order[begin + 1 : begin + 4] == ["compiled", "collective", "exchange"]
         assert phases.count("compile") == 1
 
 

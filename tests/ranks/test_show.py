@@ -89,8 +89,8 @@ def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, r
     keeps = name == "fsdp-grads"
     for found in pool.run(written, STRATEGIES[name], roomy, world=world):
         phase, gathered = found["at_end"]
-        assert phase == "yours"  # which may take its time
-        assert found["after_steps"] == [("yours", step) for step in (1, 2, 3)]
+        assert phase == "user code"  # which may take its time
+        assert found["after_steps"] == [("user code", step) for step in (1, 2, 3)]
         assert gathered == (PARTS if keeps or roomy == 9 else PARTS * WORDS)
         assert found["afterwards"] == (PARTS if keeps else 2 * PARTS)
         told = [event["event"] for event in found["events"]]
@@ -111,7 +111,7 @@ def test_an_error_of_one_rank_ends_it_for_all(pool: Pool, name: str, fails: tupl
 
 def test_one_rank_shows_where_every_rank_holds_all(pool: Pool) -> None:
     first, second = pool.run(written, STRATEGIES["ddp"], world=2)
-    assert first["at_end"] == ("yours", 0)
+    assert first["at_end"] == ("user code", 0)
     assert second["at_end"] is None
 
 

@@ -53,7 +53,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
         # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
         if after_step:
-            run.runtime.heartbeat.beat("yours", step)
+            run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
         if evaluate_every and step % evaluate_every == 0:
@@ -119,7 +119,7 @@ def _show(task: Task, run: Run) -> str | None:
         return None
 
     run.driver.model.eval()
-    run.runtime.heartbeat.beat("yours")  # the launcher allows more time in this phase
+    run.runtime.heartbeat.beat("user code")  # the launcher allows more time in this phase
     try:
         # Inputs that grow with every token would be compiled again and again.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:

@@ -241,7 +241,7 @@ class OwnStep:
         self.result = self._run.stepper.apply()
         # Here and not after the loop's body, so that the rest of the body finds the step ended.
         self._run.finish(self._batches, self.result)
-        self._run.runtime.heartbeat.beat("yours")
+        self._run.runtime.heartbeat.beat("user code")
         return self.result
 
     def _miscounted(self, times: str) -> UserError:

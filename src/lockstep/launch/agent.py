@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import failure, flight_recorder, stacks, watchdog
+from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
 from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
     CollectStacks,
@@ -45,8 +45,8 @@ ATTEMPT = "LOCKSTEP_ATTEMPT"
 # How long killed ranks may take until the zygote has reported their end.
 RANKS_STOP_S = 5.0
 
-# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so both
-# together must stay below the silence after which a node counts as lost.
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so
+# together they must stay below the silence after which a node counts as lost.
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
@@ -58,11 +58,8 @@ SENT_ENTRIES = 100
 class RankProcess:
     """One rank of this node."""
 
-    # What is needed to examine its end.
-    scene: failure.Scene
-
-    # None until the zygote has forked it.
-    pid: int | None = None
+    scene: failure.Scene  # what is needed to examine its end
+    pid: int | None = None  # None until the zygote has forked it
     ended: bool = False
 
     def kill(self) -> None:
@@ -70,7 +67,7 @@ class RankProcess:
         if self.pid is None:
             return
 
-        # In its first moment a rank does not lead a group yet, so the process itself is killed, too.
+        # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -87,13 +84,14 @@ class LocalAttempt:
 
         # A pipe to which nothing is written. Ranks read from `alive`; when the other end is closed, by us or by the
         # kernel because we are dead, they kill themselves.
-        self.alive, self._lifeline = os.pipe()
+        self.alive, write_end = os.pipe()
+        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
         self.ranks: dict[int, RankProcess] = {}
 
         # Whether the ranks were asked to save and stop.
         self.preempted = False
 
-        # Since when they are being killed, and whether the coordinator knows that they are gone.
+        # When they were killed, and whether the coordinator knows that they are gone.
         self.stopping: float | None = None
         self.stop_reported = False
 
@@ -106,16 +104,11 @@ class LocalAttempt:
         """The processes of all ranks that were started and have not ended."""
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
 
-    def cut_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-
     def close(self) -> None:
         for rank in self.living:
             rank.kill()
 
-        self.cut_lifeline()
+        self.lifeline.close()
         os.close(self.alive)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -127,9 +120,8 @@ class Agent:
         self._job = job
         self._name = name
 
-        # The number of ranks of the next attempt. A zygote is started at once: it imports torch while nodes gather.
-        self._count = job.nproc.first
-        self._zygote = self._new_zygote(self._count)
+        # A zygote is started at once: it imports torch while nodes gather.
+        self._zygote = self._new_zygote(_environment_for(job.nproc.first))
 
         # A zygote for another number of ranks, which imports while the present ranks still run.
         self._next_zygote: Zygote | None = None
@@ -141,25 +133,25 @@ class Agent:
         # What the next `poll` returns.
         self._events: list[Message] = []
 
-    # Orders of the coordinator
+    # ---- orders of the coordinator ----
 
     def do(self, message: Message, listener: socket.socket | None = None) -> None:
         """Carry out an order. `listener` is the socket of the ranks' rendezvous, on the node of rank 0."""
         current = self._current
-        if isinstance(message, Start):
-            self._start(message, listener)
-        elif isinstance(message, Prepare):
-            self._prepare(message.count)
-        elif current is not None and getattr(message, "attempt", None) == current.number:
-            if isinstance(message, Preempt):
+        match message:
+            case Start():
+                self._start(message, listener)
+            case Prepare():
+                self._prepare(message.count)
+            case Preempt() if current and current.number == message.attempt:
                 self._preempt(current)
-            elif isinstance(message, Stop):
-                self._stop(current)
-            elif isinstance(message, CollectStacks):
+            case CollectStacks() if current and current.number == message.attempt:
                 self._events.append(_collect_stacks(current))
-        elif isinstance(message, Stop):
-            # An attempt that this node knows nothing of has no ranks here.
-            self._events.append(Stopped(message.attempt))
+            case Stop() if current and current.number == message.attempt:
+                self._stop(current)
+            case Stop():
+                # This node has no ranks of an attempt that it does not know.
+                self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
         self._close_attempt()
@@ -183,7 +175,7 @@ class Agent:
         for local in range(start.count):
             rank = start.base + local
 
-            # Rank 0 has the terminal. Logs are appended to over attempts, so remember where this one begins.
+            # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
             scene = failure.Scene(rank, self._name, current.folder, log, began, oom_kills)
@@ -194,11 +186,10 @@ class Agent:
             if listener and rank == 0:
                 fds.append(listener.fileno())
 
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._zygote.fork(rank, env, self._job.spec, log, fds)
 
     def _environment(self, start: Start, folder: Path) -> dict[str, str]:
-        """Return the variables that all ranks of this node share."""
         rendezvous = {
             "WORLD_SIZE": str(start.world),
             "LOCAL_WORLD_SIZE": str(start.count),
@@ -215,18 +206,18 @@ class Agent:
 
         Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
         """
-        self._count = count
-        current = self._next_zygote or self._zygote
-        if current.alive and current.env == _environment_for(count):
+        env = _environment_for(count)
+        newest = self._next_zygote or self._zygote
+        if newest.alive and newest.env == env:
             return
 
         if self._next_zygote is not None:
             self._next_zygote.close()
 
-        self._next_zygote = self._new_zygote(count)
+        self._next_zygote = self._new_zygote(env)
 
-    def _new_zygote(self, count: int) -> Zygote:
-        return Zygote(self._job.entry, self._job.preload, _environment_for(count))
+    def _new_zygote(self, env: dict[str, str]) -> Zygote:
+        return Zygote(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt) -> None:
         """Ask the ranks to save and stop. Only the ranks themselves: they need their loader processes until then."""
@@ -237,7 +228,7 @@ class Agent:
             self._zygote.forget()
             for number, rank in current.ranks.items():
                 rank.ended = True
-                self._events.append(Exited(current.number, number, failure.PREEMPTED, time.time(), None))
+                self._events.append(Exited(current.number, number, failure.Exit(failure.PREEMPTED)))
 
         for pid in current.pids.values():
             with suppress(ProcessLookupError):
@@ -253,11 +244,11 @@ class Agent:
             for rank in current.ranks.values():
                 rank.ended = True
 
-        current.cut_lifeline()
+        current.lifeline.close()
         for rank in current.living:
             rank.kill()
 
-    # What happens on the node
+    # ---- what happens on the node ----
 
     def poll(self) -> list[Message]:
         """Return what has happened since the last call."""
@@ -282,7 +273,7 @@ class Agent:
         return events
 
     def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
-        """Take over the zygote's report that a rank has started or ended."""
+        # The rank has started.
         if "code" not in report:
             rank.pid = report["pid"]
 
@@ -296,12 +287,10 @@ class Agent:
             self._events.append(self.beat())
             rank.ended = True
             end = failure.examine(rank.scene, report["code"], time.time())
-            failed = end.failure.to_json() if end.failure else None
-            self._events.append(Exited(current.number, rank.scene.rank, end.code, end.seen, failed))
+            self._events.append(Exited(current.number, report["rank"], end))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
-        pid = self._zygote.pid
         was_ready = self._zygote.ready
         self._hopeless = not was_ready
         self._zygote.close()
@@ -312,16 +301,16 @@ class Agent:
                 rank.kill()
                 rank.ended = True
 
-            self._current.cut_lifeline()
+            self._current.lifeline.close()
 
         why = "died" if was_ready else "exited while importing; the error is on that node's terminal"
-        text = f"the process {pid} that starts the ranks on {self._name} {why}"
+        text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._hopeless))
         if was_ready:
-            self._zygote = self._new_zygote(self._count)
+            self._zygote = self._new_zygote(self._zygote.env)
 
     def beat(self) -> NodeBeat:
-        """Return the heartbeats of all ranks here, and the settings that rank 0 has written."""
+        """Return the heartbeats of this node's ranks, and the settings that rank 0 has written."""
         current = self._current
         if current is None:
             return NodeBeat()
@@ -329,7 +318,12 @@ class Agent:
         # A rank that has just been forked may have no heartbeat, and no process any more.
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
-        return NodeBeat([view.to_json() for view in views if view is not None], _settings(current.folder))
+        # Written by rank 0, once it has read the configuration.
+        settings: dict[str, Any] = {}
+        with suppress(ValueError):
+            settings = json.loads(records.read(current.folder / "settings.json"))
+
+        return NodeBeat([view for view in views if view is not None], settings)
 
     def sockets(self) -> list[Any]:
         return [self._zygote] if self._zygote.alive else []
@@ -352,23 +346,9 @@ def _environment_for(count: int) -> dict[str, str]:
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
-    """Return where each living rank is. Ranks that do not answer in time are left out."""
-    found = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
-    answering = [rank for rank, text in found.items() if text]
+    """Return where each living rank is. A rank that does not answer in time has an empty stack, and no collectives."""
+    answers = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
+    answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
 
-    return Stacks(
-        current.number,
-        {str(rank): text for rank, text in found.items()},
-        {str(rank): entries[-SENT_ENTRIES:] for rank, entries in recorded.items()},
-    )
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return the task's settings, which are empty until rank 0 has read the configuration."""
-    try:
-        values = json.loads((folder / "settings.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-    return values if isinstance(values, dict) else {}
+    return Stacks(current.number, answers, {rank: entries[-SENT_ENTRIES:] for rank, entries in recorded.items()})

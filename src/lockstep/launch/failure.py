@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
+import shutil
 import signal
 import socket
 import time
@@ -16,10 +17,9 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import Preempted, SmallerMicroBatch, UserError
-from lockstep.launch import stacks
+from lockstep.launch import records, stacks
 from lockstep.runtime import heartbeat
 
 # The exit code of a rank that has saved and stopped on request.
@@ -37,20 +37,6 @@ ZYGOTE = "zygote"
 HANG = "hang"
 EXIT = "exit"
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "rank": int,
-    "host": str,
-    "time": (int, float),
-    "kind": str,
-    "message": str,
-    "traceback": str,
-    "for_user": bool,
-    "step": (int, type(None)),
-    "phase": (str, type(None)),
-    "log": str,
-}
-_REQUIRED = {"rank", "host", "time", "kind", "message"}
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -59,23 +45,13 @@ class Failure:
     rank: int
     host: str
     time: float
-
-    # The exception's type, the signal's name, or one of the kinds above.
-    kind: str
+    kind: str  # the exception's type, the signal's name, or one of the kinds above
     message: str
     traceback: str = ""
-
-    # Whether the message says what to do; then no traceback is shown.
-    for_user: bool = False
+    for_user: bool = False  # whether the message says what to do; then no traceback is shown
     step: int | None = None
     phase: str | None = None
-
-    # The last lines that the rank wrote.
-    log: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        return 2 if self.for_user else 1
+    log: str = ""  # the last lines that the rank wrote
 
     @property
     def from_python(self) -> bool:
@@ -92,6 +68,11 @@ class Failure:
 
         return f"lockstep: rank {self.rank} on {self.host} failed at {where}{when}: {self.kind}: {self.message}"
 
+    @staticmethod
+    def read(path: Path) -> Failure:
+        """Read the record that a rank has left. Raises ValueError if there is none, or not a valid one."""
+        return records.parse(Failure, json.loads(records.read(path)))
+
     def text(self) -> str:
         """Return the headline, then the traceback (or the rank's last log lines), indented."""
         if self.for_user:
@@ -105,37 +86,22 @@ class Failure:
 
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Failure:
-        """Return the failure. Raises ValueError unless `values` is what `to_json` makes."""
-        wrong = [key for key, value in values.items() if not isinstance(value, _FIELDS.get(key, ()))]
-        missing = sorted(_REQUIRED - values.keys())
-        if wrong or missing:
-            raise ValueError(f"not a failure record: {wrong or missing}")
-
-        return Failure(**values)
-
-
-# In the failing rank
+# ---- in the failing rank ----
 
 
 def stamp(error: BaseException) -> None:
     """Note the time of an error where it is first seen, before this rank leaves the process group.
 
-    The other ranks notice that it is gone, and one of them may record its complaint first: by the stamps it is still
-    clear which error caused the other.
+    The other ranks notice that it is gone, and one of them may record its complaint first: the stamps still show which
+    error caused the other.
     """
-
     # Some exception classes take no attributes.
     with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
-    """Write the failure record of this rank."""
     failure = Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -145,14 +111,10 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
     )
-
-    # Renamed into place, so that the launcher never reads half a record.
-    staged = folder / f"rank-{rank}.json.tmp"
-    staged.write_text(json.dumps(failure.to_json()))
-    os.replace(staged, folder / f"rank-{rank}.json")
+    records.write(folder / f"rank-{rank}.json", json.dumps(asdict(failure)))
 
 
-# In the launcher
+# ---- in the launcher ----
 
 
 @dataclass(frozen=True)
@@ -160,9 +122,6 @@ class Exit:
     """How a rank ended, with its failure unless it finished or stopped on request."""
 
     code: int
-
-    # When its launcher noticed.
-    seen: float
     failure: Failure | None = None
 
     @property
@@ -176,10 +135,8 @@ class Exit:
         That holds for ranks killed by a signal, and for ranks that exited without an exception: one that lost its
         peers raises. SIGABRT is excluded, since a rank may abort because of what happened elsewhere.
         """
-        if self.failure is not None and self.failure.kind == EXIT:
-            return True
-
-        return self.code < 0 and self.code != -signal.SIGABRT
+        killed = self.code < 0 and self.code != -signal.SIGABRT
+        return killed or (self.failure is not None and self.failure.kind == EXIT)
 
 
 def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
@@ -189,10 +146,8 @@ def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
     blame one of them.
     """
     # Ranks that certainly did not fail because of another one, or else all that failed.
-    candidates = [end for end in exits.values() if end.is_cause]
-    if not candidates:
-        candidates = [end for end in exits.values() if not end.clean]
-
+    causes = [end for end in exits.values() if end.is_cause]
+    candidates = causes or [end for end in exits.values() if not end.clean]
     failures = [end.failure for end in candidates if end.failure is not None]
 
     return min(failures, key=lambda failure: failure.time, default=None)
@@ -206,109 +161,61 @@ class Scene:
     host: str
     folder: Path
     log: Path | None
-
-    # The log's size when this rank was started.
-    log_began: int = 0
+    log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
 
 
-def examine(scene: Scene, code: int, seen: float) -> Exit:
+def examine(scene: Scene, code: int, noticed: float) -> Exit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
     if code in (0, PREEMPTED):
-        return Exit(code, seen)
+        return Exit(code)
 
-    failure = _read_record(scene) or _without_record(scene, code, seen)
+    try:
+        failure = Failure.read(scene.folder / f"rank-{scene.rank}.json")
+    except ValueError:
+        failure = _without_record(scene, code, noticed)
 
     # The record knows the error; where the rank was is in its heartbeat.
     view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
-    complete = replace(
-        failure,
-        host=scene.host,
-        step=view.step if view else None,
-        phase=view.phase if view else None,
-        log=_last_lines(scene.log, scene.log_began),
-    )
+    if view is not None:
+        failure = replace(failure, step=view.step, phase=view.phase)
 
-    return Exit(code, seen, complete)
+    log = records.read(scene.log, scene.log_began, most=100_000) if scene.log else ""
+    last_lines = "\n".join(log.splitlines()[-LOG_LINES:])
+
+    return Exit(code, replace(failure, host=scene.host, log=last_lines))
 
 
-def _read_record(scene: Scene) -> Failure | None:
-    try:
-        values = json.loads((scene.folder / f"rank-{scene.rank}.json").read_text())
-        return Failure.from_json(values)
-    except (OSError, ValueError):
-        return None
-
-
-def _without_record(scene: Scene, code: int, seen: float) -> Failure:
-    """Return the failure of a rank that was not able to record one."""
+def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
     if code > 0:
-        return Failure(scene.rank, scene.host, seen, EXIT, f"ended with code {code}")
+        return Failure(scene.rank, scene.host, noticed, EXIT, f"ended with code {code}")
 
-    name = signal_name(-code)
-    message = "ended by this signal"
-    if name == "SIGKILL":
-        now = oom_kills()
-        message = "killed by SIGKILL; the kernel counted no OOM kill"
-        if now > scene.oom_kills_before:
-            message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {now})"
-    elif name == "SIGBUS":
-        # The usual cause: loader processes share batches through /dev/shm, and it is full.
-        message = f"a mapped file had no room or no data: /dev/shm has {_free_bytes('/dev/shm')} bytes free"
-    elif name == "SIGSEGV":
-        message = "invalid access to memory, in code that is not Python"
-
-    return Failure(scene.rank, scene.host, seen, name, message, traceback=_crash_stack(scene))
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"SIG{number}"
-
-
-def _crash_stack(scene: Scene) -> str:
-    """Return the main thread's stack at the crash, as faulthandler wrote it, most recent call first."""
-    try:
-        text = (scene.folder / f"stacks-{scene.rank}").read_text(errors="replace")
-    except OSError:
-        return ""
+    oom_kills_now = oom_kills()
+    match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
+        case "SIGKILL" if oom_kills_now > scene.oom_kills_before:
+            message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {oom_kills_now})"
+        case "SIGKILL":
+            message = "killed by SIGKILL; the kernel counted no OOM kill"
+        case "SIGBUS":
+            # The usual cause: loader processes share batches through /dev/shm, and it is full.
+            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+            message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
+        case "SIGSEGV":
+            message = "invalid access to memory, in code that is not Python"
+        case _:
+            message = "ended by this signal"
 
     # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
-    frames = stacks.main_thread(text)
-    if not frames:
-        return ""
+    frames = stacks.main_thread(records.read(scene.folder / f"stacks-{scene.rank}"))
 
-    return "\n".join([f"at: {stacks.line_of(frames)}", *(f"  {frame}" for frame in frames)])
-
-
-def _last_lines(log: Path | None, began: int) -> str:
-    """Return the last lines that were written to `log` after its first `began` bytes."""
-    if log is None:
-        return ""
-
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(began, size - 100_000))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-
-    return "\n".join(lines[-LOG_LINES:])
+    return Failure(scene.rank, scene.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
 
 
 def oom_kills() -> int:
     """Return how many processes of this control group the kernel has killed for memory; 0 where it does not say."""
     for path in _memory_files():
-        try:
-            words = path.read_text().split()
-        except OSError:
-            continue
-
-        if "oom_kill" in words[:-1]:
-            return int(words[words.index("oom_kill") + 1])
+        if counted := re.search(r"\boom_kill (\d+)", records.read(path)):
+            return int(counted[1])
 
     return 0
 
@@ -316,26 +223,13 @@ def oom_kills() -> int:
 def _memory_files() -> list[Path]:
     """Return where the count may be: the group's own file, or the one at the top, which is what a container sees."""
     root = Path("/sys/fs/cgroup")
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-
-    found = []
-    for _, controllers, group in groups:
+    paths = []
+    for line in records.read(Path("/proc/self/cgroup")).splitlines():
         # Version 2 has one group for all controllers, version 1 has one for each.
+        _, controllers, group = line.split(":", 2)
         if not controllers:
-            found += [root / group.strip("/") / "memory.events", root / "memory.events"]
+            paths += [root / group.strip("/") / "memory.events", root / "memory.events"]
         elif "memory" in controllers.split(","):
-            found += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
+            paths += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
 
-    return found
-
-
-def _free_bytes(path: str) -> int:
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return 0
-
-    return status.f_bavail * status.f_frsize
+    return paths

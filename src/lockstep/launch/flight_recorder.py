@@ -10,7 +10,6 @@ Limits: tried with gloo, and with NCCL in a world of one (tests/gpu), never with
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -18,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch import records
+
 REQUEST = "dump-request"
 
-# How often a rank looks for a request.
+# Seconds between two looks of a rank for a request.
 POLL_S = 0.5
 
 # How many collectives torch keeps in each rank.
@@ -43,74 +44,60 @@ def environment(logs: Path) -> dict[str, str]:
     }
 
 
-# The rank's side
+# ---- the rank's side ----
 
 
 def serve(folder: Path, rank: int) -> None:
     """Start the thread that answers the launcher's requests."""
-    thread = threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight")
-    thread.start()
+    threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight").start()
 
 
 def _answer_requests(folder: Path, rank: int) -> None:
     answered = ""
     while folder.exists():
-        request = _text(folder / REQUEST)
+        request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
-            write(folder, rank, request)
+            records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
 
         time.sleep(POLL_S)
-
-
-def write(folder: Path, rank: int, request: str = "") -> None:
-    """Write this rank's collectives, as the answer to `request`."""
-    # Renamed when complete: the launcher never reads half an answer.
-    staged = folder / f"flight-{rank}.json.tmp"
-    staged.write_text(json.dumps({"request": request, "entries": recorded()}))
-    os.replace(staged, folder / f"flight-{rank}.json")
 
 
 def recorded() -> list[dict[str, Any]]:
     """Return the last collectives of this process from all recorders; none if torch has not been imported."""
     # Not an import: it would block behind a main thread that hangs in one.
     module = sys.modules.get("torch._C._distributed_c10d")
-    entries = []
-    for name in RECORDERS:
-        if dump := getattr(module, name, None):
-            entries += json.loads(dump()).get("entries", [])
+    dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
 
-    return entries
+    return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
 
 
-# The launcher's side
+# ---- the launcher's side ----
 
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
     # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
     request = str(time.time_ns())
-    staged = folder / f"{REQUEST}.tmp"
-    staged.write_text(request)
-    os.replace(staged, folder / REQUEST)
+    records.write(folder / REQUEST, request)
 
-    found: dict[int, list[dict[str, Any]]] = {}
+    answers: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + timeout
-    while len(found) < len(ranks) and time.monotonic() < deadline:
+    while len(answers) < len(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
         for rank in ranks:
-            answer = json.loads(_text(folder / f"flight-{rank}.json") or "{}")
+            answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
-                found[rank] = answer["entries"]
+                answers[rank] = answer["entries"]
 
-    return found
+    return answers
 
 
 @dataclass(frozen=True)
 class Collective:
     """One entry of the flight recorder."""
 
-    # Counts up in each process group, equally on all ranks unless something is wrong.
+    # Counts up in each process group, and means the same collective on all ranks unless something is wrong.
     number: int
     op: str
     sizes: str
@@ -138,15 +125,11 @@ class Collective:
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
-    lines = []
+    # A mismatch explains more than the wait that follows from it.
+    groups = sorted(_by_group(dumps).items())
+    explained = [(name, _mismatch(history) or _wait(history)) for name, history in groups]
 
-    # The most telling explanation first: a mismatch makes ranks wait, and so does a rank that is missing.
-    for name, history in sorted(_by_group(dumps).items()):
-        found = _mismatch(history) or _missing(history) or _stuck(history)
-        if found:
-            lines.append(f"process group {name}: {found}")
-
-    return lines
+    return [f"process group {name}: {text}" for name, text in explained if text]
 
 
 # Rank -> number -> collective.
@@ -157,20 +140,13 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
     groups: dict[str, History] = {}
     for rank, entries in sorted(dumps.items()):
         for entry in entries:
-            if entry.get("is_p2p"):
-                continue
-
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
-
-            # Every rank belongs to the default group, including one that has not entered any of its collectives.
-            members = sorted(dumps) if description == "default_pg" else [rank]
-            group = groups.setdefault(name, {})
-            for member in members:
-                group.setdefault(member, {})
-
-            collective = Collective.from_entry(entry)
-            group[rank][collective.number] = collective
+            if not entry.get("is_p2p"):
+                # Every rank belongs to the default group, including one that has not entered any of its collectives.
+                members = sorted(dumps) if description == "default_pg" else []
+                group = groups.setdefault(name, {member: {} for member in members})
+                group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
 
     return groups
 
@@ -191,55 +167,32 @@ def _mismatch(history: History) -> str | None:
     return None
 
 
-def _missing(history: History) -> str | None:
-    """Describe the first collective that some ranks wait in and others never entered."""
-    waited = _first_unfinished(history)
-    if waited is None:
+def _wait(history: History) -> str | None:
+    """Describe the first collective that ranks wait in: others never entered it, or all did and it does not end."""
+    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
+    if not unfinished:
         return None
 
     # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
+    waited = min(unfinished, key=lambda collective: collective.number)
     inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
     late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
+    collective = f"collective {waited.number}, {waited}"
     if not late:
-        return None
+        return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
     verb = "waits" if len(inside) == 1 else "wait"
     lasts = [f"{listed([rank])} never entered it ({_last(history[rank])})" for rank in late]
 
-    return f"{listed(inside)} {verb} in collective {waited.number}, {waited}; {'; '.join(lasts)}"
-
-
-def _stuck(history: History) -> str | None:
-    """Describe a collective that all ranks have entered and that does not end."""
-    waited = _first_unfinished(history)
-    if waited is None:
-        return None
-
-    return (
-        f"all ranks have entered collective {waited.number}, {waited}, and it does not end: suspect network or device"
-    )
-
-
-def _first_unfinished(history: History) -> Collective | None:
-    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
-    return min(unfinished, key=lambda collective: collective.number, default=None)
+    return f"{listed(inside)} {verb} in {collective}; {'; '.join(lasts)}"
 
 
 def _last(done: dict[int, Collective]) -> str:
-    if not done:
-        return "it entered none"
-    newest = max(done)
-    return f"its last was {newest}, {done[newest]}"
+    newest = max(done, default=None)
+    return "it entered none" if newest is None else f"its last was {newest}, {done[newest]}"
 
 
 def listed(ranks: list[int]) -> str:
     """Return "rank 1", or "ranks 0, 2"."""
     noun = "ranks" if len(ranks) > 1 else "rank"
     return f"{noun} {', '.join(map(str, ranks))}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""

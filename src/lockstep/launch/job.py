@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ PRELOAD = (
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
 )
+
+# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
+SETTLE_S = 3.0
 
 # The source of settings that one node decides for all: the run folder's name.
 FROM_LAUNCHER = "launcher"
@@ -51,17 +53,12 @@ class Count:
 class Job:
     """A job, as the command on one node describes it."""
 
-    # Passed to every rank, as plain JSON; its key "again" is the command that resumes the job.
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # passed to every rank, as plain JSON; its key "again" is the command that resumes the job
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
-
-    # HOST:PORT where the nodes meet.
-    join: str | None = None
-
-    # This node's name and address, where its own choice would be wrong.
-    host: str | None = None
+    join: str | None = None  # HOST:PORT where the nodes meet
+    host: str | None = None  # this node's name and address, where its own choice would be wrong
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
     # layers above it.
@@ -76,9 +73,9 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
         # Nodes may find Python's modules in different folders, and one node names the run for all.
-        kept = {key: value for key, value in self.spec.items() if key not in ("path", "again", "layers")}
+        shared = {key: value for key, value in self.spec.items() if key not in ("path", "again")}
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-        return _plain({**kept, "layers": layers, "nnodes": str(self.nnodes)})
+        return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
     @property
     def decided(self) -> list[Any]:
@@ -87,18 +84,99 @@ class Job:
 
 
 def _plain(values: Any) -> Any:
-    """Return the values as they look after they have travelled as JSON."""
+    """Return the values as they look after a trip through JSON."""
     return json.loads(json.dumps(values, default=str))
+
+
+# ---- nodes ----
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job; the coordinating one has number 0. `count` says how many ranks it can run."""
+
+    number: int
+    host: str
+    count: Count
+
+
+class Cluster:
+    """The nodes that are present, and how many ranks each should run in the next attempt.
+
+    `bounds` are those of `--nnodes`.
+    """
+
+    def __init__(self, bounds: Count, now: float):
+        self.bounds = bounds
+        self.nodes: dict[int, Node] = {}
+
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
+
+        # When a node last came or went.
+        self._changed = now
+
+    def add(self, node: Node, now: float) -> None:
+        self.nodes[node.number] = node
+        self.wanted[node.number] = node.count.first
+        self._changed = now
+
+    def remove(self, number: int, now: float) -> None:
+        del self.nodes[number]
+        del self.wanted[number]
+        self._changed = now
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the next attempt."""
+        return sum(self.wanted.values())
+
+    @property
+    def full(self) -> bool:
+        return len(self.nodes) >= self.bounds.most
+
+    @property
+    def too_few(self) -> str | None:
+        """Why the nodes that are present are not enough; None if they are."""
+        present = len(self.nodes)
+        needed = self.bounds.least
+        return f"{plural(present, 'node')} left, and {needed} needed" if present < needed else None
+
+    def ready(self, now: float) -> bool:
+        """Whether an attempt can start: no node is missing, and no other is likely to come."""
+        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
+
+    @property
+    def rank_bounds(self) -> Count:
+        """How many ranks the present nodes can run together."""
+        counts = [node.count for node in self.nodes.values()]
+        return Count(sum(count.least for count in counts), sum(count.most for count in counts))
+
+    def resize(self, ranks: int) -> None:
+        self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
+
+    def shrink(self, number: int) -> None:
+        """Run one rank fewer on this node, if its bounds allow."""
+        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
+            self.wanted[number] -= 1
 
 
 def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow."""
-    given = {number: count.least for number, count in counts.items()}
-    for _ in range(ranks - sum(given.values())):
-        room = [number for number, count in counts.items() if given[number] < count.most]
-        given[min(room, key=lambda number: given[number])] += 1
+    shares = {number: count.least for number, count in counts.items()}
+    for _ in range(ranks - sum(shares.values())):
+        room = [number for number, count in counts.items() if shares[number] < count.most]
+        shares[min(room, key=lambda number: shares[number])] += 1
 
-    return given
+    return shares
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
+    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+
+
+# ---- the command line ----
 
 
 def parse_nproc(asked: str | int | None) -> Count:
@@ -106,45 +184,50 @@ def parse_nproc(asked: str | int | None) -> Count:
 
     `auto` is one process per GPU. Without a GPU it is two, so that the run is distributed, or one on a single core.
     """
-    if asked is None:
-        return Count(1, 1)
-
     if asked == "auto":
-        count = visible_gpus() or min(2, available_cores())
-        return Count(count, count)
+        asked = visible_gpus() or min(2, available_cores())
 
-    least, most = _range(str(asked), "..")
-    if not 1 <= least <= most:
-        raise UserError(
+    count = _parse_range(
+        asked,
+        "..",
+        UserError(
             f"--nproc {asked} is not a number of processes",
             "neither a count, nor a range, nor auto",
             "type --nproc 2, --nproc 1..8, or --nproc auto",
-        )
+        ),
+    )
+    if count.least == count.most:
+        return count
 
-    if least == most:
-        return Count(least, most)
-
-    return Count(least, most, start=max(least, min(most, visible_gpus() or available_cores())))
+    # A range starts with what the machine has.
+    return replace(count, start=max(count.least, min(count.most, visible_gpus() or available_cores())))
 
 
 def parse_nnodes(asked: str | int | None) -> Count:
     """Parse `--nnodes`: a count, or a range like 1:4."""
-    if asked is None:
-        return Count(1, 1)
-
-    least, most = _range(str(asked), ":")
-    if not 1 <= least <= most:
-        raise UserError(
+    return _parse_range(
+        asked,
+        ":",
+        UserError(
             f"--nnodes {asked} is not a number of nodes",
             "neither a count nor a range",
             "type --nnodes 2, or --nnodes 1:4",
-        )
+        ),
+    )
 
-    return Count(least, most)
+
+def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Count:
+    """Parse one number or two; nothing means 1. Raises `refusal` for anything else."""
+    text = "1" if asked is None else str(asked)
+    match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
+    count = Count(int(match[1]), int(match[2] or match[1])) if match else Count(0, 0)
+    if not 1 <= count.least <= count.most:
+        raise refusal
+
+    return count
 
 
 def parse_join(asked: str) -> tuple[str, int]:
-    """Parse `--join HOST:PORT`."""
     host, colon, port = asked.rpartition(":")
     numeric = port.isascii() and port.isdigit()
     if not (colon and host and numeric and 0 < int(port) < 65536):
@@ -157,23 +240,10 @@ def parse_join(asked: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _range(text: str, between: str) -> tuple[int, int]:
-    """Parse one number or two. Returns (0, 0) for anything else."""
-    match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
-    if not match:
-        return 0, 0
-
-    return int(match[1]), int(match[2] or match[1])
-
-
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
-    """Append an event to the run's events.jsonl."""
-    line = json.dumps({"time": time.time(), **event}, allow_nan=False) + "\n"
+    line = json.dumps({"time": time.time(), **event}, allow_nan=False)
     run_dir.mkdir(parents=True, exist_ok=True)
 
     # One line, one write: ranks append to the same file.
-    file = os.open(run_dir / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with (run_dir / "events.jsonl").open("ab", buffering=0) as file:
+        file.write(f"{line}\n".encode())

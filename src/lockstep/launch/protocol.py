@@ -1,25 +1,29 @@
 """Everything that the launchers of one job say to each other, and the commands that the state machine gives.
 
 Three parts, in this order: messages (frozen dataclasses, sent as one line of JSON each, checked field by field and
-never evaluated), commands (what the state machine wants done; they stay on the coordinating node), and TCP connections
-that carry messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks.
-There is no authentication: nodes must share a trusted network, as they must for torch's own rendezvous.
+never evaluated), commands (what the state machine wants done on the coordinating node), and TCP connections that carry
+messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks. There is
+no authentication: nodes must share a trusted network, as they must for torch's own rendezvous.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch.failure import Failure
-from lockstep.launch.job import parse_join
+from lockstep.launch import records
+from lockstep.launch.failure import Exit, Failure
+from lockstep.launch.job import Count, parse_join
+from lockstep.launch.watchdog import RankView
 
 # A node that sends nothing for this long is lost.
 SILENCE_S = 5.0
@@ -36,25 +40,12 @@ DRAIN_S = 2.0
 # Bytes of one message, and of everything that waits to be sent.
 LARGEST = 8 * 2**20
 
-# Errors of `bind` that mean that another process, or another node, has this address.
-_ADDRESS_TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "float": (int, float),
-    "str": str,
-    "bool": bool,
-    "dict": dict,
-    "list": list,
-    "dict | None": (dict, type(None)),
-}
+# ---- messages from a node to the coordinator ----
 
 
 class Message:
-    """Base of all messages: a frozen dataclass whose fields have the types above."""
-
-
-# Messages from a node to the coordinator
+    """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,7 @@ class Hello(Message):
     """A node asks to join; `identity` is the part of its command that must be equal on all nodes."""
 
     host: str
-    least: int
-    most: int
-    first: int
+    count: Count
     identity: dict
 
 
@@ -74,9 +63,7 @@ class Exited(Message):
 
     attempt: int
     rank: int
-    code: int
-    seen: float
-    failure: dict | None
+    end: Exit
 
 
 @dataclass(frozen=True)
@@ -97,13 +84,11 @@ class ZygoteLost(Message):
 
 @dataclass(frozen=True)
 class Stacks(Message):
-    """The answer to `CollectStacks`. Keys are ranks as text, since JSON has no other keys."""
+    """The answer to `CollectStacks`: where each rank is, and its last entries of the flight recorder."""
 
     attempt: int
-    stacks: dict  # rank -> stack
-
-    # Rank -> its last entries of the flight recorder.
-    collectives: dict
+    stacks: dict[int, str]
+    collectives: dict[int, list]
 
 
 @dataclass(frozen=True)
@@ -117,11 +102,11 @@ class SignalReceived(Message):
 class NodeBeat(Message):
     """A node's heartbeat, in both directions; from a node also its ranks' heartbeats and the task's settings."""
 
-    views: list = field(default_factory=list)
+    views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
 
 
-# Messages from the coordinator to a node
+# ---- messages from the coordinator to a node ----
 
 
 @dataclass(frozen=True)
@@ -153,14 +138,10 @@ class Start(Message):
     """Start the node's ranks of a new attempt."""
 
     attempt: int
-
-    # The first rank of this node.
-    base: int
+    base: int  # the first rank of this node
     count: int
     world: int
-
-    # The node's number in this attempt.
-    group: int
+    group: int  # the node's number in this attempt
     address: str
     port: int
 
@@ -186,69 +167,7 @@ class CollectStacks(Message):
     attempt: int
 
 
-@dataclass(frozen=True)
-class Print(Message):
-    """Show a text on the node's terminal."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class JobEnded(Message):
-    """The job is over, with the fields of an `Ending`."""
-
-    code: int
-    restarts: int
-    failure: dict | None
-
-
-_FROM_NODES = (Hello, Exited, Stopped, ZygoteLost, Stacks, SignalReceived, NodeBeat)
-_FROM_COORDINATOR = (Welcome, Refused, Prepare, Start, Preempt, Stop, CollectStacks, Print, JobEnded)
-_KINDS = {kind.__name__: kind for kind in (*_FROM_NODES, *_FROM_COORDINATOR)}
-
-
-def encode(message: Message) -> bytes:
-    """Return the message as one line of JSON."""
-    values = asdict(message)  # pyrefly: ignore
-    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """Return the message in `line`. Raises ValueError for anything that `encode` would not have made."""
-    values: Any = json.loads(line)
-    if not isinstance(values, dict):
-        raise ValueError("a message must be a JSON object")
-
-    kind = _KINDS.get(str(values.pop("kind", None)))
-    if kind is None:
-        raise ValueError("a message of unknown kind")
-
-    # Exactly the fields of the dataclass, each of its type.
-    wanted = {item.name: _TYPES[str(item.type)] for item in fields(kind)}
-    if wanted.keys() != values.keys():
-        raise ValueError(f"{kind.__name__} with the fields {sorted(values)}")
-
-    for name, value in values.items():
-        # A bool is an int to Python, but not to us.
-        bool_for_number = isinstance(value, bool) and wanted[name] is not bool
-        if bool_for_number or not isinstance(value, wanted[name]):
-            raise ValueError(f"{kind.__name__}.{name} of type {type(value).__name__}")
-
-    return kind(**values)
-
-
-def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
-    """Return which parts of two nodes' commands differ, or None if they agree."""
-    parts = []
-    for key in sorted(theirs.identity.keys() | ours.keys()):
-        there, here = theirs.identity.get(key), ours.get(key)
-        if there != here:
-            parts.append(f"{key}: {there!r} here, {here!r} on the coordinating node")
-
-    return "; ".join(parts) or None
-
-
-# Commands of the state machine
+# ---- commands of the state machine ----
 
 
 @dataclass(frozen=True)
@@ -268,13 +187,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Announce:
-    """Print a text on the terminals of all nodes."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class LogEvent:
     """Append an event to the run's events.jsonl."""
 
@@ -282,8 +194,15 @@ class LogEvent:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """The job is over.
+class Announce(Message):
+    """Print a text on the terminals of all nodes: a command, and the message that carries it to the other nodes."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ending(Message):
+    """The job is over: a command, and the message that carries it to the other nodes.
 
     Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
     """
@@ -293,10 +212,42 @@ class Ending:
     restarts: int = 0
 
 
-Command = StartAttempt | Send | Announce | LogEvent | Ending
+Command = StartAttempt | Send | LogEvent | Announce | Ending
 
 
-# Connections
+# ---- encoding ----
+
+_KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one line of JSON."""
+    values = asdict(message)  # pyrefly: ignore
+    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Return the message in `line`. Raises ValueError for anything that `encode` would not have made."""
+    values: Any = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError("a message must be a JSON object")
+
+    kind = _KINDS.get(str(values.pop("kind", None)))
+    if kind is None:
+        raise ValueError("a message of unknown kind")
+
+    return records.parse(kind, values)
+
+
+def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which parts of two nodes' commands differ, or None if they agree."""
+    keys = sorted(theirs.identity.keys() | ours.keys())
+    pairs = [(key, theirs.identity.get(key), ours.get(key)) for key in keys]
+    parts = [f"{key}: {they!r} here, {we!r} on the coordinating node" for key, they, we in pairs if they != we]
+    return "; ".join(parts) or None
+
+
+# ---- connections ----
 
 
 class ConnectionLost(Exception):
@@ -311,7 +262,7 @@ class Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
-        # The beginning of a message of which the rest has not arrived, and what the socket has not taken yet.
+        # The beginning of a message whose rest has not arrived, and what the socket has not taken yet.
         self._unread = b""
         self._unsent = b""
         self.last_received = now
@@ -341,8 +292,19 @@ class Connection:
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
+        # Read what is there. No data means that the other side has closed the connection.
+        ended = False
+        try:
+            while len(self._unread) <= LARGEST and not ended:
+                data = self._socket.recv(65536)
+                self._unread += data
+                ended = not data
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
+
         # A message ends with a newline; what follows the last one is incomplete.
-        ended = self._read()
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LARGEST:
             raise ConnectionLost("it sent a message that is too long")
@@ -362,53 +324,34 @@ class Connection:
 
         return messages
 
-    def _read(self) -> bool:
-        """Read what is there. Returns whether the other side has closed the connection."""
-        try:
-            while len(self._unread) <= LARGEST:
-                data = self._socket.recv(65536)
-                if not data:
-                    return True
-
-                self._unread += data
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke ({error.strerror})") from error
-
-        return False
-
     def close(self) -> None:
         self._socket.close()
 
 
 class Hub:
-    """The coordinator's connections to all other nodes, by node number."""
+    """The coordinator's connections to all other nodes, by node number. On a single node it has no listener."""
 
-    def __init__(self, listener: socket.socket):
-        listener.setblocking(False)
-        self._listener = listener
+    def __init__(self, *listeners: socket.socket):
+        self._listeners = listeners
         self._connections: dict[int, Connection] = {}
 
         # The number given to the node that connected last.
         self._last = 0
 
     def sockets(self) -> list[Any]:
-        return [self._listener, *self._connections.values()]
+        return [*self._listeners, *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept new connections, and return what has arrived on all of them."""
-        self._accept(now)
-        return self._read_all(now)
+        for listener in self._listeners:
+            # An error means that no other node is waiting, or that it has hung up already.
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    self._last += 1
+                    self._connections[self._last] = Connection(connection, now)
 
-    def _accept(self, now: float) -> None:
-        try:
-            while True:
-                connection, _ = self._listener.accept()
-                self._last += 1
-                self._connections[self._last] = Connection(connection, now)
-        except OSError:
-            return
+        return self._read_all(now)
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         received: list[tuple[int, Message | ConnectionLost]] = []
@@ -423,12 +366,10 @@ class Hub:
         return received
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message; a node that cannot be reached is reported by the next poll."""
+        """Send a message; a node that cannot be reached is reported by the next poll, which tries to send the rest."""
         if number in self._connections:
-            try:
+            with suppress(ConnectionLost):
                 self._connections[number].send(message)
-            except ConnectionLost:
-                self._connections[number].last_received = -SILENCE_S
 
     def drop(self, number: int) -> None:
         if number in self._connections:
@@ -436,7 +377,9 @@ class Hub:
 
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
+
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
             select.select(list(self._connections.values()), [], [], left)
@@ -448,25 +391,29 @@ class Hub:
 
 def claim(join: str) -> socket.socket | None:
     """Bind the rendezvous address. Returns None if it belongs to another node, or to another process of this one."""
-    # Only this address is bound, not all of the machine's.
     host, port = parse_join(join)
-    family, _, _, _, address = _resolve(join, host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen(128)
+        # Only this address is bound, not all of the machine's.
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=128)
+    except socket.gaierror as error:
+        raise UserError(
+            f"--join {join}: the host {host} is not known here",
+            f"{error.strerror}",
+            "type an address that all nodes know",
+        ) from None
     except OSError as error:
         # Another node's address, or one that is taken here: this node follows.
-        listener.close()
-        if error.errno in _ADDRESS_TAKEN:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
 
         raise UserError(
             f"--join {join}: this address cannot be bound",
-            f"{error.strerror}",
+            os.strerror(error.errno or 0),
             "type an address and a port that one node may use",
         ) from None
+
+    listener.setblocking(False)
 
     return listener
 
@@ -497,14 +444,3 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
         why,
         "start the same command on the node that has this address",
     )
-
-
-def _resolve(join: str, host: str, port: int) -> Any:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(
-            f"--join {join}: the host {host} is not known here",
-            f"{error.strerror}",
-            "type an address that all nodes know",
-        ) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.launch import records
 
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
@@ -21,14 +23,9 @@ MANIFEST = "manifest.json"
 
 def new_run_dir(name: str) -> Path:
     """Return a folder that does not exist yet: runs/NAME-TIME."""
-    base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = base
-    number = 2
-    while path.exists():
-        path = base.with_name(f"{base.name}-{number}")
-        number += 1
-
-    return path
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([first], others) if not path.exists())
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
@@ -38,7 +35,13 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
 
     # A job that is queued again would begin at step 0 in a new folder, every time.
     if resume == "auto":
-        raise _no_folder_to_resume(newest_unfinished(name))
+        unfinished = newest_unfinished(name)
+        newest = f", or run_dir={unfinished}, the newest one that has not ended" if unfinished else ""
+        raise UserError(
+            "resume=auto needs run_dir",
+            "without run_dir every run gets a new folder",
+            f"add run_dir=FOLDER, the same each time{newest}",
+        )
 
     # Under torchrun the name must be one that its restarts find again.
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
@@ -51,19 +54,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
             "type run_dir=FOLDER, or give torchrun --rdzv-id",
         )
 
-    if resume == "never":
-        return new_run_dir(name)
-
-    return run_of(Path(resume))
-
-
-def _no_folder_to_resume(unfinished: Path | None) -> UserError:
-    newest = f", or run_dir={unfinished}, the newest one that has not ended" if unfinished else ""
-    return UserError(
-        "resume=auto needs run_dir",
-        "without run_dir every run gets a new folder",
-        f"add run_dir=FOLDER, the same each time{newest}",
-    )
+    return new_run_dir(name) if resume == "never" else run_of(Path(resume))
 
 
 def refuse_another_run(run: Path, resume: str) -> None:
@@ -115,7 +106,7 @@ def prepare(run: Path) -> None:
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
 
-        # The only way to find out is to write: permissions do not tell about full or read-only disks.
+        # The only way to find out is to write: permissions say nothing about full or read-only disks.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -160,7 +151,7 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
 
             return None
 
-    # For the message that the next process gets.
+    # The next process that tries names this one in its message.
     file.truncate(0)
     file.write(f"{os.uname().nodename} {os.getpid()}\n")
     file.flush()
@@ -178,17 +169,13 @@ def latest(checkpoints: Path) -> Path | None:
 
     It is good enough for messages; `checkpoint.load` looks at the checkpoints themselves.
     """
-    try:
-        name = (checkpoints / "latest").read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-
+    name = records.read(checkpoints / "latest").strip()
     return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
 
 
 def latest_step(checkpoints: Path) -> int | None:
-    found = latest(checkpoints)
-    return int(found.name.removeprefix("step-")) if found else None
+    checkpoint = latest(checkpoints)
+    return int(checkpoint.name.removeprefix("step-")) if checkpoint else None
 
 
 def ask_for_size(run: Path, count: int) -> None:
@@ -203,20 +190,18 @@ def ask_for_size(run: Path, count: int) -> None:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
     try:
-        free = lock(run, timeout=0.0)
+        acquired = lock(run, timeout=0.0)
     except UserError:
         # The run holds its lock, as it should.
-        free = None
+        acquired = None
 
-    if free is not None:
-        free.close()
+    if acquired is not None:
+        acquired.close()
         raise UserError(
             f"{asked}: the run is not running",
             "its folder is not locked by any process",
             f"resume it: --nproc {count} --resume {run}",
         )
 
-    # Renamed when complete: the launcher looks for the file once a second.
-    staged = run / ".resize.tmp"
-    staged.write_text(f"{count}\n")
-    staged.rename(run / "resize")
+    # The launcher looks for the file once a second.
+    records.write(run / "resize", f"{count}\n")

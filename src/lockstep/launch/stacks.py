@@ -15,9 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launch import records
+
 SIGNAL = signal.SIGUSR2
 
-# How often answers are looked for.
+# Seconds between two looks for answers.
 _POLL_S = 0.05
 
 # Lines of faulthandler's output.
@@ -48,9 +50,7 @@ class Frame:
     """One line of a stack."""
 
     file: str
-
-    # Text, because faulthandler writes ??? for a line that it does not know.
-    line: str
+    line: str  # text, because faulthandler writes ??? for a line that it does not know
     function: str
 
     @property
@@ -61,12 +61,16 @@ class Frame:
     @property
     def users(self) -> bool:
         """Whether the frame is in the user's own code."""
-        ours = self.file.startswith(_PACKAGE)
-        library = "-packages/" in self.file or self.file.startswith(sysconfig.get_path("stdlib"))
-        return not (ours or library or self.internal)
+        library = "-packages/" in self.file or self.file.startswith((_PACKAGE, sysconfig.get_path("stdlib")))
+        return not (library or self.internal)
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line} {self.function}"
+        # Relative to this package, to site-packages, or to the working directory.
+        file = self.file.rpartition("-packages/")[2].removeprefix(os.getcwd() + "/")
+        if self.file.startswith(_PACKAGE):
+            file = "lockstep/" + self.file.removeprefix(_PACKAGE)
+
+        return f"{file}:{self.line} {self.function}"
 
 
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
@@ -74,7 +78,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
     # Answers are appended: earlier ones end where the file ends now.
-    before = {rank: _size(path) for rank, path in files.items()}
+    before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in files.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
 
@@ -82,7 +86,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for rank in sorted(waiting):
-            text = _read_from(files[rank], before[rank])
+            text = records.read(files[rank], before[rank])
 
             # An answer that has not grown between two looks is complete.
             if text and text == answers[rank]:
@@ -110,8 +114,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
         # faulthandler writes the main thread last, so each new thread replaces the one before.
         if _THREAD.match(line):
             frames = []
-        elif found := _FRAME.match(line):
-            frames.append(Frame(*found.groups()))
+        elif parts := _FRAME.match(line):
+            frames.append(Frame(*parts.groups()))
 
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
 
@@ -121,6 +125,11 @@ def line_of(frames: tuple[Frame, ...]) -> str:
     # Deep inside a library the most recent frame says little; the user's line says what was being done.
     users = [frame for frame in frames if frame.users]
     return str((users or frames)[0])
+
+
+def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
+    """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
+    return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)] if frames else []
 
 
 def _ask(pid: int) -> bool:
@@ -139,27 +148,3 @@ def _ask(pid: int) -> bool:
         return False
 
     return True
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read_from(path: Path, offset: int) -> str:
-    if not path.exists():
-        return ""
-
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
-
-
-def _short(file: str) -> str:
-    """Shorten a path: relative to this package, to site-packages, or to the working directory."""
-    if file.startswith(_PACKAGE):
-        return "lockstep/" + file.removeprefix(_PACKAGE)
-
-    if "-packages/" in file:
-        return file.rpartition("-packages/")[2]
-
-    return file.removeprefix(os.getcwd() + "/")

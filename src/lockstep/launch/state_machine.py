@@ -1,9 +1,9 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
 Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument; the
-module reads the wall clock for failure records, and the newest step through `committed`. An attempt is a set of ranks
-that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
-checkpoint, unless there is a reason not to.
+module reads the wall clock only for failure records, and the newest checkpoint's step through `committed`. An attempt
+is a set of ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from
+the newest checkpoint, unless there is a reason not to.
 
 `JobStateMachine` has the phases and their transitions:
 
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any
 
+from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Exit, Failure, root_cause
-from lockstep.launch.job import Count, Job, divide
+from lockstep.launch.job import Cluster, Job, Node, plural
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
@@ -45,13 +45,10 @@ from lockstep.launch.protocol import (
     Stop,
     ZygoteLost,
 )
-from lockstep.launch.watchdog import Limits, Watchdog
+from lockstep.launch.watchdog import Watchdog
 
 # How long the job waits for its nodes.
 GATHER_S = 300.0
-
-# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
-SETTLE_S = 3.0
 
 # After an exception, how long to wait for the failure that caused it: a peer's death may be noticed later.
 OTHERS_S = 1.0
@@ -79,53 +76,14 @@ HOUR_S = 3600.0
 TIMES_IN_A_ROW = 3
 
 
-# Whether to restart
+# ---- whether to restart ----
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The part of the task's configuration that concerns the launcher, once rank 0 has read it."""
+class Settings(Section):
+    """The part of the task's configuration that concerns the launcher: the defaults, until rank 0 has read it."""
 
-    # Of the watchdog.
-    limits: Limits = field(default_factory=Limits)
-
-    # Whether a hang is followed by a restart (hang.action).
-    restart_hangs: bool = True
-
-    # Restarts within an hour; 0 means never.
-    per_hour: int = 10
-
-    # Seconds that ranks have to save and stop.
-    grace: float = 600.0
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Settings:
-        """Return the settings from the parts `hang` and `restart` of a configuration; missing ones have defaults."""
-        hangs = values.get("hang", {})
-        restart = values.get("restart", {})
-        limits = {name: float(hangs[name]) for name in ("first", "least", "factor") if name in hangs}
-
-        return Settings(
-            limits=Limits(**limits),
-            restart_hangs=hangs.get("action", "restart") == "restart",
-            per_hour=int(restart.get("per_hour", 10)),
-            grace=float(restart.get("grace", 600.0)),
-        )
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The state of the job at the moment of a failure."""
-
-    # The newest checkpoint's step when the attempt began, and now. Equal ones mean no progress.
-    started_from: int | None
-    saved: int | None
-
-    # The signal that asked the job to stop, if there was one.
-    stop_request: str | None
-
-    # Why the remaining nodes are not enough, if they are not.
-    too_few_nodes: str | None
+    hang: HangConfig = HangConfig()
+    restart: RestartConfig = RestartConfig()
 
 
 class Restarts:
@@ -135,43 +93,32 @@ class Restarts:
         self.total = 0
 
         # The times of the restarts within the last hour.
-        self._recent: deque[float] = deque()
+        self._recent: list[float] = []
 
         # The rank slot that failed last, with the newest checkpoint at that time, and how often that has repeated.
         self._last_culprit: tuple[object, int | None] = (None, None)
         self._in_a_row = 0
 
-    def refusal(self, failure: Failure, now: float, settings: Settings, situation: Situation) -> str | None:
-        """Return why the job ends here, or None if it restarts."""
+    def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
+        """Return why the job ends here, or None if it restarts. `progress`: the attempt has saved a checkpoint."""
         # The window slides: restarts of more than an hour ago no longer count.
-        while self._recent and now - self._recent[0] > HOUR_S:
-            self._recent.popleft()
-
-        # Reasons that hold whatever the settings say.
-        if situation.stop_request:
-            return f"the job was asked to stop ({situation.stop_request})"
-
-        if situation.too_few_nodes:
-            return situation.too_few_nodes
+        self._recent = [moment for moment in self._recent if now - moment <= HOUR_S]
 
         # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
         if failure.kind == SMALLER:
             return None
 
-        if failure.kind == HANG and not settings.restart_hangs:
-            return "hang.action is stop"
-
         # A deterministic program comes to the same exception again, unless it has made progress in between.
-        if failure.from_python and situation.saved == situation.started_from:
-            return "no checkpoint was saved since the last start, so the same error would come again"
+        repeats = failure.from_python and not progress
+        budget = settings.restart.per_hour
+        reasons = {
+            "hang.action is stop": failure.kind == HANG and settings.hang.action == "stop",
+            "no checkpoint was saved since the last start, so the same error would come again": repeats,
+            "restart.per_hour is 0": budget == 0,
+            f"{len(self._recent)} restarts within the last hour, which is the limit": len(self._recent) >= budget,
+        }
 
-        if settings.per_hour == 0:
-            return "restart.per_hour is 0"
-
-        if len(self._recent) >= settings.per_hour:
-            return f"{len(self._recent)} restarts within the last hour, which is the limit"
-
-        return None
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
         """Count a restart. Returns whether its node should run fewer ranks: the slot keeps failing without progress."""
@@ -193,96 +140,17 @@ class Restarts:
 
     def count(self, failure: Failure, settings: Settings) -> str:
         """Describe the restart that `note` has just counted, for the screen."""
-        if failure.kind == SMALLER:
-            return "not counted as a restart"
-        return f"restart {len(self._recent)} of {settings.per_hour} in an hour"
+        counted = f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
+        return "not counted as a restart" if failure.kind == SMALLER else counted
 
 
-# The nodes
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the job; the coordinating one has number 0."""
-
-    number: int
-    host: str
-
-    # How many ranks it can run.
-    count: Count
-
-
-class Cluster:
-    """The nodes that are present, and how many ranks each should run in the next attempt.
-
-    `bounds` are those of `--nnodes`.
-    """
-
-    def __init__(self, bounds: Count, now: float):
-        self.bounds = bounds
-        self.nodes: dict[int, Node] = {}
-
-        # Node -> ranks of the next attempt.
-        self.wanted: dict[int, int] = {}
-
-        # When a node last came or went.
-        self._changed = now
-
-    def add(self, node: Node, now: float) -> None:
-        self.nodes[node.number] = node
-        self.wanted[node.number] = node.count.first
-        self._changed = now
-
-    def remove(self, number: int, now: float) -> None:
-        del self.nodes[number]
-        del self.wanted[number]
-        self._changed = now
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of the next attempt."""
-        return sum(self.wanted.values())
-
-    @property
-    def full(self) -> bool:
-        """Whether no further node may join."""
-        return len(self.nodes) >= self.bounds.most
-
-    @property
-    def too_few(self) -> str | None:
-        """Why the nodes that are present are not enough; None if they are."""
-        if len(self.nodes) >= self.bounds.least:
-            return None
-        return f"{_plural(len(self.nodes), 'node')} left, and {self.bounds.least} needed"
-
-    def ready(self, now: float) -> bool:
-        """Whether an attempt can start: no node is missing, and no other is likely to come."""
-        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
-
-    @property
-    def rank_bounds(self) -> Count:
-        """How many ranks the present nodes can run together."""
-        counts = [node.count for node in self.nodes.values()]
-        return Count(sum(count.least for count in counts), sum(count.most for count in counts))
-
-    def resize(self, ranks: int) -> None:
-        """Divide this many ranks over the nodes."""
-        counts = {number: node.count for number, node in sorted(self.nodes.items())}
-        self.wanted = divide(ranks, counts)
-
-    def shrink(self, number: int) -> None:
-        """Run one rank fewer on this node, if its bounds allow."""
-        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
-            self.wanted[number] -= 1
-
-
-# The ranks that run now
+# ---- the ranks that run now ----
 
 
 class Attempt:
     """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
 
-    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: Limits):
+    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: HangConfig):
         self.number = number
 
         # Rank -> its slot: the node, and the rank on that node. A slot means the same machine in the next attempt,
@@ -299,7 +167,6 @@ class Attempt:
 
     @property
     def running(self) -> set[int]:
-        """The ranks that have not ended."""
         return self.slots.keys() - self.exits.keys()
 
     def ranks_on(self, node: int) -> list[int]:
@@ -316,7 +183,7 @@ class Attempt:
         return any(end.code == PREEMPTED for end in self.exits.values())
 
 
-# The job
+# ---- the job ----
 
 
 class Phase(Enum):
@@ -337,8 +204,8 @@ ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
 class JobStateMachine:
     """The state of a job.
 
-    Every public method but `take` is an event; what follows from it are commands, which `take` returns. `committed` is
-    a function that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    Every public method but `take` is an event. Events lead to commands, which `take` returns. `committed` is a function
+    that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
     """
 
     def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
@@ -349,7 +216,7 @@ class JobStateMachine:
         self.restarts = Restarts()
 
         # A placeholder until the first attempt starts, so that there is always one to ask.
-        self.attempt = Attempt(-1, {}, None, self.settings.limits)
+        self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
         # Every phase but RUN has a deadline; RUN is watched by heartbeats.
         self.phase = Phase.GATHER
@@ -364,7 +231,7 @@ class JobStateMachine:
         # The first signal that asked the job to stop.
         self._stop_request: str | None = None
 
-        # How the job ends once all ranks are stopped; None if another attempt follows.
+        # How the job ends once all ranks are stopped; None if another attempt follows, or the job was asked to stop.
         self._after_stop: Ending | None = None
         self._commands: list[Command] = []
 
@@ -377,14 +244,13 @@ class JobStateMachine:
         self.phase = phase
         self._deadline = deadline
 
-    # Nodes come and go
+    # ---- nodes come and go ----
 
     def joined(self, node: Node, now: float) -> None:
         """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
         self.cluster.add(node, now)
         if node.number:
-            nodes = _plural(len(self.cluster.nodes), "node")
-            self._say(f"node {node.number} ({node.host}) is here, {nodes} now")
+            self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
 
         if self.phase in (Phase.RUN, Phase.ASK):
             self._say("asking the ranks to save, to continue with the new node")
@@ -422,20 +288,18 @@ class JobStateMachine:
         self._enter(Phase.GATHER, now + GATHER_S)
         missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
-            self._say(f"waiting for {_plural(missing, 'more node')} at {self.job.join}")
+            self._say(f"waiting for {plural(missing, 'more node')} at {self.job.join}")
 
         self._start_if_ready(now)
 
-    # An attempt
+    # ---- an attempt ----
 
     def _start_if_ready(self, now: float) -> None:
-        if not self.cluster.ready(now):
-            return
-
-        self._enter(Phase.RUN)
-        ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
-        self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.limits)
-        self._commands.append(StartAttempt(self.attempt.number, ranks))
+        if self.cluster.ready(now):
+            self._enter(Phase.RUN)
+            ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
+            self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
+            self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
         """A rank has ended: finished, saved and stopped, or failed."""
@@ -443,8 +307,7 @@ class JobStateMachine:
         if event.attempt != self.attempt.number or self.phase not in ACTIVE:
             return
 
-        failure = Failure.from_json(event.failure) if event.failure else None
-        end = Exit(event.code, event.seen, failure)
+        end = event.end
         self.attempt.exits[event.rank] = end
 
         # Nothing that other ranks may still report can be the reason for this exit.
@@ -462,7 +325,7 @@ class JobStateMachine:
             # A scheduler may have signalled the ranks themselves, and not this launcher.
             if self.phase is not Phase.PREEMPT:
                 self._stop_request = "SIGTERM"
-                self._await_preemption(now)
+                self._enter(Phase.PREEMPT, now + self.settings.restart.grace)
 
             # Ranks stop together; if only one stopped, the signal came before the process group existed.
             self._deadline = min(self._deadline, now + TOGETHER_S)
@@ -483,9 +346,8 @@ class JobStateMachine:
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
         """The process that starts a node's ranks is gone. Between two attempts that costs nothing."""
-        ranks = self.attempt.ranks_on(node)
-        host = self.cluster.nodes[node].host
-        failure = Failure(min(ranks, default=-1), host, time.time(), ZYGOTE, event.why)
+        first = min(self.attempt.ranks_on(node), default=-1)
+        failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
         if event.hopeless and self.phase is not Phase.OVER:
             self._after_stop = Ending(1, failure)
             self._report(failure, "not restarted: it would end the same way")
@@ -493,19 +355,15 @@ class JobStateMachine:
         elif event.attempt == self.attempt.number and self.phase in ACTIVE:
             self._fail(failure, now)
 
-    # Heartbeats and hangs
+    # ---- heartbeats and hangs ----
 
     def beat(self, node: int, beat: NodeBeat, now: float) -> None:
         """A node has sent its heartbeat, with those of its ranks and the task's settings."""
         self._last_beat[node] = now
-        self.attempt.watchdog.update(node, beat.views)
+        self.attempt.watchdog.views[node] = beat.views
         if beat.settings:
-            self.settings = Settings.from_json(beat.settings)
-            self.attempt.watchdog.set_limits(self.settings.limits)
-
-    def _some_node_is_quiet(self, now: float) -> bool:
-        """Whether some node is probably lost."""
-        return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
+            self.settings = Settings(**beat.settings)
+            self.attempt.watchdog.limits = self.settings.hang
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
@@ -523,13 +381,12 @@ class JobStateMachine:
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
         """A node has answered with its ranks' stacks; with those of all nodes the hang can be judged."""
-        if event.attempt != self.attempt.number or self.phase is not Phase.ASK:
-            return
-
-        self.attempt.watchdog.learn(event)
-        self._unanswered.discard(node)
-        if not self._unanswered:
-            self._judge_hang(now)
+        if event.attempt == self.attempt.number and self.phase is Phase.ASK:
+            self.attempt.watchdog.stacks |= event.stacks
+            self.attempt.watchdog.collectives |= event.collectives
+            self._unanswered.discard(node)
+            if not self._unanswered:
+                self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
         """Fail the attempt if it hangs. It goes back to RUN if some rank has advanced, or compiles."""
@@ -537,28 +394,29 @@ class JobStateMachine:
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
 
-    # Stop requests and resizing
+    # ---- stop requests and resizing ----
 
     def stop_requested(self, signal: str, now: float) -> None:
         """Have the ranks save and stop. A second Ctrl-C does not wait for them."""
         # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
         at_once = self._stop_request == signal == "SIGINT"
         self._stop_request = self._stop_request or signal
-        if self.phase is Phase.GATHER:
-            self._end_preempted()
-        elif self.phase in ACTIVE and at_once:
-            self._say("stopped at once")
-            self._after_stop = Ending(self._preempted_code)
-            self._stop(now)
-        elif self.phase in (Phase.RUN, Phase.ASK):
-            self._say(f"{signal}: asking {_plural(len(self.attempt.slots), 'rank')} to save and stop")
-            self._preempt(now)
+        match self.phase:
+            case Phase.GATHER:
+                self._end_preempted()
+            case Phase.RUN | Phase.ASK | Phase.PREEMPT if at_once:
+                self._say("stopped at once")
+                self._after_stop = Ending(self._preempted_code)
+                self._stop(now)
+            case Phase.RUN | Phase.ASK:
+                self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
+                self._preempt(now)
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
         bounds = self.cluster.rank_bounds
         if not bounds.least <= ranks <= bounds.most:
-            self._say(f"not resized to {_plural(ranks, 'rank')}: --nproc allows {bounds} in all")
+            self._say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
         before = self.cluster.ranks
@@ -566,8 +424,8 @@ class JobStateMachine:
         if before == ranks:
             return
 
-        self._say(f"from {before} to {_plural(ranks, 'rank')}: asking the ranks to save")
-        self._commands.append(LogEvent({"event": "resize", "from": before, "to": ranks}))
+        self._say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
+        self._log({"event": "resize", "from": before, "to": ranks})
 
         # Nodes can import torch for the new ranks while the present ones still save.
         self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
@@ -575,12 +433,9 @@ class JobStateMachine:
             self._preempt(now)
 
     def _preempt(self, now: float) -> None:
-        self._await_preemption(now)
+        """Have the ranks save and stop; `tick` kills them when the grace period is over."""
+        self._enter(Phase.PREEMPT, now + self.settings.restart.grace)
         self._send_all(Preempt(self.attempt.number))
-
-    def _await_preemption(self, now: float) -> None:
-        """Wait until the ranks have saved and stopped; `tick` kills them when the grace period is over."""
-        self._enter(Phase.PREEMPT, now + self.settings.grace)
 
     @property
     def _preempted_code(self) -> int:
@@ -591,10 +446,10 @@ class JobStateMachine:
         step = self.committed()
         saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
         self._say(f"{saved}; to resume: {self.job.again}")
-        self._commands.append(LogEvent({"event": "preempted", "signal": self._stop_request, "step": step}))
+        self._log({"event": "preempted", "signal": self._stop_request, "step": step})
         self._end(Ending(self._preempted_code))
 
-    # Time
+    # ---- time ----
 
     def tick(self, now: float) -> None:
         """Start an attempt that is ready, and act on the deadline of the present phase."""
@@ -605,104 +460,91 @@ class JobStateMachine:
             return
 
         # The deadline of this phase has passed.
-        if self.phase is Phase.GATHER:
-            found = f"only {_plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
-            self._say(f"{found}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
-            self._end(Ending(1, Failure(-1, "", time.time(), NODE, found)))
-        elif self.phase is Phase.ASK:
-            self._judge_hang(now)
-        elif self.phase is Phase.STOP:
-            # Continue without the nodes that could not stop their ranks.
-            for number in sorted(self._unanswered):
-                self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
-        elif self.attempt.all_clean:
-            self._fail(self._overdue(), now)
-        # An exception may be caused by a node that is being lost; wait, and report the node.
-        elif not self._some_node_is_quiet(now):
-            self._fail(root_cause(self.attempt.exits), now)
+        match self.phase:
+            case Phase.GATHER:
+                problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
+                self._say(f"{problem}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
+                self._end(Ending(1, Failure(-1, "", time.time(), NODE, problem)))
+            case Phase.ASK:
+                self._judge_hang(now)
+            case Phase.STOP:
+                # Continue without the nodes that could not stop their ranks.
+                for number in sorted(self._unanswered):
+                    self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
+            case _ if self.attempt.all_clean:
+                self._fail(self._overdue(), now)
+            # An exception may be caused by a node that is being lost; wait, and report the node.
+            case _ if not self._some_node_is_quiet(now):
+                self._fail(root_cause(self.attempt.exits), now)
+
+    def _some_node_is_quiet(self, now: float) -> bool:
+        return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
 
     def _overdue(self) -> Failure:
-        """Return the failure of ranks that did not stop on request."""
         late = self.attempt.running
-        first = min(late)
-        host = self.cluster.nodes[self.attempt.slots[first][0]].host
+        node, _ = self.attempt.slots[min(late)]
         verb = "was" if len(late) == 1 else "were"
-        text = f"{_plural(len(late), 'rank')} did not stop in time and {verb} killed"
+        text = f"{plural(len(late), 'rank')} did not stop in time and {verb} killed"
 
-        return Failure(first, host, time.time(), "SIGKILL", text)
+        return Failure(min(late), self.cluster.nodes[node].host, time.time(), "SIGKILL", text)
 
-    # Failures
+    # ---- failures ----
 
     def _fail(self, failure: Failure | None, now: float) -> None:
         """Stop all ranks, and decide whether another attempt follows."""
         assert failure is not None
         saved = self.committed()
-
-        # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
-        if self._stop_request and (saved is not None or self.attempt.any_preempted) and not failure.for_user:
-            self._report(failure, "the job was asked to stop: not restarted")
-            self._stop(now)
-            return
-
-        # The same program would come to the same error; its message says what to do, and nothing is added to it.
         if failure.for_user:
-            self._after_stop = Ending(failure.exit_code, failure)
+            # The same program would come to the same error; its message says what to do, and nothing is added to it.
+            self._after_stop = Ending(2, failure)
             self._report(failure)
-            self._stop(now)
-            return
-
-        situation = Situation(self.attempt.started_from, saved, self._stop_request, self.cluster.too_few)
-        reason = self.restarts.refusal(failure, now, self.settings, situation)
-        if reason:
-            self._after_stop = Ending(failure.exit_code, failure)
-            self._report(failure, f"not restarted: {reason}{self._what_to_type(failure, saved)}")
+        elif self._stop_request and (saved is not None or self.attempt.any_preempted):
+            # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
+            self._report(failure, "the job was asked to stop: not restarted")
+        elif reason := self._refusal(failure, saved, now):
+            # From its beginning the same program would come to the same error, so that no command would help.
+            how = "start over" if saved is None else "resume"
+            hint = "" if saved is None and failure.from_python else f". To {how}: {self.job.again}"
+            self._after_stop = Ending(1, failure)
+            self._report(failure, f"not restarted: {reason}{hint}")
         else:
             self._plan_restart(failure, saved, now)
 
         self._stop(now)
 
+    def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
+        if self._stop_request:
+            return f"the job was asked to stop ({self._stop_request})"
+
+        progress = saved != self.attempt.started_from
+        return self.cluster.too_few or self.restarts.refusal(failure, progress, self.settings, now)
+
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
         slot = self.attempt.slots.get(failure.rank)
-        keeps_failing = self.restarts.note(failure, slot, saved, now)
-        if keeps_failing and slot is not None:
+        if self.restarts.note(failure, slot, saved, now) and slot is not None:
             self.cluster.shrink(slot[0])
 
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-        count = self.restarts.count(failure, self.settings)
-        self._report(failure, f"restarting {_plural(ranks, 'rank')} from {source} ({count})")
-        event = {"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved}
-        self._commands.append(LogEvent(event))
-
-    def _what_to_type(self, failure: Failure, saved: int | None) -> str:
-        """Return the command that continues the job, as the end of a sentence, or "" if none would help."""
-        if saved is not None:
-            return f". To resume: {self.job.again}"
-
-        # From its beginning the same program would come to the same error.
-        return "" if failure.from_python else f". To start over: {self.job.again}"
+        budget = self.restarts.count(failure, self.settings)
+        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({budget})")
+        self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
     def _report(self, failure: Failure, verdict: str = "") -> None:
-        """Announce a failure and what follows from it, and log it as an event."""
         lines = [failure.text()]
         if not failure.for_user:
-            others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
-            victims = ""
-            if others > 0:
-                victims = f"{_plural(others, 'other rank')} {'was' if others == 1 else 'were'} stopped."
-
             # Rank 0 writes to the terminal, and has no log.
-            log = ""
-            if failure.rank > 0:
-                log = f"Log of rank {failure.rank}: {self.job.run_dir / 'logs' / f'rank-{failure.rank}.log'}"
-
+            others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
+            victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
+            path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
+            log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
 
         self._commands.append(Announce("\n".join(lines)))
-        event = {"event": "failure", "attempt": self.attempt.number, **failure.to_json()}
+        event: dict[str, Any] = {"event": "failure", "attempt": self.attempt.number, **asdict(failure)}
         del event["log"]
-        self._commands.append(LogEvent(event))
+        self._log(event)
 
     def _stop(self, now: float) -> None:
         """Have all ranks killed. `_after_stop` says what follows when they are gone."""
@@ -730,9 +572,9 @@ class JobStateMachine:
 
     def _end(self, ending: Ending) -> None:
         self._enter(Phase.OVER)
-        self._commands.append(Ending(ending.code, ending.failure, self.restarts.total))
+        self._commands.append(replace(ending, restarts=self.restarts.total))
 
-    # Commands
+    # ---- commands ----
 
     def _nodes_of_attempt(self) -> set[int]:
         """Return the nodes that have ranks of this attempt and are still present."""
@@ -744,7 +586,5 @@ class JobStateMachine:
     def _say(self, text: str) -> None:
         self._commands.append(Announce(f"lockstep: {text}"))
 
-
-def _plural(count: int, noun: str) -> str:
-    """Return "1 rank", or "2 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    def _log(self, event: dict[str, Any]) -> None:
+        self._commands.append(LogEvent(event))

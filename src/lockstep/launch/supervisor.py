@@ -13,17 +13,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import protocol
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import NODE, Failure
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, append_event
+from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.protocol import (
     Announce,
     Command,
@@ -33,11 +35,9 @@ from lockstep.launch.protocol import (
     Exited,
     Hello,
     Hub,
-    JobEnded,
     LogEvent,
     Message,
     NodeBeat,
-    Print,
     Refused,
     Send,
     SignalReceived,
@@ -49,9 +49,7 @@ from lockstep.launch.protocol import (
     ZygoteLost,
 )
 from lockstep.launch.run_dir import latest_step
-from lockstep.launch.state_machine import JobStateMachine, Node
-
-__all__ = ["Ending", "supervise"]
+from lockstep.launch.state_machine import JobStateMachine
 
 # How long a turn of the loop waits for something to happen.
 POLL_S = 0.05
@@ -76,52 +74,44 @@ def supervise(job: Job) -> Ending:
         )
 
     name = job.host or socket.gethostname()
-    with Signals() as signals:
+    with collect_signals() as signals:
         if job.join is None:
-            return Coordinator(job, name, signals, None, "127.0.0.1").run()
+            return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
         listener = protocol.claim(job.join)
         if listener is None:
             return follow(job, name, signals)
 
-        address = listener.getsockname()[0]
-        return Coordinator(job, name, signals, Hub(listener), address).run()
+        return Coordinator(job, name, signals, Hub(listener), listener.getsockname()[0]).run()
 
 
-# The launcher's terminal
+# ---- the launcher's terminal ----
 
 
-class Signals:
-    """Collects signals while it is entered. Only a process's main thread can do that; elsewhere it stays empty."""
+@contextmanager
+def collect_signals() -> Iterator[list[str]]:
+    """Yield a list to which the names of SIGNALS are appended as they come.
 
-    def __init__(self) -> None:
-        # Names, in the order in which they came.
-        self._received: list[str] = []
+    Only a process's main thread can receive signals; elsewhere the list stays empty.
+    """
+    received: list[str] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, partial(_note_signal, received)) for number in SIGNALS}
 
-        # The handlers to be restored.
-        self._before: dict[signal.Signals, object] = {}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
-    def take(self) -> list[str]:
-        """Return the names of the signals that came since the last call."""
-        received, self._received = self._received, []
-        return received
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(signal.Signals(number).name)
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyrefly: ignore
+def _note_signal(received: list[str], number: int, frame: FrameType | None) -> None:
+    received.append(signal.Signals(number).name)
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher."""
     # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
@@ -129,21 +119,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# The coordinating node
+# ---- the coordinating node ----
 
 
 class Coordinator:
     """Runs the ranks of its own node, talks to the other nodes, and carries out the state machine's commands."""
 
-    def __init__(self, job: Job, name: str, signals: Signals, hub: Hub | None, address: str):
+    def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str):
         self._job = job
         self._signals = signals
-
-        # The other nodes; None on a single node.
         self._hub = hub
-
-        # Where the ranks' rendezvous is bound.
-        self._address = address
+        self._address = address  # where the ranks' rendezvous is bound
         self._agent = Agent(job, name)
 
         # This node joins its own job like any other.
@@ -151,46 +137,36 @@ class Coordinator:
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
         self._machine.joined(Node(COORDINATOR, name, job.nproc), now)
 
-        # Set by the last command.
-        self._ending: Ending | None = None
         self._next_beat = now
+        self._ending: Ending | None = None  # set by the last command
 
     def run(self) -> Ending:
-        try:
+        with closing(self._hub), closing(self._agent):
             while self._ending is None:
                 self._turn()
 
-            return self._ending
-        finally:
-            self._agent.close()
-            if self._hub is not None:
-                self._hub.close()
+        return self._ending
 
     def _turn(self) -> None:
         """Collect what has happened, hand it to the state machine, and do what it says."""
-        sockets = self._agent.sockets()
-        if self._hub is not None:
-            sockets += self._hub.sockets()
-
-        select.select(sockets, [], [], POLL_S)
+        select.select(self._agent.sockets() + self._hub.sockets(), [], [], POLL_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
-        for name in self._signals.take():
-            self._machine.stop_requested(name, now)
+        while self._signals:
+            self._machine.stop_requested(self._signals.pop(0), now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
 
-        if self._hub is not None:
-            for number, message in self._hub.poll(now):
-                self._receive(self._hub, number, message, now)
+        for number, message in self._hub.poll(now):
+            self._receive(number, message, now)
 
         if now >= self._next_beat:
             self._next_beat = now + protocol.BEAT_S
             self._beat(now)
 
-        # Time is an event, too; then all commands issued in this turn are carried out.
+        # The passing of time is an event as well. Then all commands issued in this turn are carried out.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
@@ -214,44 +190,40 @@ class Coordinator:
         else:
             say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
 
-    def _receive(self, hub: Hub, number: int, message: Message | ConnectionLost, now: float) -> None:
+    def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
-        if isinstance(message, ConnectionLost):
-            self._machine.gone(number, f"vanished: {message}", now)
-        elif isinstance(message, Hello):
-            self._greet(hub, number, message, now)
-        elif number in self._machine.cluster.nodes:
-            try:
-                self._handle(number, message, now)
-            except (ValueError, TypeError, KeyError) as error:
-                hub.drop(number)
-                self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+        match message:
+            case ConnectionLost():
+                self._machine.gone(number, f"vanished: {message}", now)
+            case Hello():
+                self._greet(number, message, now)
+            case _ if number in self._machine.cluster.nodes:
+                try:
+                    self._handle(number, message, now)
+                except (ValueError, TypeError, KeyError) as error:
+                    self._hub.drop(number)
+                    self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
 
-    def _greet(self, hub: Hub, number: int, hello: Hello, now: float) -> None:
-        """Welcome a node to the job, or refuse it."""
+    def _greet(self, number: int, hello: Hello, now: float) -> None:
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
-        refused = None
+        count = hello.count
         if different := protocol.difference(hello, self._job.identity):
-            refused = Refused(f"{join}: the commands of two nodes differ", different, same)
+            answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
-            found = f"the job has its {self._job.nnodes.most} nodes already"
-            refused = Refused(f"{join}: no more nodes can join", found, "start the job with a larger --nnodes")
-        elif not 1 <= hello.least <= hello.first <= hello.most <= MOST_RANKS:
-            found = f"{hello.least}..{hello.most}, beginning with {hello.first}"
-            refused = Refused(f"{join}: impossible number of ranks", found, same)
+            full = f"the job has its {self._job.nnodes.most} nodes already"
+            answer = Refused(f"{join}: no more nodes can join", full, "start the job with a larger --nnodes")
+        elif not 1 <= count.least <= count.first <= count.most <= MOST_RANKS:
+            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.first}", same)
+        else:
+            answer = Welcome(str(self._job.run_dir), self._job.decided)
 
-        # The node prints the refusal and ends, and the connection with it.
-        if refused:
-            hub.send(number, refused)
-            return
-
-        hub.send(number, Welcome(str(self._job.run_dir), self._job.decided))
-        count = Count(hello.least, hello.most, hello.first)
-        self._machine.joined(Node(number, hello.host, count), now)
+        # A refused node prints the reason and ends, and the connection with it.
+        self._hub.send(number, answer)
+        if isinstance(answer, Welcome):
+            self._machine.joined(Node(number, hello.host, count), now)
 
     def _handle(self, number: int, message: Message, now: float) -> None:
-        """Hand a node's message to the state machine."""
         match message:
             case Exited():
                 self._machine.exited(message, now)
@@ -272,21 +244,20 @@ class Coordinator:
                 self._start_attempt(command)
             case Send():
                 self._send(command.node, command.message)
-            case Announce():
-                say(command.text)
-                self._send_to_nodes(Print(command.text))
             case LogEvent():
                 append_event(self._job.run_dir, command.event)
+            case Announce():
+                say(command.text)
+                self._send_to_nodes(command)
             case Ending():
-                failure = command.failure.to_json() if command.failure else None
-                self._send_to_nodes(JobEnded(command.code, command.restarts, failure))
+                self._send_to_nodes(command)
                 self._ending = command
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        The socket of the ranks' rendezvous is bound before any rank starts, and again for each attempt: no port is
-        ever guessed, and no rank finds what an earlier attempt left.
+        The socket of the ranks' rendezvous is bound before any rank starts, and a new one for each attempt: no port is
+        guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
@@ -294,42 +265,36 @@ class Coordinator:
             base = 0
             for group, (number, count) in enumerate(command.ranks.items()):
                 start = Start(command.attempt, base, count, world, group, self._address, port)
-                self._send(number, start, listener if number == COORDINATOR else None)
+                self._send(number, start, listener)
                 base += count
 
     def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
         if number == COORDINATOR:
             self._agent.do(message, listener)
-        elif self._hub:
+        else:
             self._hub.send(number, message)
 
     def _send_to_nodes(self, message: Message) -> None:
-        """Send a message to all nodes but this one."""
+        """Send a message to all nodes but this one, which the hub does not know."""
         for number in self._machine.cluster.nodes:
-            if number != COORDINATOR:
-                self._send(number, message)
+            self._hub.send(number, message)
 
 
-# Every other node
+# ---- every other node ----
 
 
-def follow(job: Job, name: str, signals: Signals) -> Ending:
+def follow(job: Job, name: str, signals: list[str]) -> Ending:
     """Do what the coordinating node says, until it ends the job or is gone."""
     assert job.join is not None
-    connection = protocol.connect(job.join, job.host, say)
-    try:
-        adopted, orders = _introduce(job, name, connection)
-        agent = Agent(adopted, name)
+    with closing(protocol.connect(job.join, job.host, say)) as connection:
         try:
-            return _obey(agent, connection, signals, orders)
-        finally:
-            agent.close()
-    except ConnectionLost as lost:
-        text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
-        say(f"lockstep: {text}. To resume, on every node: {job.again}")
-        return Ending(1, Failure(-1, name, time.time(), NODE, text))
-    finally:
-        connection.close()
+            adopted, orders = _introduce(job, name, connection)
+            with closing(Agent(adopted, name)) as agent:
+                return _obey(agent, connection, signals, orders)
+        except ConnectionLost as lost:
+            text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
+            say(f"lockstep: {text}. To resume, on every node: {job.again}")
+            return Ending(1, Failure(-1, name, time.time(), NODE, text))
 
 
 def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:
@@ -337,50 +302,41 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
 
     Orders may arrive together with the welcome.
     """
-    count = job.nproc
-    connection.send(Hello(name, count.least, count.most, count.first, job.identity))
+    connection.send(Hello(name, job.nproc, job.identity))
     adopted: Job | None = None
     orders: list[Message] = []
     while adopted is None:
         for message in _received(connection):
-            if isinstance(message, Refused):
-                raise UserError(message.problem, message.found, message.fix)
-
-            if isinstance(message, Welcome):
-                adopted = replace(job, run_dir=Path(message.run_dir), spec=_adopt(job.spec, message.decided))
-            else:
-                orders.append(message)
+            match message:
+                case Refused():
+                    raise UserError(message.problem, message.found, message.fix)
+                case Welcome():
+                    # What this node's launcher has decided gives way to what the coordinator decided.
+                    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
+                    spec = {**job.spec, "layers": layers + message.decided}
+                    adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)
+                case _:
+                    orders.append(message)
 
     return adopted, orders
 
 
-def _adopt(spec: dict[str, Any], decided: list[Any]) -> dict[str, Any]:
-    """Replace what this node's launcher decided by what the coordinator decided."""
-    if "layers" not in spec:
-        return spec
-
-    others = [layer for layer in spec["layers"] if layer[0] != FROM_LAUNCHER]
-    return {**spec, "layers": others + decided}
-
-
-def _obey(agent: Agent, connection: Connection, signals: Signals, orders: list[Message]) -> Ending:
-    """Carry out orders and report what happens, until the job ends."""
+def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> Ending:
     next_beat = 0.0
     while True:
         # The first orders came with the welcome.
         for message in orders:
-            if isinstance(message, JobEnded):
-                failure = Failure.from_json(message.failure) if message.failure else None
-                return Ending(message.code, failure, message.restarts)
-
-            if isinstance(message, Print):
-                say(message.text)
-            else:
-                agent.do(message)
+            match message:
+                case Ending():
+                    return message
+                case Announce():
+                    say(message.text)
+                case _:
+                    agent.do(message)
 
         # A signal at any node is a stop request for the whole job.
-        for name in signals.take():
-            connection.send(SignalReceived(name))
+        while signals:
+            connection.send(SignalReceived(signals.pop(0)))
 
         for event in agent.poll():
             connection.send(event)

@@ -21,13 +21,10 @@ from typing import Any, NoReturn
 from lockstep.launch import failure, flight_recorder, stacks
 from lockstep.runtime.heartbeat import FOLDER
 
-# A pipe that closes when the launcher dies, whatever killed it.
-LIFELINE = "LOCKSTEP_LIFELINE"
 
-
-def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Run `work(spec)` as a rank, and exit."""
-    _die_with_launcher(int(os.environ.pop(LIFELINE)))
+def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
+    """Run `work(spec)` as a rank, and exit. `lifeline` is a pipe that closes when the launcher dies."""
+    threading.Thread(target=_die_with_launcher, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[FOLDER])
     stacks.register(folder / f"stacks-{rank}")
@@ -36,11 +33,8 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoRetu
         work(spec)
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code in (None, 0):
-            exit_without_teardown(0)
-
-        if code == failure.PREEMPTED:
-            exit_without_teardown(failure.PREEMPTED)
+        if code in (None, 0, failure.PREEMPTED):
+            exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
 
@@ -53,16 +47,12 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> NoRetu
     exit_without_teardown(0)
 
 
-def _die_with_launcher(alive: int) -> None:
-    """Kill this rank when the launcher is gone. The pipe carries no data: it ends when the launcher does."""
+def _die_with_launcher(lifeline: int) -> None:
+    # The pipe carries no data: reading ends when the launcher does, whatever killed it.
+    os.read(lifeline, 1)
 
-    def watch() -> None:
-        os.read(alive, 1)
-
-        # With its loader processes: each rank leads its own process group.
-        os.killpg(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="lockstep-lifeline").start()
+    # With its loader processes: each rank leads its own process group.
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
@@ -78,7 +68,7 @@ def exit_without_teardown(code: int) -> NoReturn:
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
 
-    # Files that the user left open. There is no list of them but the garbage collector's.
+    # Flush files that the user left open. Only the garbage collector has a list of them.
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
             with contextlib.suppress(ValueError, OSError):

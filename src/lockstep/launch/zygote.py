@@ -51,10 +51,11 @@ Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
-    """The launcher's side: a handle of the process."""
+    """The launcher's side: a handle to the process."""
 
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
+        self.alive = True
 
         # Whether its imports are done. Requests wait here until then, with the files that belong to them.
         self.ready = False
@@ -64,7 +65,7 @@ class Zygote:
         self._unanswered = 0
         self._since = time.monotonic()
 
-        # The beginning of a line of which the rest has not arrived.
+        # The beginning of a line whose rest has not arrived.
         self._unread = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(SEND_S)
@@ -77,11 +78,7 @@ class Zygote:
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's
             )
 
-        self.alive = True
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,21 +104,17 @@ class Zygote:
     def poll(self) -> list[dict[str, int]]:
         """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
         # A zygote that is stopped, or stuck in an import, answers no request.
-        if self.alive and self._unanswered:
-            limit = ANSWER_S if self.ready else READY_S
-            if time.monotonic() - self._since > limit:
-                self.kill()
-
-        if not self.alive:
-            return []
+        limit = ANSWER_S if self.ready else READY_S
+        if self.alive and self._unanswered and time.monotonic() - self._since > limit:
+            self.kill()
 
         # Read everything that is there; no data means that the process has ended.
-        while select.select([self._socket], [], [], 0)[0]:
-            data = self._receive()
-            if not data:
-                self.alive = False
-                break
+        while self.alive and select.select([self._socket], [], [], 0)[0]:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self._socket.recv(65536)
 
+            self.alive = bool(data)
             self._unread += data
 
         *lines, self._unread = self._unread.split(b"\n")
@@ -142,12 +135,6 @@ class Zygote:
         """Kill a zygote that does not answer: it is stopped, or stuck."""
         self._process.kill()
         self.alive = False
-
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(65536)
-        except OSError:
-            return b""
 
     def _send(self) -> None:
         while self.ready and self.alive and self._waiting:
@@ -174,7 +161,7 @@ class Zygote:
             self._process.wait()
 
 
-# In the zygote
+# ---- in the zygote ----
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -186,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
     # Imports leave hardly any garbage, and looking for it would take a fifth of their time. Frozen objects stay shared
-    # between all ranks, since no collection of a rank's touches them.
+    # by all ranks, because no garbage collection of a rank touches them.
     gc.disable()
     module, _, function = entry.partition(":")
     work = getattr(importlib.import_module(module), function)
@@ -271,15 +258,15 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
     """Report the ranks that have ended, and kill their loader processes."""
     while children:
-        # WNOWAIT: as long as a rank is not reaped, its process group's number cannot be given to another.
+        # WNOWAIT: until a rank is reaped, no other process group can get its number.
         seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
             return
 
         _kill_group(seen.si_pid)
         _, status = os.waitpid(seen.si_pid, 0)
-        rank = children.pop(seen.si_pid)
-        _report(control, {"rank": rank, "pid": seen.si_pid, "code": os.waitstatus_to_exitcode(status)})
+        code = os.waitstatus_to_exitcode(status)
+        _report(control, {"rank": children.pop(seen.si_pid), "pid": seen.si_pid, "code": code})
 
 
 def _close(files: list[int]) -> None:
@@ -292,7 +279,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-# In a forked rank
+# ---- in a forked rank ----
 
 
 def die_with_parent() -> None:
@@ -305,7 +292,6 @@ def die_with_parent() -> None:
 
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
-    """Turn the new process into the rank."""
     try:
         die_with_parent()
 
@@ -316,20 +302,19 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         # Exactly the environment of the request, whatever the imports have added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
-        os.environ[worker.LIFELINE] = str(fds[0])
         if len(fds) > 1:
             os.environ[LISTEN_FD] = str(fds[1])
 
         if request["log"]:
             _write_to(request["log"])
 
-        # Or all ranks would draw the same numbers. `random` reseeds itself after a fork, numpy does not.
+        # `random` reseeds itself after a fork, numpy does not: all ranks would draw the same numbers.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
 
         # From here on signals that were sent in the meantime are delivered.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
-        worker.main(request["spec"], work)
+        worker.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
         traceback.print_exc()
 
@@ -340,7 +325,7 @@ def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    # Until the engine handles preemption there is nothing to be saved.
+    # Until the engine handles preemption there is nothing to save.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _exit_preempted)
 
@@ -350,7 +335,6 @@ def _exit_preempted(number: int, frame: object) -> None:
 
 
 def _write_to(log: str) -> None:
-    """Redirect what this process prints to a file."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -18,8 +18,8 @@ from statistics import median
 # Column -> the phases of a heartbeat that it adds up.
 COLUMNS = {
     "data": ("data",),
-    "compute": ("compute", "update", "yours"),
-    "exchange": ("exchange", "agree"),
+    "compute": ("compute", "update", "user code"),
+    "exchange": ("exchange", "collective"),
 }
 # Figures of a rank: the last one is its micro-batches.
 WIDTH = len(COLUMNS) + 1

@@ -41,7 +41,7 @@ class Collectives:
         """Show the launcher where this rank waits for the others."""
         # The phase returns to what it was, so that the time of a collective is not counted as that of its caller.
         before = self.heartbeat.phase
-        self.heartbeat.beat("agree")
+        self.heartbeat.beat("collective")
         self.heartbeat.set_detail(collective)
         yield
         self.heartbeat.set_detail("")

@@ -16,7 +16,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 
 # Phases of every step. `data` is then the time for which the device was idle because its batch was late; the time that
 # a host which runs ahead waits for does not count.
-TIMED = frozenset({"data", "compute", "exchange", "update", "agree", "yours"})
+TIMED = frozenset({"data", "compute", "exchange", "update", "collective", "user code"})
 
 MOST = 512  # how many phases may wait to be read: a device that is further behind hangs
 

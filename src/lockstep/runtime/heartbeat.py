@@ -27,11 +27,11 @@ PHASES = (
     "compute",  # forward, and backward of all micro-batches but the last
     "exchange",  # the last backward, with the gradient all-reduce
     "update",  # the optimizer
-    "agree",  # a small collective outside the step; the detail says which
+    "collective",  # a small collective outside the step; the detail says which
     "evaluate",
     "snapshot",  # copying the state for a checkpoint: training waits
     "commit",  # waiting for a checkpoint to be on disk
-    "yours",  # user code: an own loop between two steps, after_step, show
+    "user code",  # an own loop between two steps, after_step, show
     "end",  # report and summary
 )
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
@@ -45,17 +45,17 @@ _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
     """What a launcher reads of one rank."""
 
     beats: int
     age: float  # seconds since the last beat
     step: int
-    steps: int  # that this process has ended: 0 while the first one compiles
+    steps: int  # ended by this process: 0 while the first one compiles
     phase: str
     detail: str
-    longest: dict[str, float] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)  # phase -> the longest stay, in seconds
 
 
 class Heartbeat:

@@ -194,9 +194,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
     if ended.hung:
         return Failure(0, "localhost", time.time(), HANG, f"still running after {time.monotonic() - ended.began:.0f} s")
 
-    failures = [
-        Failure.from_json(json.loads(path.read_text())) for path in (ended.folder / "attempt").glob("rank-*.json")
-    ]
+    failures = [Failure.read(path) for path in (ended.folder / "attempt").glob("rank-*.json")]
     if failures:
         return min(failures, key=lambda failure: (not failure.for_user, failure.time))
 

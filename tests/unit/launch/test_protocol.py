@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.launch import protocol
+from lockstep.launch.failure import Exit, Failure
 from lockstep.launch.job import Count, Job
 from lockstep.launch.protocol import (
+    Announce,
     Connection,
     ConnectionLost,
+    Ending,
     Exited,
     Hello,
     Hub,
     NodeBeat,
-    Print,
     Refused,
     Stacks,
     Start,
@@ -32,16 +34,19 @@ from lockstep.launch.protocol import (
     encode,
 )
 from lockstep.launch.supervisor import _introduce
+from lockstep.launch.watchdog import RankView
 from ports import free_port
 
+VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
-    Hello("host", 1, 2, 1, {"target": "x"}),
-    Exited(0, 1, -9, 12.5, None),
-    Exited(0, 1, 1, 12, {"rank": 1}),
-    Stacks(3, {"0": "line\nline"}, {"0": [{}]}),
+    Hello("host", Count(1, 2, 1), {"target": "x"}),
+    Exited(0, 1, Exit(0)),
+    Exited(0, 1, Exit(1, Failure(1, "host", 12, "ValueError", "text"))),
+    Ending(75, None, 3),
+    Stacks(3, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, "127.0.0.1", 5000),
-    NodeBeat([{"rank": 0}], {"hang": {}}),
-    Print("text with \u00e9"),
+    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}),
+    Announce("text with \u00e9"),
 ]
 
 
@@ -59,13 +64,15 @@ def test_messages_survive_the_round_trip(message):
         b"[1]",
         b"GET / HTTP/1.1",
         b'{"kind": "Nothing"}',
-        b'{"kind": "Print"}',
-        b'{"kind": "Print", "text": 1}',
-        b'{"kind": "Print", "text": "x", "more": 1}',
+        b'{"kind": "Announce"}',
+        b'{"kind": "Announce", "text": 1}',
+        b'{"kind": "Announce", "text": "x", "more": 1}',
         b'{"kind": "Stopped", "attempt": true}',
         b'{"kind": "Stopped", "attempt": 1.5}',
+        b'{"kind": "Exited", "attempt": 0, "rank": 1, "end": {"code": 1, "failure": {"rank": 1}}}',
+        b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
         b'{"kind": "Message"}',
-        b'{"kind": ["Print"], "text": "x"}',
+        b'{"kind": ["Announce"], "text": "x"}',
         b"\xff\xfe",
     ],
 )
@@ -82,7 +89,7 @@ values = st.recursive(
 
 
 @given(
-    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnded"]), st.dictionaries(st.text(max_size=8), values)
+    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "Ending"]), st.dictionaries(st.text(max_size=8), values)
 )
 def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
     try:
@@ -112,18 +119,18 @@ def received(line: Connection, now: float = 0.0) -> list:
 
 def test_messages_come_whole(line):
     made, there = line
-    data = encode(Print("a")) + encode(Print("b"))
+    data = encode(Announce("a")) + encode(Announce("b"))
     there.sendall(data[:-5])
-    assert received(made) == [Print("a")]
+    assert received(made) == [Announce("a")]
     there.sendall(data[-5:])
-    assert received(made) == [Print("b")]
+    assert received(made) == [Announce("b")]
 
 
 def test_last_words_are_heard_before_the_end(line):
     made, there = line
-    there.sendall(encode(Print("bye")))
+    there.sendall(encode(Announce("bye")))
     there.close()
-    assert received(made) == [Print("bye")]
+    assert received(made) == [Announce("bye")]
     with pytest.raises(ConnectionLost, match="closed"):
         received(made)
 
@@ -154,7 +161,7 @@ def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
     monkeypatch.setattr(protocol, "LARGEST", 1000)
     made, _ = line
     with pytest.raises(ConnectionLost, match="stopped reading"):
-        made.send(Print("x" * 50_000_000))
+        made.send(Announce("x" * 50_000_000))
 
 
 @pytest.fixture
@@ -168,11 +175,11 @@ def test_one_claims_the_address_and_the_others_connect(address):
     hub = Hub(listener)
     lines = [connect(address, source, print) for source in (None, "127.0.0.2")]
     for line in lines:
-        line.send(Print("here"))
+        line.send(Announce("here"))
     heard = []
     while len(heard) < 2:
         heard += hub.poll(0.0)
-    assert [message for _, message in heard] == [Print("here")] * 2
+    assert [message for _, message in heard] == [Announce("here")] * 2
     hub.send(heard[1][0], NodeBeat())
     assert received(lines[1]) == [NodeBeat()]
     lines[0].close()
@@ -190,18 +197,18 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(protocol, "SILENCE_S", 120.0)
     hub = Hub(claim(address))
     line = connect(address, None, print)
-    line.send(Print("here"))
+    line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):
         pass
-    line.send(Print("not heard in time"))
+    line.send(Announce("not heard in time"))
     time.sleep(0.05)
-    hub.send(heard[0][0], Print("the end"))
+    hub.send(heard[0][0], Announce("the end"))
     closing = threading.Thread(target=hub.close)
     closing.start()
     time.sleep(0.1)
     line.send(NodeBeat())  # would be answered with a reset if the other side had hung up
     time.sleep(0.1)
-    assert received(line) == [Print("the end")]
+    assert received(line) == [Announce("the end")]
     line.close()
     closing.join(timeout=60)
     assert not closing.is_alive()  # it does not wait longer than it must
@@ -211,11 +218,11 @@ def test_orders_may_come_together_with_the_welcome(line):
     made, there = line
     order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000)
     there.sendall(
-        encode(Print("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
+        encode(Announce("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
     )
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
     adopted, orders = _introduce(Job({"layers": layers, "path": []}, Path("runs/a"), Count(1, 1)), "host", made)
-    assert orders == [Print("early"), order]
+    assert orders == [Announce("early"), order]
     assert adopted.run_dir == Path("runs/b")
     assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
 
@@ -246,6 +253,6 @@ def test_a_coordinator_that_never_answers(address, monkeypatch):
 
 def test_differences_are_named():
     ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
-    theirs = Hello("h", 1, 1, 1, {**ours, "target": "b.py"})
+    theirs = Hello("h", Count(1, 1), {**ours, "target": "b.py"})
     assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
-    assert difference(Hello("h", 1, 1, 1, ours), ours) is None
+    assert difference(Hello("h", Count(1, 1), ours), ours) is None

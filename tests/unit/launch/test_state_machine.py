@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import state_machine as module
-from lockstep.launch.failure import Failure
-from lockstep.launch.job import Count, Job, divide
+from lockstep.launch.failure import Exit, Failure
+from lockstep.launch.job import Count, Job, Node, divide
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
@@ -25,7 +25,7 @@ from lockstep.launch.protocol import (
     Stop,
     ZygoteLost,
 )
-from lockstep.launch.state_machine import JobStateMachine, Node
+from lockstep.launch.state_machine import JobStateMachine
 from lockstep.launch.watchdog import RankView
 
 ONE, TWO = Count(1, 1), Count(2, 2)
@@ -59,8 +59,8 @@ class Stage:
     def exit(self, rank: int, code: int, **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
-        failed = Failure(rank=rank, **values).to_json() if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, code, time.time(), failed), self.now)
+        failed = Failure(rank=rank, **values) if code not in (0, 75) else None
+        self.machine.exited(Exited(self.machine.attempt.number, rank, Exit(code, failed)), self.now)
 
     def stop(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -72,7 +72,7 @@ class Stage:
         self.stop(*self.machine.cluster.nodes)
         return self.tick()
 
-    def beat(self, *views: dict, node: int = 0, **settings) -> None:
+    def beat(self, *views: RankView, node: int = 0, **settings) -> None:
         self.machine.beat(node, NodeBeat(list(views), settings), self.now)
 
     def sent(self, kind: type) -> list[int]:
@@ -113,7 +113,7 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.machine.exited(Exited(0, 0, -9, time.time(), None), stage.now)
+    stage.machine.exited(Exited(0, 0, Exit(-9)), stage.now)
     stage.machine.stopped(0, 0, stage.now)
     stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
@@ -459,9 +459,9 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
 # Hangs
 
 
-def view(rank: int, age: float, phase: str) -> dict:
-    seen = RankView(rank, "host-0", 1, "S", 9, age, step=41, steps=40, phase=phase, detail="", longest={phase: 0.1})
-    return seen.to_json()
+def view(rank: int, age: float, phase: str) -> RankView:
+    heartbeat = {"beats": 9, "age": age, "step": 41, "steps": 40, "phase": phase, "longest": {phase: 0.1}}
+    return RankView(rank=rank, host="host-0", pid=1, state="S", detail="", **heartbeat)
 
 
 def stuck(stage: Stage, **settings) -> None:
@@ -477,7 +477,7 @@ def stuck(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stuck(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.machine.stacks(0, Stacks(0, {"0": "", "1": stack}, {}), stage.now)
+    stage.machine.stacks(0, Stacks(0, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -500,7 +500,7 @@ def test_a_kill_is_a_better_reason_than_a_hang(stage):
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stuck(stage)
-    stage.machine.stacks(0, Stacks(0, {"0": "", "1": ""}, {"0": [{"what": 1}]}), stage.now)
+    stage.machine.stacks(0, Stacks(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 

@@ -89,7 +89,8 @@ def test_the_slow_rank_is_found(case):
 def test_figures_travel_as_plain_numbers():
     heartbeat = Heartbeat()
     before = dict(heartbeat.spent)
-    heartbeat.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "agree": 0.5, "evaluate": 99.0}
+    heartbeat.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "collective": 0.5}
+    heartbeat.spent["evaluate"] = 99.0
     packed = pack(before, heartbeat.spent, 10, 40)
     assert packed == pytest.approx([0.1, 0.25, 0.35, 4.0])
     assert unpack([*packed, 1.0, 2.0, 3.0, 4.0])[1] == row(1.0, 2.0, 3.0, 4.0)

@@ -13,10 +13,11 @@ from torch import nn
 
 from again import Again
 from lockstep.config import RunConfig
+from lockstep.config.schema import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.failure import SMALLER, Failure, record
-from lockstep.launch.state_machine import Restarts, Settings, Situation
+from lockstep.launch.state_machine import Restarts, Settings
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
@@ -224,20 +225,20 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
 
 def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
-    failure = Failure.from_json(json.loads((tmp_path / "rank-1.json").read_text()))
+    failure = Failure.read(tmp_path / "rank-1.json")
     assert failure.kind == SMALLER
     assert "\n" not in failure.text()
-    restarts, nothing_saved = Restarts(), Situation(None, None, None, None)
+    restarts = Restarts()
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
-        for settings in (Settings(), Settings(per_hour=0)):
-            assert restarts.refusal(failure, 0.0, settings, nothing_saved) is None
+        for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
+            assert restarts.refusal(failure, progress=False, settings=settings, now=0.0) is None
         assert not restarts.note(failure, (0, 1), None, 0.0)
     killed = Failure(1, "here", 0.0, "SIGKILL", "from outside")
-    assert restarts.refusal(killed, 0.0, Settings(), nothing_saved) is None  # which has its own ten
+    assert restarts.refusal(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
     assert restarts.note(killed, (0, 1), None, 0.0) is False
     assert restarts.count(killed, Settings()) == "restart 1 of 10 in an hour"
     usual = Failure(1, "here", 0.0, "ValueError", "again")
-    assert restarts.refusal(usual, 0.0, Settings(), nothing_saved) is not None
+    assert restarts.refusal(usual, progress=False, settings=Settings(), now=0.0) is not None
 
 
 def test_auto_is_no_number_to_compare() -> None:

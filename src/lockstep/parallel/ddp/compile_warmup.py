@@ -55,7 +55,7 @@ class CompileWarmup:
             heartbeat.beat("compile")
             self._trial(args, kwargs)
 
-            heartbeat.beat("agree")
+            heartbeat.beat("collective")
             heartbeat.set_detail("compiled")
             # Over the store, not with a collective, whose time limit is shorter.
             if not self.runtime.store_barrier("compiled", self.timeout):

@@ -1,0 +1,70 @@
+"""What the processes of one job leave for each other in files, or send as JSON.
+
+Other processes may be killed at any moment, and other machines may send anything: a file appears complete or not at
+all, one that cannot be read counts as empty, and JSON is checked field by field before it becomes an object.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that nobody reads half of it."""
+    staged = path.with_name(f".{path.name}.tmp")
+    staged.write_text(text)
+    os.replace(staged, path)
+
+
+def read(path: Path, start: int = 0, most: int | None = None) -> str:
+    """Return what a file holds from byte `start` on, its last `most` bytes at most; "" if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            if most is not None:
+                start = max(start, file.seek(0, os.SEEK_END) - most)
+
+            file.seek(start)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def parse(kind: Any, value: Any) -> Any:
+    """Return decoded JSON as a `kind`: a dataclass, a list, a dict, a plain type, or one of these `| None`.
+
+    Raises ValueError unless it has exactly the fields and the types that the annotations say.
+    """
+    base = get_origin(kind) or kind
+    arguments = get_args(kind)
+    if base is UnionType:
+        return None if value is None else parse(arguments[0], value)
+
+    if is_dataclass(base):
+        types = _field_types(base)
+        if not isinstance(value, dict) or value.keys() != types.keys():
+            raise ValueError(f"not a valid {kind.__name__}: {str(value)[:200]}")
+
+        return kind(**{name: parse(types[name], field) for name, field in value.items()})
+
+    # Every int is a valid float. A bool is an int to Python, but not to us.
+    accepted: Any = (int, float) if base is float else base
+    if not isinstance(value, accepted) or isinstance(value, bool) != (base is bool):
+        raise ValueError(f"{str(value)[:200]!r} instead of a value of type {base.__name__}")
+
+    if base is list and arguments:
+        return [parse(arguments[0], item) for item in value]
+
+    # JSON has only text for keys.
+    if base is dict and arguments:
+        return {arguments[0](key): parse(arguments[1], item) for key, item in value.items()}
+
+    return value
+
+
+# Resolving annotations takes longer than parsing a message.
+_field_types = cache(get_type_hints)

@@ -1,0 +1,67 @@
+"""Files and JSON of other processes, whole or not at all."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from lockstep.launch import records
+
+
+@dataclass(frozen=True)
+class Part:
+    size: float
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    number: int
+    parts: list[Part]
+    texts: dict[int, str]
+    anything: dict
+
+
+def test_a_file_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
+    for text in ("first, and longer", "second"):
+        records.write(tmp_path / "record", text)
+    assert records.read(tmp_path / "record") == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["record"]
+
+
+def test_a_file_is_read_from_a_position_and_not_beyond_its_last_bytes(tmp_path):
+    (tmp_path / "log").write_bytes(b"0123456789\xff")
+    assert records.read(tmp_path / "log", 8) == "89\ufffd"
+    assert records.read(tmp_path / "log", 2, most=4) == "789\ufffd"
+    assert records.read(tmp_path / "log", 9, most=100) == "9\ufffd"
+
+
+def test_what_cannot_be_read_is_empty(tmp_path):
+    assert records.read(tmp_path / "missing") == ""
+    assert records.read(tmp_path) == ""
+
+
+GOOD = {"number": 1, "parts": [{"size": 2, "name": None}], "texts": {"3": "x"}, "anything": {"a": [1, None]}}
+
+
+def test_json_becomes_objects():
+    assert records.parse(Whole, GOOD) == Whole(1, [Part(2)], {3: "x"}, {"a": [1, None]})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"number": 1.5},
+        {"number": True},
+        {"number": None},
+        {"parts": {}},
+        {"parts": [{"size": 2}]},
+        {"parts": [{"size": "2", "name": None}]},
+        {"parts": [{"size": True, "name": None}]},
+        {"texts": {"x": "x"}},
+        {"texts": {"3": 3}},
+        {"more": 1},
+    ],
+)
+def test_json_of_another_shape_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"not a valid|instead of a value|invalid literal"):
+        records.parse(Whole, GOOD | wrong)
