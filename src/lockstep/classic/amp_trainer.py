@@ -128,7 +128,7 @@ class AMPTrainer:
                 last = upcoming
 
         # On a GPU one more outcome is under way: it must not end the next epoch.
-        self.stepper.settle()
+        self.stepper.wait_for_outcome()
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
 
@@ -183,7 +183,7 @@ class AMPTrainer:
                 "",
                 "save after the step's last batch",
             )
-        self.stepper.settle()
+        self.stepper.wait_for_outcome()
         return RunState(self._module, self.optimizers, self.stepper, _NoSource(), {}, keep_frozen=True)
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:

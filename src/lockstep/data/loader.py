@@ -6,6 +6,7 @@ Randomness is keyed by sample, so that a sample looks the same on every rank and
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import signal
 import threading
@@ -50,7 +51,6 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
-
         if _reads_in_batches(self.dataset):
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
@@ -75,7 +75,7 @@ def _reads_in_batches(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-# ---- worker processes -----------------------------------------------------------------------------------
+# ---- worker processes ----
 
 
 class _OneRequestPerItem(torch.utils.data.Dataset):
@@ -88,32 +88,25 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
         return self.reader(index)
 
 
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
-def read_ahead(
-    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
+def read_all(
+    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
-    """Return batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
+    """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
+    if not workers:
+        batches = map(reader, requests)
+        return map(pin, batches) if pin_memory else batches
+
     loader = DataLoader(
         _OneRequestPerItem(reader),
         # A "batch" of this loader is one request, so that its order and its size stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
-        collate_fn=_only,
+        collate_fn=operator.itemgetter(0),
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
         worker_init_fn=outlive_signals,
     )
     return iter(loader)
-
-
-def read_all(reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
-    """Return batches for `requests`, in their order, with or without worker processes."""
-    if workers:
-        return read_ahead(reader, requests, workers, prefetch, pin_memory=False)
-    return map(reader, requests)
 
 
 def outlive_signals(worker: int) -> None:
@@ -125,16 +118,16 @@ def outlive_signals(worker: int) -> None:
     # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _exit_later())
+    signal.signal(signal.SIGTERM, _exit_later)
 
 
-def _exit_later() -> None:
+def _exit_later(number: int, frame: Any) -> None:
     timer = threading.Timer(LOADER_GRACE_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
-# ---- to the device --------------------------------------------------------------------------------------
+# ---- to the device ----
 
 
 def pin(batch: Any) -> Any:
@@ -205,12 +198,10 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 
     # A copy of these does not share their values.
     if isinstance(batch, dict | UserDict):
-        made = copy.copy(batch)
-        made.update(values)
-        return made
-
-    kind: Callable[..., Mapping[Any, Any]] = type(batch)
+        changed = copy.copy(batch)
+        changed.update(values)
+        return changed
     try:
-        return kind(values)
+        return type(batch)(values)  # pyrefly: ignore
     except TypeError:
         return values

@@ -212,7 +212,8 @@ class OwnStep:
     @property
     def padding(self) -> bool:
         """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
-        return self._run.stepper.control.padding
+        micro = self._run.stepper.control.micro
+        return micro is not None and micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.

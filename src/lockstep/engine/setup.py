@@ -24,7 +24,7 @@ from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import deal
-from lockstep.data.sources import BatchShape, open_source
+from lockstep.data.sources import SourceOptions, open_source
 from lockstep.engine.banner import describe_resume, describe_run, start_record
 from lockstep.engine.checks import (
     TrainableGuard,
@@ -39,7 +39,7 @@ from lockstep.engine.checks import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
-from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
+from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
 from lockstep.engine.run import Run, SampleHistory
 from lockstep.engine.step import Stepper
@@ -62,7 +62,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, Loss, SourceContext
+from lockstep.task import BatchSource, SourceContext
 
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
@@ -73,6 +73,7 @@ class ModelSetup:
 
     driver: Driver
     optimizers: Optimizers
+    evaluator: Evaluator
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
 
@@ -134,17 +135,18 @@ class RunBuilder:
         self.others.update(self.driver.extra_state)
 
         # The optimizers come after the sharding, so that their state is made for the shards.
-        made = optimizers(self.driver.model)
-        rebind(made, names_before, dict(model.named_parameters()))
-        handled = _handle_optimizers(made, model, self.config, self.precision, self.runtime)
-        self._on_failure.callback(handled.release)
+        own_optimizers = optimizers(self.driver.model)
+        rebind(own_optimizers, names_before, dict(model.named_parameters()))
+        stepped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
+        self._on_failure.callback(stepped.release)
 
         # Its state is part of a checkpoint, because a resumed run must compute as before.
         exactness = None
         if self.config.exact:
-            exactness = Exactness(model, handled, self.runtime, getattr(task, "changing_buffers", ()))
+            exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
-        self.model_setup = ModelSetup(self.driver, handled, TrainableGuard(model), exactness)
+        evaluator = Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder)
+        self.model_setup = ModelSetup(self.driver, stepped, evaluator, TrainableGuard(model), exactness)
         return self.model_setup
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -162,7 +164,7 @@ class RunBuilder:
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
-        stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
+        stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch, recorder.event)
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
         if load_balancer:
             stepper.context.before_reduce = load_balancer.mark
@@ -183,7 +185,7 @@ class RunBuilder:
         self._write_start(facts, plan, driver)
         checkpoints.begin()
 
-        self.run = run = self.run_class(
+        self.run = self.run_class(
             config=config,
             runtime=runtime,
             name=self.name,
@@ -201,18 +203,17 @@ class RunBuilder:
             samples=samples,
             checkpoints=checkpoints,
             resumed=resumed,
+            evaluator=self.model_setup.evaluator,
             evaluation=self.evaluation,
         )
-        skips = stepper.outcomes.skips
-        skips.on_skip = run.report_skip
-        skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
-        return run
+        # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
+        # the process group was left: DDP's destructor can deadlock with gloo's threads there (pytorch/pytorch#179291).
+        self.run.builder = self
+        return self.run
 
-    def evaluate(
-        self, data: Any, loss_fn: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
-    ) -> Evaluation:
+    def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
         """Evaluate the model before the first step, when no batch size has been derived yet."""
-        assert self.driver is not None, "evaluate() before setup_model()"
+        assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
             raise UserError(
@@ -220,8 +221,7 @@ class RunBuilder:
                 "",
                 "type evaluate.batch=64",
             )
-        evaluator = Evaluator.of(self.config, self.precision, data, loss_fn, collate, batch)
-        self.evaluation = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
@@ -252,20 +252,24 @@ class RunBuilder:
         # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
-        plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
-        plan = plan_by_speed(plan, config.load_balance)
+        even_plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
+        plan = plan_by_speed(even_plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)
         if not placement.runs_whole_model:
             check_enough_micro_batches(plan)
 
-        shape = BatchShape(
+        options = SourceOptions(
             plan.global_batch,
             plan.micro_batch,
             config.tail,
-            placement.interleaved,
+            config.data,
+            config.seed,
+            data_world,
+            self.runtime.device,
+            interleaved=placement.interleaved,
             collective_forwards=placement.collective_forwards,
         )
-        source = open_source(data, collate, shape, config.data, config.seed, data_world, self.runtime.device)
+        source = open_source(data, collate, options)
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
         # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
@@ -307,8 +311,8 @@ class RunBuilder:
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         """Write the head of the run folder, and print the facts."""
         if self.runtime.is_main:
-            about_sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
-            write_head(self.folder.path, self.resolved, plan.as_dict() | about_sharding)
+            sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
+            write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
         record = start_record(self.name, self.unit, self.folder, self.precision, driver, plan, self.runtime)
         self.recorder.open(self.config.log.progress, plan.steps, self.unit, record | {"facts": facts})
 
@@ -356,22 +360,21 @@ def _check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> No
     check_replicas(model, runtime, only_frozen=True)
 
 
-def _handle_optimizers(
-    made: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
+def _wrap_optimizers(
+    own_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
-    """Put the optimizers that were `made` (or those that `optimizer` names) under the handle that steps them."""
-    made = build_optimizers(config, made)
-    strategy = config.sharing
+    """Put the task's optimizers, or those that `optimizer` names, under the object that steps them."""
+    optimizers = build_optimizers(config, own_optimizers)
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
-    only_state = strategy.shards_optimizer and not strategy.shards_parameters
+    only_state = config.sharing.shards_optimizer and not config.sharing.shards_parameters
     if only_state and not runtime.world.alone:
-        handled: Optimizers = ShardedOptimizers(made, model, runtime)
+        stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
     else:
-        handled = Optimizers(made, model)
+        stepped = Optimizers(optimizers, model)
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:
-        handled.use_masters(MasterWeights(handled.all, model, precision.rounding, config.seed))
-    return handled
+        stepped.use_masters(MasterWeights(stepped.all, model, precision.rounding, config.seed))
+    return stepped
 
 
 def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-    control = self._new_control(batches)                                 sums and counts start at 0
+    control = StepControl(batches)                                       sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    sums over micro-batches and ranks
-    scale   = 1 / (global weight x loss scale)                           the only division
-    finite and no spike?  optimizer.step(scale x clipping) : skip        the same answer on every rank
+    factor  = clipping / (global weight x loss scale)                    the only division
+    finite and no spike?  optimizer.step(factor) : skip                  the same answer on every rank
 
-No strategy and no recipe is named here. Of the device, only whether the host waits for the outcome: on a GPU it reads
-the outcome one step late, while the device itself decides whether to skip.
+This module names no strategy and no recipe. All it knows of the device is whether the host waits for the outcome: on a
+GPU the host reads it one step late, and the device itself decides whether to skip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.config import RunConfig
 from lockstep.engine.control import StepContext, StepControl
-from lockstep.engine.outcome import GradientStats, Outcomes
+from lockstep.engine.outcome import Outcomes
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
@@ -29,6 +29,7 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, MicroBatchDriver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
@@ -43,16 +44,17 @@ class Counters:
 class Pending:
     """A step whose outcome is still on its way from the GPU."""
 
-    step: int
+    control: StepControl
+    reduced: Reduced
+    loss_limit: float
     row: Tensor  # [1 + LENGTH]: gradient norm and packed control word, in pinned host memory
     arrived: torch.cuda.Event
-    reduced: Reduced
-    control: StepControl
-    loss_limit: float
 
 
 class Stepper:
     """Runs optimizer steps on this rank, in lockstep with all others."""
+
+    control: StepControl  # of the step that began last
 
     def __init__(
         self,
@@ -63,11 +65,13 @@ class Stepper:
         config: RunConfig,
         runtime: Runtime,
         global_batch: int,
+        log_event: Callable[..., None] | None = None,
     ):
+        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them."""
         scale = LossScale(DynamicScaler(config.scaler) if precision.needs_scaler else None, runtime)
         self.driver = driver
         self.learning_rate = learning_rate
-        self.outcomes = Outcomes(config, scale, runtime.world.size)
+        self.outcomes = Outcomes(config, scale, runtime, log_event)
         self.context = StepContext(
             config,
             runtime,
@@ -81,8 +85,6 @@ class Stepper:
         self.counters = Counters()
         self.sums = self._no_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
-        self._control: StepControl | None = None  # of the running step
-        self._settled: StepControl | None = None  # of the step whose outcome came last
         self._pending: Pending | None = None
 
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
@@ -92,54 +94,20 @@ class Stepper:
     # ---- the whole step, for our loop ----
 
     def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
-        """Run the whole transaction. Returns the newest settled result (on a GPU, the previous step's)."""
-        control = self._new_control(batches)
-        reduced = self.driver.forward_backward(batches, loss_fn, control)
-        return self._apply(control, reduced)
-
-    # ---- one micro-batch at a time, for a loop that the user writes ----
-
-    def begin(self, batches: StepBatches) -> None:
-        self._new_control(batches)
-        self._one_by_one.begin()
-
-    def before_forward(self, micro: MicroBatch) -> None:
-        self._one_by_one.before_forward(micro, self.control)
-
-    def backward(self, loss: Loss) -> None:
-        self._one_by_one.backward(loss, self.control)
-
-    def apply(self) -> StepResult | None:
-        return self._apply(self.control, self._one_by_one.reduced())
-
-    @property
-    def _one_by_one(self) -> MicroBatchDriver:
-        return cast(MicroBatchDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
-
-    @property
-    def control(self) -> StepControl:
-        """The running step."""
-        assert self._control is not None, "no step has begun"
-        return self._control
-
-    @property
-    def settled(self) -> StepControl:
-        """The step whose outcome came last."""
-        assert self._settled is not None, "no outcome is known yet"
-        return self._settled
-
-    # ---- the outcome ----
+        """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
+        self.control = StepControl(self.context, batches, self.counters.step)
+        reduced = self.driver.forward_backward(batches, loss_fn, self.control)
+        return self._apply(self.control, reduced)
 
     def _apply(self, control: StepControl, reduced: Reduced) -> StepResult | None:
         """Divide once, clip and step: everything that changes the size of a gradient is one factor."""
-        config, runtime = self.context.config, self.context.runtime
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
-        control.release()
-        runtime.heartbeat.beat("update")
+        control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
+        self.context.runtime.heartbeat.beat("update")
         norm = torch.linalg.vector_norm(reduced.norms)
         limit = self.outcomes.spikes.limit()
         self.lr = self.learning_rate.set(self.counters.applied)
-        if config.exact:
+        if self.context.config.exact:
             control.seed("update")  # what draws from now on must not depend on this rank's last forward
         self.counters.step += 1
         if self.late:
@@ -150,27 +118,49 @@ class Stepper:
         grad_norm, factor = math.nan, math.nan
         if word.weight:
             grad_norm, factor = self._scale(reduced, float(norm), float(word.weight))
-        if applied := self.outcomes.accept(word, grad_norm, limit):
+        applied = self.outcomes.accept(word, grad_norm, limit)
+        if applied:
             self.update.step(reduced, factor, self.counters.step)
             self.counters.applied += 1
-        return self._settle(control, word, GradientStats(grad_norm, reduced.norms, reduced.names, limit), applied)
+        return self._conclude(control, reduced, word, grad_norm, limit, applied)
 
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, limit: float) -> StepResult | None:
         """Leave everything to the device, where the optimizer skips by itself. Returns the previous step's result."""
-        weight = reduced.codec.weight(reduced.packed)
-        grad_norm, factor = self._scale(reduced, norm, weight)  # weight 0: 0 x inf = nan, so nothing is applied
+        # With weight 0 the factor is 0 x inf = nan, so nothing is applied.
+        grad_norm, factor = self._scale(reduced, norm, reduced.codec.weight(reduced.packed))
         skip = ~torch.isfinite(grad_norm)
         if limit < math.inf:
             skip = skip | (reduced.codec.mean_loss(reduced.packed) > limit)
         self.update.step_on_device(factor, skip, self.counters.step)
         self.counters.applied += 1  # on trust: corrected when the outcome arrives
 
-        previous = self.settle()
+        previous = self.wait_for_outcome()
         row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = Pending(control.step, row, arrived, reduced, control, limit)
+        self._pending = Pending(control, reduced, limit, row, arrived)
         return previous
+
+    def wait_for_outcome(self) -> StepResult | None:
+        """Return the result of the last step if it is still on its way from the device, else None."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
+        grad_norm, *values = pending.row.tolist()
+        word = pending.reduced.codec.unpack(values)
+        applied = self.outcomes.accept(word, grad_norm, pending.loss_limit)
+        if not applied:
+            self.counters.applied -= 1
+        return self._conclude(pending.control, pending.reduced, word, grad_norm, pending.loss_limit, applied)
+
+    def _conclude(
+        self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
+    ) -> StepResult:
+        if applied:
+            self.sums.merge(control.sums)
+        self.context.metrics.new |= word.new_metrics > 0
+        return self.outcomes.conclude(control, reduced, word, grad_norm, limit, applied)
 
     def _scale(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
         """Return the norm of the mean's gradient, and the one factor that gradients are multiplied by.
@@ -183,26 +173,24 @@ class Stepper:
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clipping.coefficient(grad_norm)
 
-    def settle(self) -> StepResult | None:
-        """Return the outcome of the last step, if it is still on its way."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
-        grad_norm, *values = pending.row.tolist()
-        word = pending.reduced.codec.unpack(values)
-        applied = self.outcomes.accept(word, grad_norm, pending.loss_limit)
-        if not applied:
-            self.counters.applied -= 1
-        stats = GradientStats(grad_norm, pending.reduced.norms, pending.reduced.names, pending.loss_limit)
-        return self._settle(pending.control, word, stats, applied)
+    # ---- one micro-batch at a time, for a loop that the user writes ----
 
-    def _settle(self, control: StepControl, word: Any, stats: GradientStats, applied: bool) -> StepResult:
-        self._settled = control
-        if applied:
-            self.sums.merge(control.sums)
-        self.context.metrics.new |= word.new_metrics > 0
-        return self.outcomes.settle(control.step, word, stats, applied)
+    def begin(self, batches: StepBatches) -> None:
+        self.control = StepControl(self.context, batches, self.counters.step)
+        self._micro_batch_driver.begin()
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        self._micro_batch_driver.before_forward(micro, self.control)
+
+    def backward(self, loss: Loss) -> None:
+        self._micro_batch_driver.backward(loss, self.control)
+
+    def apply(self) -> StepResult | None:
+        return self._apply(self.control, self._micro_batch_driver.reduced())
+
+    @property
+    def _micro_batch_driver(self) -> MicroBatchDriver:
+        return cast(MicroBatchDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
 
     # ---- state ----
 
@@ -222,10 +210,6 @@ class Stepper:
     def scaler(self) -> DynamicScaler | None:
         """The loss scale of fp16; None in other precisions."""
         return self.context.loss_scale.scaler
-
-    def _new_control(self, batches: StepBatches) -> StepControl:
-        self._control = StepControl(self.context, batches, self.counters.step)
-        return self._control
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()
@@ -248,16 +232,16 @@ class Update:
         self.skips_on_device = driver.placement.replicated and self.fused and optimizers.skips_by_itself
 
     def step(self, reduced: Reduced, factor: float, number: int) -> None:
-        """Apply the `number`-th step. The host knows already that it is to be applied."""
+        """Apply the `number`-th step. The host already knows that it is accepted."""
         self._wait()
         if self.fused:
             self.optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
             return
 
         grads = reduced.grads
-        here = grads if self._driver.placement.replicated else [local(grad) for grad in grads]
-        if here:  # a pipeline stage may have nothing to train
-            torch._foreach_mul_(here, factor)
+        shards = grads if self._driver.placement.replicated else [local(grad) for grad in grads]
+        if shards:  # a pipeline stage may have nothing to train
+            torch._foreach_mul_(shards, factor)
             if self.clipping.changes_elements:
                 self.clipping.clip_elements_([p.detach() for p in reduced.parameters], grads, self._driver.norms)
         self.optimizers.step(number)
