@@ -12,11 +12,8 @@ from torch import Tensor
 from lockstep.config import ClipConfig
 from lockstep.runtime.layout import local
 
-# Keeps the division by a norm of zero finite.
-TINY = 1e-6
-
-# The smallest weight norm that adaptive clipping assumes: a weight of zeros could never move otherwise.
-LEAST_WEIGHT_NORM = 1e-3
+TINY = 1e-6  # keeps the division by a norm of zero finite
+LEAST_WEIGHT_NORM = 1e-3  # that adaptive clipping assumes: a weight of zeros could never move otherwise
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Clipping:
         limit = self.config.norm
         if limit is None:
             return 1.0
-        ratio = limit / (norm + 1e-6)
+        ratio = limit / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def clip_elements_(
@@ -54,14 +51,11 @@ class Clipping:
 
         `norms_of` returns the norm of each full tensor, also where this rank holds only a shard of it.
         """
-        here = [local(grad) for grad in grads]
+        shards = [local(grad) for grad in grads]
         if self.config.value is not None:
-            torch._foreach_clamp_min_(here, -self.config.value)
-            torch._foreach_clamp_max_(here, self.config.value)
-
+            torch._foreach_clamp_min_(shards, -self.config.value)
+            torch._foreach_clamp_max_(shards, self.config.value)
         if self.config.adaptive is not None:
-            weight_norms = norms_of(parameters)
-            grad_norms = norms_of(grads)
-            for grad, weight_norm, grad_norm in zip(here, weight_norms, grad_norms, strict=True):
+            for grad, weight_norm, grad_norm in zip(shards, norms_of(parameters), norms_of(grads), strict=True):
                 limit = self.config.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)
                 grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.runtime.layout import mesh_of
+from lockstep.runtime.layout import by_mesh
+
+if TYPE_CHECKING:
+    from lockstep.optim.bf16_masters import MasterWeights
 
 # torch's own fused optimizers can apply `grad_scale` inside their fused kernel. Others that claim to take part in loss
 # scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
@@ -23,6 +25,8 @@ SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
 # An optimizer of the user's own may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
 OWN_FLAG = "divides_and_skips"
+
+GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
 
 class Optimizers:
@@ -39,14 +43,13 @@ class Optimizers:
 
         # Whether every optimizer can apply grad_scale inside its fused kernel. Fused optimizers hold the divisor in
         # float32: float64 parameters are scaled before the step instead.
-        fused = all(_divides(optimizer) for optimizer in self.all)
-        self.divides_gradients = fused and all(p.dtype == torch.float32 for p in self.parameters())
+        in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
+        self.divides_gradients = in_float32 and all(map(_divides, self.all))
         # Whether a step can be skipped on the device, without the host knowing.
         self.skips_by_itself = self.divides_gradients and all(map(_divides_and_skips, self.all))
 
-        # What the optimizers hold instead of bfloat16 parameters.
-        self.masters: MasterWeights | None = None
-        self._several_meshes = len({mesh_of(p) for p in self.parameters()}) > 1
+        self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
+        self._several_meshes = len(by_mesh(self.parameters())) > 1
         self._updating = False
         self._hooks: list[Any] = []
 
@@ -74,11 +77,12 @@ class Optimizers:
             if self.masters:
                 self.masters.step(optimizer, divisor, number)
             elif self._several_meshes:
-                with _one_mesh_per_group(optimizer):
+                groups = optimizer.param_groups
+                parts = [(group, tensors) for group in groups for tensors in by_mesh(group["params"])]
+                with only_these(optimizer, parts):
                     optimizer.step()
             else:
                 optimizer.step()
-
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
@@ -92,46 +96,31 @@ class Optimizers:
         self._hooks = []
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._updating:
-            return
-
-        raise UserError(
-            "optimizer.step() was called directly in a Lockstep loop",
-            "the gradients are sums over the batch, not yet divided, checked or clipped",
-            "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
-        )
+        if not self._updating:
+            raise UserError(
+                "optimizer.step() was called directly in a Lockstep loop",
+                "the gradients are sums over the batch, not yet divided, checked or clipped",
+                "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+            )
 
 
 @contextmanager
-def _one_mesh_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Split parameter groups by mesh.
-
-    torch's fused and foreach optimizers take replicated and sharded parameters, or two meshes, only one at a time.
-    """
+def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
+    """Let the optimizer see nothing but these tensors, as groups with the settings of their own group."""
     groups = optimizer.param_groups
-    parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for group in groups:
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for p in group["params"]:
-            by_mesh.setdefault(mesh_of(p), []).append(p)
-        parts += [(group, {**group, "params": parameters}) for parameters in by_mesh.values()]
-
-    optimizer.param_groups = [part for _, part in parts]
+    optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
     try:
         yield
     finally:
-        # Some optimizers keep numbers in their groups.
-        for group, part in parts:
-            group.update({key: value for key, value in part.items() if key != "params"})
+        # Some optimizers keep numbers in their groups, which must survive.
+        for (group, _), used in zip(parts, optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in used.items() if key != "params"})
         optimizer.param_groups = groups
 
 
 def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
     """Give optimizers that were made before the model was sharded the parameters that it has now."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
-    if not replaced:
-        return
-
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]

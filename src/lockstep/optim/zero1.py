@@ -15,22 +15,18 @@ from lockstep.runtime.context import Runtime
 
 
 class ShardedOptimizers(Optimizers):
-    """Optimizers of which each rank steps a part.
-
-    Parameters are dealt to ranks as a whole, by their bytes: no parameter is sharded.
-    """
+    """Optimizers whose parameters are dealt to the ranks by their bytes, each as a whole."""
 
     def __init__(self, made: Any, model: nn.Module, runtime: Runtime):
         super().__init__(made, model)
         self._runtime = runtime
         self._owned = deal_by_bytes(self.parameters(), runtime.world.size)
-        mine = {id(p) for p in self._owned[runtime.world.rank]}
-
+        own = {id(p) for p in self._owned[runtime.world.rank]}
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in mine]
+                group["params"] = [p for p in group["params"] if id(p) in own]
             # Some optimizers, such as Adagrad, set up their state in the constructor.
-            for p in [p for p in optimizer.state if id(p) not in mine]:
+            for p in [p for p in optimizer.state if id(p) not in own]:
                 del optimizer.state[p]
 
     def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -46,14 +42,11 @@ class ShardedOptimizers(Optimizers):
                     self._broadcast([p for p in parameters if p.dtype == dtype], owner)
 
     def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:
-        """Send all parameters of one owner in one message."""
         flat = torch.cat([p.detach().flatten() for p in parameters])
         self._runtime.collectives.broadcast_([flat], owner)
-        if owner == self._runtime.world.rank:
-            return
-
-        parts = flat.split([p.numel() for p in parameters])
-        torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(parts))
+        if owner != self._runtime.world.rank:
+            parts = flat.split([p.numel() for p in parameters])
+            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(parts))
 
 
 def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
@@ -68,5 +61,4 @@ def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Pa
         owner = loads.index(min(loads))
         owned[owner].append(p)
         loads[owner] += p.nbytes
-
     return owned
