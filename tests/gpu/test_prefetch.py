@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data.prefetch import SideStream, one_ahead
+from lockstep.data.loader import SideStream, one_ahead
 from lockstep.data.sources import SourceOptions, open_source
 from lockstep.runtime.world import World
 

@@ -1,6 +1,7 @@
 """Reading samples, in this process or in worker processes, and moving batches to the device.
 
-Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker.
+Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU are
+copied on a stream of their own, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ def _reads_in_batches(dataset: Any) -> bool:
 # ---- worker processes ----
 
 
+@dataclass
 class _OneRequestPerItem(torch.utils.data.Dataset):
     """Lets torch's DataLoader carry whole requests to its workers."""
 
-    def __init__(self, reader: SampleReader):
-        self.reader = reader
+    reader: SampleReader
 
     def __getitem__(self, index: Request) -> Any:
         return self.reader(index)
@@ -205,3 +206,69 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         return type(batch)(values)  # pyrefly: ignore
     except TypeError:
         return values
+
+
+# ---- ahead of the GPU ----
+
+
+def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
+    """Yield batches on the device, each after `link` has sent the next one.
+
+    A batch that cannot be read raises its error when it is its turn, not one batch early.
+    """
+    # At most two batches are on their way: the one that is due, and the one after it.
+    waiting: list[Any] = []
+    problem: Exception | None = None
+    try:
+        while problem is None:
+            try:
+                waiting.append(link.send(next(batches)))
+            except Exception as error:  # or StopIteration
+                problem = error
+            if waiting and (problem or len(waiting) > 1):
+                yield link.receive(waiting.pop(0))
+        if not isinstance(problem, StopIteration):
+            raise problem
+    finally:
+        # Batches that are thrown away: their memory must not be used again before the copy has ended.
+        for sent in waiting:
+            link.receive(sent)
+
+
+class SideStream:
+    """Copies batches to the device on a CUDA stream of its own.
+
+    Memory is taken from the stream that computes, in the order of the host: a batch that is done with makes room for
+    the next but one, however far the host has run ahead. A copy therefore begins when the work is done that was
+    queued before its batch was sent, and overlaps with that of the batch in between.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        """Begin to copy, after the work that the device has been given so far. The host does not wait."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        moved = to_device(batch, self.device, self._copy)
+        arrived = torch.cuda.Event()
+        arrived.record(self.stream)
+        return moved, arrived
+
+    def receive(self, sent: tuple[Any, torch.cuda.Event]) -> Any:
+        """Return the batch, and have the computing stream wait for its copy. The host does not wait."""
+        batch, arrived = sent
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+        return batch
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # A tensor on a GPU was made by the computing stream: read by another one, its memory might be used again
+        # before the read has ended.
+        if tensor.is_cuda:
+            return tensor.to(self.device, non_blocking=True)
+
+        # Memory comes from the computing stream, the copy runs on ours.
+        copied = torch.empty_like(tensor, device=self.device)
+        with torch.cuda.stream(self.stream):
+            copied.copy_(tensor, non_blocking=True)
+        return copied

@@ -21,7 +21,6 @@ class Window:
 
     @property
     def size(self) -> int:
-        """The number of samples in the window."""
         return self.stop - self.start
 
 
@@ -74,5 +73,4 @@ def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
         rank = finishing[0][1]
         counts[rank] += 1
         heapreplace(finishing, ((counts[rank] + 1) / weights[rank], rank))
-
     return tuple(counts)

@@ -14,8 +14,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Request, SampleReader, outlive_signals, pin, read_all, to_device
-from lockstep.data.prefetch import SideStream, one_ahead
+from lockstep.data.loader import (
+    Request,
+    SampleReader,
+    SideStream,
+    one_ahead,
+    outlive_signals,
+    pin,
+    read_all,
+    to_device,
+)
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
@@ -128,7 +136,6 @@ class MapSource:
         )
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past the samples of a step."""
         assert batches.span is not None
         self.position = batches.span[1]
 
@@ -138,8 +145,7 @@ class MapSource:
         return [self.reader((0, [index])) for index in ids]
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._ahead = None
+        self._ahead = None  # which ends the worker processes
 
     def upcoming(self, most: int = 64) -> list[Any]:
         """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
@@ -321,8 +327,7 @@ class StreamSource:
             self._ended = False
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._batches = None
+        self._batches = None  # which ends the worker processes
         self._next = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,10 +36,11 @@ class TrainedBatch(NamedTuple):
 
 @dataclass
 class Requests:
-    """What this rank asks of all ranks; the next control word carries it."""
+    """What this rank asks of all ranks, which the next control word carries; or what all have agreed on."""
 
-    stop: bool = False
-    save: bool = False
+    stop: bool = False  # end the loop
+    save: bool = False  # write a checkpoint
+    preempt: bool = False  # save, then end the process
     save_failed: bool = False
 
 

@@ -68,8 +68,8 @@ class OwnRun:
                 )
             return model.to(self.device)
 
-        made = self._builder.setup_model(model, lambda _: list(optimizers))
-        if not made.driver.placement.runs_whole_model:
+        setup = self._builder.setup_model(model, lambda _: list(optimizers))
+        if not setup.driver.placement.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -77,8 +77,8 @@ class OwnRun:
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
         # A direct optimizer.step() would apply sums that are not yet divided.
-        made.optimizers.refuse_direct_steps()
-        return made.driver.module, *made.optimizers.all
+        setup.optimizers.refuse_direct_steps()
+        return setup.driver.module, *setup.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint, and restore its state on resume. Call it before `run.steps`.
@@ -133,8 +133,8 @@ class OwnRun:
         """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
-        found = (self._run or self._builder).evaluate(dataset, loss, collate)
-        return {"loss": found.loss, **found.metrics}
+        evaluation = (self._run or self._builder).evaluate(dataset, loss, collate)
+        return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
@@ -152,12 +152,11 @@ class OwnRun:
     def close(self) -> None:
         """Save the weights and write the report, if there was a loop."""
         # A script that only set up a model has nothing to save.
-        if self._run is None:
-            return
-        if self._in_loop:
-            self._meet_after_break(self._run)
-        self._run.save_weights()
-        self._run.close()
+        if self._run is not None:
+            if self._in_loop:
+                self._meet_after_break(self._run)
+            self._run.save_weights()
+            self._run.close()
 
     def _check_model(self, call: str) -> None:
         if self._builder.model_setup is None:
@@ -192,7 +191,7 @@ class OwnStep:
         self.ended = False
         self.result: StepResult | None = None
 
-        # What the loop draws before its first batch must not depend on where the run was resumed.
+        # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         run.stepper.begin(batches)
 
@@ -203,8 +202,8 @@ class OwnStep:
             self.first = micro.first
             stepper.before_forward(micro)
 
-            # The loop's body runs here. It must call `backward` once.
-            with stepper.control.autocast():  # on while the loop's body runs
+            # The loop's body runs here, under autocast. It must call `backward` once.
+            with stepper.control.autocast():
                 yield micro.data
             if stepper.control.backwards_done != self._taken:
                 raise self._miscounted("0 times")

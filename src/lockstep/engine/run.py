@@ -21,7 +21,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
-from lockstep.engine.control import TrainedBatch
+from lockstep.engine.control import Requests, TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
@@ -49,15 +49,6 @@ class LogInterval:
 
     samples: int = 0
     steps: int = 0
-
-
-@dataclass
-class AgreedRequests:
-    """What the control words of past steps ask all ranks to do, until it is done."""
-
-    stop: bool = False  # end the loop
-    preempt: bool = False  # save, then end the process
-    save: bool = False  # write a checkpoint
 
 
 class SampleHistory:
@@ -126,7 +117,7 @@ class Run:
     evaluation: Evaluation | None  # the newest
     builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
     _interval: LogInterval = field(init=False, default_factory=LogInterval)
-    _requests: AgreedRequests = field(init=False, default_factory=AgreedRequests)
+    _agreed: Requests = field(init=False, default_factory=Requests)  # what control words ask for, until it is done
 
     # ---- the loop ----
 
@@ -134,7 +125,7 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
-        while self.stepper.counters.step < self.plan.steps and not self._requests.stop:
+        while self.stepper.counters.step < self.plan.steps and not self._agreed.stop:
             self.guard.check()
 
             # The digests of the first batches are compared once: later steps follow from the same arithmetic.
@@ -191,7 +182,7 @@ class Run:
         `evaluation_due`: this step's evaluation was interrupted, and the resumed run must repeat it.
         """
         step = self.stepper.counters.step
-        save_due = self.checkpoints.due(step, self._requests.save or self._requests.preempt)
+        save_due = self.checkpoints.due(step, self._agreed.save or self._agreed.preempt)
 
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
@@ -207,7 +198,7 @@ class Run:
         if save_due:
             began = time.perf_counter()
             self._save_checkpoint(evaluation_due)
-            self._requests.save = False
+            self._agreed.save = False
             self.stepper.context.requests.save = False
             # The time of a save is not the time of a step.
             self.recorder.exclude(time.perf_counter() - began)
@@ -216,7 +207,7 @@ class Run:
             # known: allocating it now keeps the first save short.
             self.checkpoints.prepare()
 
-        if self._requests.preempt:
+        if self._agreed.preempt:
             self._end_preempted()
 
     def evaluate(
@@ -235,7 +226,7 @@ class Run:
         )
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
-            self._requests.preempt = True
+            self._agreed.preempt = True
             self.maintain(evaluation_due=True)
             raise AssertionError("maintain() ends a preempted process")
         self.evaluation = evaluation
@@ -251,11 +242,8 @@ class Run:
 
         It is never the derived micro-batch, which depends on the number of ranks: equal batches give equal numbers.
         """
-        if self.config.evaluate.batch:
-            return self.config.evaluate.batch
-        if self.config.micro_batch and self.config.micro_batch != "auto":
-            return self.config.micro_batch
-        return min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+        asked = self.config.micro_batch if self.config.micro_batch != "auto" else None
+        return self.config.evaluate.batch or asked or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
 
     # ---- the end ----
 
@@ -367,9 +355,9 @@ class Run:
         """Note what the control word of a step asks of all ranks."""
         if result is None:
             return
-        self._requests.stop |= result.stop
-        self._requests.preempt |= result.preempt
-        self._requests.save |= result.save
+        self._agreed.stop |= result.stop
+        self._agreed.preempt |= result.preempt
+        self._agreed.save |= result.save
         # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()

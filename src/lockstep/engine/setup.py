@@ -49,10 +49,9 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import Optimizers, rebind
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
-from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
@@ -151,9 +150,10 @@ class RunBuilder:
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
-        assert self.model_setup is not None, "setup_run() before setup_model()"
+        setup = self.model_setup
+        assert setup is not None, "setup_run() before setup_model()"
         config, runtime, recorder = self.config, self.runtime, self.recorder
-        driver, optimizers = self.model_setup.driver, self.model_setup.optimizers
+        driver, optimizers = setup.driver, setup.optimizers
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
@@ -180,8 +180,8 @@ class RunBuilder:
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
-        if self.model_setup.exactness:
-            facts["exact"] = self.model_setup.exactness.begin(source, plan, resumed.settings if resumed else [])
+        if setup.exactness:
+            facts["exact"] = setup.exactness.begin(source, plan, resumed.settings if resumed else [])
         self._write_start(facts, plan, driver)
         checkpoints.begin()
 
@@ -194,8 +194,8 @@ class RunBuilder:
             recorder=recorder,
             driver=driver,
             optimizers=optimizers,
-            guard=self.model_setup.guard,
-            exactness=self.model_setup.exactness,
+            guard=setup.guard,
+            exactness=setup.exactness,
             plan=plan,
             source=source,
             stepper=stepper,
@@ -203,7 +203,7 @@ class RunBuilder:
             samples=samples,
             checkpoints=checkpoints,
             resumed=resumed,
-            evaluator=self.model_setup.evaluator,
+            evaluator=setup.evaluator,
             evaluation=self.evaluation,
         )
         # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
@@ -342,10 +342,9 @@ def _write_launcher_settings(config: RunConfig) -> None:
     """Leave the settings that concern the launcher where it reads them: it does not know the task's defaults."""
     folder = os.environ.get(FOLDER)
     if folder and os.environ.get("RANK") == "0":
-        settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         # Renamed when it is complete: the launcher may read it at any moment.
         staged = Path(folder) / "settings.json.tmp"
-        staged.write_text(json.dumps(settings))
+        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
         staged.rename(Path(folder) / "settings.json")
 
 
@@ -410,7 +409,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             mine=deal(plan.micro_batches, placement.data_rank, placement.data_size),
             ranks=placement.data_size,
             collective_forwards=placement.collective_forwards,
-            # Of the ranks that go through the same samples only one counts.
+            # Only one of the ranks that go through the same samples counts.
             add=lambda values: runtime.collectives.sum_(values if placement.reports_loss else values.zero_()),
         )
     )

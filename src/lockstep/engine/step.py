@@ -23,14 +23,13 @@ from lockstep.config import RunConfig
 from lockstep.engine.control import StepContext, StepControl
 from lockstep.engine.outcome import Outcomes
 from lockstep.observe.metrics import ExactSums, Sums
-from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
+from lockstep.optim.update import Update
 from lockstep.parallel.driver import Driver, MicroBatchDriver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.layout import local
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 
@@ -81,7 +80,7 @@ class Stepper:
             reports_loss=driver.placement.reports_loss,
             word_has_loss=self.outcomes.spikes.on,
         )
-        self.update = Update(optimizers, Clipping(config.clip), driver, runtime.device)
+        self.update = Update(optimizers, config.clip, driver.placement.replicated, driver.norms, runtime.device)
         self.counters = Counters()
         self.sums = self._no_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
@@ -120,7 +119,7 @@ class Stepper:
             grad_norm, factor = self._scale(reduced, float(norm), float(word.weight))
         applied = self.outcomes.accept(word, grad_norm, limit)
         if applied:
-            self.update.step(reduced, factor, self.counters.step)
+            self.update.step(reduced.parameters, factor, self.counters.step)
             self.counters.applied += 1
         return self._conclude(control, reduced, word, grad_norm, limit, applied)
 
@@ -171,7 +170,7 @@ class Stepper:
         divisor = weight if self.scaler is None else weight * self.context.loss_scale.value
         to_mean = reduced.factor / divisor
         grad_norm = norm * to_mean
-        return grad_norm, to_mean * self.update.clipping.coefficient(grad_norm)
+        return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 
     # ---- one micro-batch at a time, for a loop that the user writes ----
 
@@ -213,44 +212,3 @@ class Stepper:
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()
-
-
-class Update:
-    """Multiplies gradients by the step's factor, clips elements if asked, and steps the optimizers."""
-
-    def __init__(self, optimizers: Optimizers, clipping: Clipping, driver: Driver, device: torch.device):
-        self.optimizers = optimizers
-        self.clipping = clipping
-        self.before: list[Callable[[], None]] = []  # called before parameters change: a snapshot may be under way
-        self._driver = driver
-        self._device = device
-
-        # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
-        # to full float32 masters first) and nothing needs them at their true size before.
-        full = driver.placement.replicated or optimizers.masters is not None
-        self.fused = optimizers.divides_gradients and full and not clipping.changes_elements
-        self.skips_on_device = driver.placement.replicated and self.fused and optimizers.skips_by_itself
-
-    def step(self, reduced: Reduced, factor: float, number: int) -> None:
-        """Apply the `number`-th step. The host already knows that it is accepted."""
-        self._wait()
-        if self.fused:
-            self.optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
-            return
-
-        grads = reduced.grads
-        shards = grads if self._driver.placement.replicated else [local(grad) for grad in grads]
-        if shards:  # a pipeline stage may have nothing to train
-            torch._foreach_mul_(shards, factor)
-            if self.clipping.changes_elements:
-                self.clipping.clip_elements_([p.detach() for p in reduced.parameters], grads, self._driver.norms)
-        self.optimizers.step(number)
-
-    def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
-        """Apply the `number`-th step unless `skip` is true on the device."""
-        self._wait()
-        self.optimizers.step(number, (1.0 / factor).float(), skip.float())
-
-    def _wait(self) -> None:
-        for wait in self.before:
-            wait()

@@ -85,7 +85,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- the operator ---------------------------------------------------------------------------------------
+# ---- the operator ----
 
 
 @torch.library.custom_op("lockstep::linear_cross_entropy", mutates_args=())
@@ -110,14 +110,14 @@ def _chunked(
     d_weight = torch.zeros_like(w, dtype=losses.dtype) if for_weight else losses.new_empty(0)
 
     for start in range(0, len(h), chunk):
-        here = slice(start, start + chunk)
-        logits = h[here] @ w.T
+        tokens = slice(start, start + chunk)
+        logits = h[tokens] @ w.T
         # From here on `logits` holds d loss / d logits, if a gradient is wanted.
-        _row_losses_(logits, targets[here], losses[here], ignore_index, gradient=for_hidden or for_weight)
+        _row_losses_(logits, targets[tokens], losses[tokens], ignore_index, gradient=for_hidden or for_weight)
         if for_hidden:
-            torch.mm(logits, w, out=d_hidden[here])
+            torch.mm(logits, w, out=d_hidden[tokens])
         if for_weight:
-            _add_product_(d_weight, logits.T, h[here])
+            _add_product_(d_weight, logits.T, h[tokens])
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -144,14 +144,13 @@ def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
     for_hidden, for_weight = ctx.wanted
     d_hidden, d_weight = ctx.saved_tensors
     of_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
-    of_weight = d_weight * grad if for_weight else None
-    return of_hidden, of_weight, None, None, None, None, None, None
+    return of_hidden, d_weight * grad if for_weight else None, None, None, None, None, None, None
 
 
 _chunked.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-# ---- one chunk ------------------------------------------------------------------------------------------
+# ---- one chunk ----
 
 
 def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
