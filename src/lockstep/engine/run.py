@@ -1,6 +1,6 @@
 """One run in this process, from its first step on: what `fit` and the user's own loop have in common.
 
-A Run is made of finished pieces (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
+A Run gets finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
 the skeleton of the loop, `finish()` ends a step, and `maintain()` does what is due between two steps. It decides
 nothing about gradients: that is the Stepper's work.
 """
@@ -87,7 +87,7 @@ class SampleHistory:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """A run that is ready to train. Every field is a finished piece."""
+    """A run that is ready to train."""
 
     # The process and its records.
     config: RunConfig

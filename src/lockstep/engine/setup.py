@@ -1,4 +1,4 @@
-"""Set up a run in three stages, each of which leaves finished pieces:
+"""Set up a run in three stages:
 
     open_run      the run folder and its records; random generators are seeded for building the model
     setup_model   the model under its driver, its optimizers, and what guards both
@@ -79,7 +79,7 @@ class ModelSetup:
 
 @dataclass(eq=False)
 class RunBuilder:
-    """A run before its first step: the pieces that exist so far."""
+    """A run before its first step: what exists so far."""
 
     # From `open_run`.
     resolved: Resolved
@@ -101,7 +101,7 @@ class RunBuilder:
     # From `setup_run`.
     run: Run | None = None
 
-    # What each stage has made and `fail` must release, the newest first.
+    # What `fail` must release, the newest first.
     _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property

@@ -2,7 +2,7 @@
 
 With a vocabulary of 50,000, the logits of 32,000 tokens are 3 GB in bfloat16, and a step reads or writes them about
 six times. `linear_cross_entropy` never has them all at once: it goes through the tokens in chunks, and computes for
-each chunk the logits, the loss, and at once the gradients, which need the logits too. Backward only scales them.
+each chunk the logits, the loss, and at once the gradients, which also need the logits. Backward only scales them.
 """
 
 # Why not torch.nn.functional.linear_cross_entropy (torch 2.13), with its chunked path? Measured on a CPU with 2048
@@ -140,7 +140,7 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
-    assert all(one is None for one in second), "linear_cross_entropy has no second derivative"
+    assert all(gradient is None for gradient in second), "linear_cross_entropy has no second derivative"
     for_hidden, for_weight = ctx.wanted
     d_hidden, d_weight = ctx.saved_tensors
     of_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
@@ -162,15 +162,15 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
         return
 
     # Ignored targets are no valid columns: they gather from column 0, and count nothing.
-    kept = targets != ignore_index
-    columns = targets.where(kept, 0)[:, None]
+    counted = targets != ignore_index
+    columns = targets.where(counted, 0)[:, None]
     wide = logits.to(losses.dtype)
     log_sums = wide.logsumexp(dim=1, keepdim=True)
-    losses.copy_((log_sums - wide.gather(1, columns)).squeeze(1).where(kept, 0.0))
+    losses.copy_((log_sums - wide.gather(1, columns)).squeeze(1).where(counted, 0.0))
     if gradient:
         # softmax(logits) - one_hot(targets)
         slope = (wide - log_sums).exp_().scatter_add_(1, columns, -torch.ones_like(log_sums))
-        logits.copy_(slope.where(kept[:, None], 0.0))
+        logits.copy_(slope.where(counted[:, None], 0.0))
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

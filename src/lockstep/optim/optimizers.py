@@ -33,11 +33,12 @@ GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some o
 class Optimizers:
     """One or several torch optimizers that together move every trainable parameter of the model."""
 
-    def __init__(self, made: Any, model: nn.Module):
-        self.all: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
+    def __init__(self, optimizers: Any, model: nn.Module):
+        """`optimizers`: what the task or the user's loop has made, an optimizer or several."""
+        self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
-        _check_coverage(self.all, model)
+        _check_coverage(self.parameters(), model)
 
         # All parameters of every group. ZeRO-1 and master weights replace those that the optimizers themselves hold.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
@@ -45,9 +46,9 @@ class Optimizers:
         # Whether every optimizer can apply grad_scale inside its fused kernel. Fused optimizers hold the divisor in
         # float32: float64 parameters are scaled before the step instead.
         in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
-        self.divides_gradients = in_float32 and all(map(_divides, self.all))
+        self.divides_gradients = in_float32 and self._all_fused(DIVIDING)
         # Whether a step can be skipped on the device, without the host knowing.
-        self.skips_by_itself = self.divides_gradients and all(map(_divides_and_skips, self.all))
+        self.skips_by_itself = self.divides_gradients and self._all_fused(SKIPPING)
 
         self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
         self._several_meshes = len(by_mesh(self.parameters())) > 1
@@ -56,22 +57,21 @@ class Optimizers:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
-        return _parameters(self.all)
+        return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
     def use_masters(self, masters: MasterWeights) -> None:
         """Step through master weights, which divide gradients as they make them float32."""
         self.masters = masters
         self.divides_gradients = True
-        self.skips_by_itself = all(map(_divides_and_skips, self.all))
+        self.skips_by_itself = self._all_fused(SKIPPING)
 
     def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Step every optimizer, for the `number`-th time; stochastic rounding draws its random bits by that number.
 
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
-
-        Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         """
         self._updating = True
+        # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         for optimizer in self.all:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
@@ -96,6 +96,14 @@ class Optimizers:
             hook.remove()
         self._hooks = []
 
+    def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
+        """Return whether every optimizer is a fused one of these kinds, or says itself that it divides and skips."""
+        return all(
+            getattr(optimizer, OWN_FLAG, False)
+            or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
+            for optimizer in self.all
+        )
+
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._updating:
             raise UserError(
@@ -112,8 +120,8 @@ class ShardedOptimizers(Optimizers):
     checkpoint each rank saves the state of its own ones.
     """
 
-    def __init__(self, made: Any, model: nn.Module, runtime: Runtime):
-        super().__init__(made, model)
+    def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
+        super().__init__(optimizers, model)
         self._runtime = runtime
         self._owned = deal_by_bytes(self.parameters(), runtime.world.size)
         own = {id(p) for p in self._owned[runtime.world.rank]}
@@ -173,28 +181,16 @@ def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iter
         optimizer.param_groups = groups
 
 
-def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
+def as_list(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+
+
+def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
     """Give optimizers that were made before the model was sharded the parameters that it has now."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
-    for optimizer in made if isinstance(made, list | tuple) else [made]:
+    for optimizer in as_list(optimizers):
         for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
-
-
-def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    return _divides_and_skips(optimizer) or (type(optimizer) in DIVIDING and _fused(optimizer))
-
-
-def _divides_and_skips(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, OWN_FLAG, False) or (type(optimizer) in SKIPPING and _fused(optimizer))
 
 
 def _check_kind(optimizer: Any) -> None:
@@ -213,12 +209,12 @@ def _check_kind(optimizer: Any) -> None:
         )
 
 
-def _check_coverage(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
     """Check that the optimizers hold every trainable parameter of the model, and nothing else.
 
     The gradient of a parameter outside the model would never be all-reduced.
     """
-    covered = {id(p) for p in _parameters(optimizers) if p.requires_grad}
+    covered = {id(p) for p in parameters if p.requires_grad}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     foreign = covered - trainable.keys()
     if foreign:

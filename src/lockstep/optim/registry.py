@@ -104,15 +104,15 @@ def describe(name: str) -> str:
     return f"{kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
 
 
-def build_optimizers(config: RunConfig, made: Any) -> Any:
-    """Return what the task has made, or optimizers of the kind that `optimizer` names, with the same groups.
+def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
+    """Return the task's own `optimizers`, or those of the kind that `optimizer` names, with the same groups.
 
-    `made` is an optimizer or a list of them; anything else is returned as it is, and refused by `Optimizers`.
+    `optimizers` is one or a list of them; anything else is returned as it is, and refused by `Optimizers`.
     """
     import torch
 
     if config.optimizer == OWN:
-        return made
+        return optimizers
     if config.optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", config.optimizer, NAMES)
 
@@ -127,10 +127,9 @@ def build_optimizers(config: RunConfig, made: Any) -> Any:
         )
 
     built: list[torch.optim.Optimizer] = []
-    for optimizer in made if isinstance(made, list | tuple) else [made]:
+    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return made
-
+            return optimizers
         if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             built.append(kind.build(_groups_for(kind, optimizer)))
         else:
