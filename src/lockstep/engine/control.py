@@ -64,9 +64,9 @@ class StepContext:
     global_batch: int
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
+    before_reduce: Callable[[], None] | None  # measures this rank's own work, for load balancing
     requests: Requests = field(default_factory=Requests)
     metrics: MetricNames = field(default_factory=MetricNames)
-    before_reduce: Callable[[], None] | None = None  # measures this rank's own work, for load balancing
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
 

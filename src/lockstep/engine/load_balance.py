@@ -145,7 +145,8 @@ class LoadBalancer:
 
         # No rank's workers have read as far as this position.
         self._source.deal_by(weights, max(position for _, position in gathered))
-        slow, fast = seconds.index(max(seconds)), seconds.index(min(seconds))
+        slow = seconds.index(max(seconds))
+        fast = seconds.index(min(seconds))
         self._log(
             "deal",
             step=step,

@@ -164,10 +164,18 @@ class RunBuilder:
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
-        stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch, recorder.event)
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
-        if load_balancer:
-            stepper.context.before_reduce = load_balancer.mark
+        stepper = Stepper(
+            driver,
+            optimizers,
+            rate,
+            self.precision,
+            config,
+            runtime,
+            plan.global_batch,
+            log_event=recorder.event,
+            before_reduce=load_balancer.mark if load_balancer else None,
+        )
 
         # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
         facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
@@ -175,7 +183,7 @@ class RunBuilder:
         if about_data:
             facts["data"] = about_data
 
-        # Resuming restores the state of all pieces above, so they must exist by now.
+        # Resuming restores the state of everything above, which must exist by now.
         checkpoints = self._open_checkpoints(driver, optimizers, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:

@@ -65,8 +65,12 @@ class Stepper:
         runtime: Runtime,
         global_batch: int,
         log_event: Callable[..., None] | None = None,
+        before_reduce: Callable[[], None] | None = None,
     ):
-        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them."""
+        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
+
+        `before_reduce` is called before the gradients are reduced, to measure this rank's own work.
+        """
         scale = LossScale(DynamicScaler(config.scaler) if precision.needs_scaler else None, runtime)
         self.driver = driver
         self.learning_rate = learning_rate
@@ -79,6 +83,7 @@ class Stepper:
             global_batch,
             reports_loss=driver.placement.reports_loss,
             word_has_loss=self.outcomes.spikes.on,
+            before_reduce=before_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.placement.replicated, driver.norms, runtime.device)
         self.counters = Counters()
