@@ -145,7 +145,7 @@ def pin(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch`, asynchronously from pinned memory; by `move`, if that is given."""
+    """Move every tensor inside `batch`, asynchronously from pinned memory, or with `move`."""
     if device.type == "cpu":
         return batch
 
@@ -167,8 +167,8 @@ def _map_tensors(
 ) -> Any:
     """Return `batch` with every tensor changed.
 
-    An object that is neither a tensor nor a plain container changes itself by its method of the name `method`, if it
-    has one. A mapping without that method is taken for a dict, and anything else is left to `otherwise`.
+    An object that is neither a tensor nor a plain container is changed by its own method named `method`, if it has
+    one. A mapping without that method is treated as a dict, and anything else is left to `otherwise`.
     """
     if isinstance(batch, Tensor):
         return change(batch)
@@ -238,9 +238,9 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
 class SideStream:
     """Copies batches to the device on a CUDA stream of its own.
 
-    Memory is taken from the stream that computes, in the order of the host: a batch that is done with makes room for
-    the next but one, however far the host has run ahead. A copy therefore begins when the work is done that was
-    queued before its batch was sent, and overlaps with that of the batch in between.
+    Memory is taken from the stream that computes, in the order of the host: a batch that is no longer needed makes room
+    for the next but one, however far the host has run ahead. A copy therefore begins when the work that was queued
+    before it is done, and overlaps with the work of the batch in between.
     """
 
     def __init__(self, device: torch.device):
@@ -262,7 +262,7 @@ class SideStream:
         return batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # A tensor on a GPU was made by the computing stream: read by another one, its memory might be used again
+        # A tensor on a GPU belongs to the computing stream: if another one read it, its memory might be used again
         # before the read has ended.
         if tensor.is_cuda:
             return tensor.to(self.device, non_blocking=True)

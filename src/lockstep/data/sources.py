@@ -101,7 +101,7 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
 
 
 class MapSource:
-    """A map-style dataset. A sampler orders it, in a way that no rank and no world size enters."""
+    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
 
     def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
         self.reader = reader
@@ -271,7 +271,7 @@ class MapSource:
 
 
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own part. Resuming repeats the epoch, which is logged."""
+    """An iterable dataset: every rank and worker reads its own shard. Resuming repeats the epoch, which is logged."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.dataset = dataset

@@ -25,7 +25,6 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
-from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
@@ -168,23 +167,6 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {_count(resumed.world, 'rank')}"
     # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
-
-
-def start_record(
-    name: str, unit: str, folder: RunFolder, precision: Precision, driver: Driver, plan: Plan, runtime: Runtime
-) -> dict[str, Any]:
-    """Return the fields of the `start` event."""
-    return {
-        "task": name,
-        "world": runtime.world.size,
-        "device": str(runtime.device),
-        "precision": precision.name,
-        "parameters": sum(p.numel() for p in driver.model.parameters()),
-        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
-        "unit": unit,
-        "steps": plan.steps,
-        "run_dir": folder.shown,
-    }
 
 
 # ---- how the ranks share the model ----

@@ -1,7 +1,7 @@
 """What `exact` requires of a run beyond the order of additions.
 
-Nothing in the run may depend on which rank computes it, and everything that decides about bits (threads, torch, the
-device) must be the same on every rank and in every part of the run.
+Nothing in the run may depend on which rank computes it, and everything that determines the bits (threads, torch, the
+device) must be the same on every rank and after every resume.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_weight(weight: float) -> None:
 class Exactness:
     """Guards the promise of `exact` in one run.
 
-    Its state in a checkpoint is what decides about bits outside the program: a resumed run compares it.
+    Its state in a checkpoint is what determines the bits outside the program: a resumed run compares it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
@@ -148,7 +148,7 @@ def _changing_buffer(problem: str, reason: str) -> UserError:
 
 
 def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
-    """Return what decides about bits outside the program, after checking that all ranks have the same."""
+    """Return what determines the bits outside the program, after checking that it is the same on all ranks."""
     # Kernels are chosen by the device's model and the CPU's instruction set, and change with torch's version.
     device = runtime.device
     own = {

@@ -1,7 +1,7 @@
-"""Turn errors of torch into errors about the run: what happened, what was found, and what to type.
+"""Turn torch's errors into errors about the run: what happened, why, and what to type.
 
 Out of memory is the main one. With micro_batch=auto the rank leaves a note with a smaller size, and ends; its launcher
-stops the other ranks, which wait for it in a collective, and starts all of them again.
+stops the other ranks, which wait for it in a collective, and restarts all of them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         # Offloaded tensors lie elsewhere.
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
-    # The optimizers' state, and what their first step has still to make.
+    # The optimizers' state, and what their first step has yet to allocate.
     state: list[Any] = []
     to_come = 0
     if builder.model_setup:
@@ -149,7 +149,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
 
 
 def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield the number of moments that the first step will make, and their parameters, for torch's own optimizers."""
+    """Yield how many moments the first step will allocate, and for which parameters, for torch's own optimizers."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for group in optimizer.param_groups:
@@ -162,7 +162,7 @@ def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, li
 
 
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
-    """Return the largest micro-batch that fits, as far as an earlier attempt of this run has found out."""
+    """Return the largest micro-batch that fits, if an earlier attempt of this run has noted one."""
     if FOLDER not in os.environ:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
@@ -219,7 +219,7 @@ class Shortage:
         return cls(message, _size(rf"allocate ({SIZE})", message), free, allowed)
 
     def missing(self, to_come: int) -> int | None:
-        """Return how many bytes more are needed, with what the optimizer has still to make."""
+        """Return how many more bytes are needed, including `to_come`, what the optimizer has yet to allocate."""
         if self.wanted is None or self.free is None:
             return None
         return max(0, self.wanted - self.free + to_come)

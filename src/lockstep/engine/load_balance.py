@@ -1,8 +1,8 @@
-"""Ranks of different speed: each gets as many micro-batches of a step as it runs in the time of the others.
+"""Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
 
 The result does not depend on it. A micro-batch has the same samples and random numbers on any rank, and sums are
 divided once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Loader processes read ahead, so a new deal holds from a position in the data on that all ranks agree on beforehand.
+Loader processes read ahead, so a new deal takes effect at a later position in the data, on which all ranks agree first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Speeds = str | Sequence[float]  # `load_balance`
 class Pace(NamedTuple):
     """The seconds of one micro-batch on one rank, with the wait for its data and without the gradient all-reduce."""
 
-    whole: float | None  # forward and backward; None for a rank with one in a step, whose backward has the all-reduce
+    whole: float | None  # forward and backward; None with one micro-batch a step, whose backward has the all-reduce
     forward: float
 
 
@@ -168,7 +168,7 @@ def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
 def seconds_each(paces: Sequence[Pace]) -> list[float]:
     """Return the seconds of one micro-batch, by rank.
 
-    A rank with one in a step has measured its forward only. The others know how much longer the whole takes.
+    A rank with one micro-batch a step has measured its forward only; the others know how much longer the whole takes.
     """
     # 1e-9: no division by zero, should a clock not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]

@@ -68,7 +68,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
 
 def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None] | None, Callable[..., None] | None]:
-    """Return the task's own `before_batch` and `after_step`, where it has any."""
+    """Return the task's own `before_batch` and `after_step`, or None."""
     # What the task keeps for each part of the global batch must stay on the rank that runs that part.
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:
@@ -78,8 +78,8 @@ def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None
 
 
 def _overrides(task: Any, method: str) -> bool:
-    """Whether the task has a `method` of its own: Task's own ones do nothing, so no step need call them."""
-    # A task need not be a subclass of Task, and its methods need not be bound ones.
+    """Return whether the task has its own `method`: those of Task do nothing, so no step needs to call them."""
+    # A task need not be a subclass of Task, and its methods need not be bound.
     own = getattr(task, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
 

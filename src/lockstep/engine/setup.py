@@ -25,7 +25,7 @@ from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import deal
 from lockstep.data.sources import SourceOptions, open_source
-from lockstep.engine.banner import describe_resume, describe_run, start_record
+from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
     TrainableGuard,
     check_enough_micro_batches,
@@ -54,7 +54,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime
@@ -321,8 +321,19 @@ class RunBuilder:
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
             write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
-        record = start_record(self.name, self.unit, self.folder, self.precision, driver, plan, self.runtime)
-        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record | {"facts": facts})
+        record = {
+            "task": self.name,
+            "world": self.runtime.world.size,
+            "device": str(self.runtime.device),
+            "precision": self.precision.name,
+            "parameters": sum(p.numel() for p in driver.model.parameters()),
+            "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
+            "unit": self.unit,
+            "steps": plan.steps,
+            "run_dir": self.folder.shown,
+            "facts": facts,
+        }
+        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record)
 
 
 def open_run(

@@ -2,7 +2,7 @@
 
 master       a stand-in is the parameter in full precision (its master weight); the model has a rounded copy of it
 stochastic   a stand-in lives for one update: made from the parameter, and rounded back up or down at random
-compensated  the same, and what rounding has cut off is kept in a second bfloat16, and added back the next time
+compensated  the same, but what rounding cuts off is kept in a second bfloat16, and added back the next time
 
 An update goes through the parameters a few at a time, so that the memory that lives for one update stays small.
 """
@@ -173,7 +173,7 @@ class MasterWeights:
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:
-    """Return state that was made in the parameter's bfloat16 as float32."""
+    """Return a value of the optimizer's state in float32, if it is in the parameter's bfloat16."""
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
