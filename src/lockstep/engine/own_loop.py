@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
+from lockstep.parallel.driver import MicroBatchDriver
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
@@ -193,42 +194,41 @@ class OwnStep:
 
         # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        run.stepper.begin(batches)
+        self._driver = cast(MicroBatchDriver, run.driver)  # `setup` has refused a pipeline
+        self._control = run.stepper.begin(batches)
+        self._driver.begin()
 
     def __iter__(self) -> Iterator[Any]:
-        stepper = self._run.stepper
         for micro in self._batches:
             self._taken += 1
             self.first = micro.first
-            stepper.before_forward(micro)
+            self._driver.before_forward(micro, self._control)
 
             # The loop's body runs here, under autocast. It must call `backward` once.
-            with stepper.control.autocast():
+            with self._control.autocast():
                 yield micro.data
-            if stepper.control.backwards_done != self._taken:
+            if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
     @property
     def padding(self) -> bool:
         """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
-        micro = self._run.stepper.control.micro
-        return micro is not None and micro.padding
+        return self._control.micro is not None and self._control.micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.
 
         `loss_sum` and the metrics, which are sums too, have shape ().
         """
-        stepper = self._run.stepper
-        if stepper.control.backwards_done == self._taken:
+        if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with full_precision(stepper.context.precision):
-            stepper.backward(Loss(loss_sum, weight, metrics))
+        with full_precision(self._run.stepper.context.precision):
+            self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
 
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
-        done = self._run.stepper.control.backwards_done
+        done = self._control.backwards_done
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
@@ -238,7 +238,7 @@ class OwnStep:
             )
 
         self.ended = True
-        self.result = self._run.stepper.apply()
+        self.result = self._run.stepper.apply(self._control, self._driver.reduced())
         # Here and not after the loop's body, so that the rest of the body finds the step ended.
         self._run.finish(self._batches, self.result)
         self._run.runtime.heartbeat.beat("yours")

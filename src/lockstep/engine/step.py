@@ -1,9 +1,11 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-    control = StepControl(batches)                                       sums and counts start at 0
+    control = self.begin(batches)                                        sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    sums over micro-batches and ranks
     factor  = clipping / (global weight x loss scale)                    the only division
     finite and no spike?  optimizer.step(factor) : skip                  the same answer on every rank
+
+A loop that the user writes runs the micro-batches itself, between `begin` and `apply`.
 
 This module names no strategy and no recipe. All it knows of the device is whether the host waits for the outcome: on a
 GPU the host reads it one step late, and the device itself decides whether to skip.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,11 @@ from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
-from lockstep.parallel.driver import Driver, MicroBatchDriver, Reduced
+from lockstep.parallel.driver import Driver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
-from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
+from lockstep.task import Loss, StepBatches, StepResult
 
 
 @dataclass
@@ -95,15 +97,18 @@ class Stepper:
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
         self.late = runtime.device.type == "cuda" and scale.scaler is None and self.update.skips_on_device
 
-    # ---- the whole step, for our loop ----
-
     def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
         """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
-        self.control = StepControl(self.context, batches, self.counters.step)
-        reduced = self.driver.forward_backward(batches, loss_fn, self.control)
-        return self._apply(self.control, reduced)
+        control = self.begin(batches)
+        reduced = self.driver.forward_backward(batches, loss_fn, control)
+        return self.apply(control, reduced)
 
-    def _apply(self, control: StepControl, reduced: Reduced) -> StepResult | None:
+    def begin(self, batches: StepBatches) -> StepControl:
+        """Start a step: its sums and counts are 0."""
+        self.control = StepControl(self.context, batches, self.counters.step)
+        return self.control
+
+    def apply(self, control: StepControl, reduced: Reduced) -> StepResult | None:
         """Divide once, clip and step: everything that changes the size of a gradient is one factor."""
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
@@ -176,27 +181,6 @@ class Stepper:
         to_mean = reduced.factor / divisor
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
-
-    # ---- one micro-batch at a time, for a loop that the user writes ----
-
-    def begin(self, batches: StepBatches) -> None:
-        self.control = StepControl(self.context, batches, self.counters.step)
-        self._micro_batch_driver.begin()
-
-    def before_forward(self, micro: MicroBatch) -> None:
-        self._micro_batch_driver.before_forward(micro, self.control)
-
-    def backward(self, loss: Loss) -> None:
-        self._micro_batch_driver.backward(loss, self.control)
-
-    def apply(self) -> StepResult | None:
-        return self._apply(self.control, self._micro_batch_driver.reduced())
-
-    @property
-    def _micro_batch_driver(self) -> MicroBatchDriver:
-        return cast(MicroBatchDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
-
-    # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "an outcome is still on its way"
