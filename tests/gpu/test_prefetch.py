@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data.prefetch import SideStream, one_ahead
-from lockstep.data.sources import BatchShape, open_source
+from lockstep.data.loader import SideStream, one_ahead
+from lockstep.data.sources import SourceOptions, open_source
 from lockstep.runtime.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
@@ -19,9 +19,8 @@ def test_the_same_batches_as_on_the_cpu(workers: int) -> None:
     rows = TensorDataset(torch.randn(40, 3), torch.arange(40))
 
     def batches(device: torch.device) -> list[list[torch.Tensor]]:
-        source = open_source(
-            rows, default_collate, BatchShape(16, 4, "short"), DataConfig(workers=workers), 0, World(), device
-        )
+        options = SourceOptions(16, 4, "short", DataConfig(workers=workers), 0, World(), device)
+        source = open_source(rows, default_collate, options)
         found = []
         for step in range(9):  # three epochs, each with a short last step
             batches = source.take()

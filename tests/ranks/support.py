@@ -88,7 +88,7 @@ class WatchedRun(Run):
             yield batches
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
-        result = result or self.stepper.settle()  # on a GPU it may still be on its way
+        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
         groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]

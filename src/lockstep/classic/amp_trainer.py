@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
+from lockstep.parallel.driver import BaseDriver
 from lockstep.precision import DynamicScaler, check_storage, choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
@@ -94,7 +95,8 @@ class AMPTrainer:
                 "make one trainer for each model you train",
             )
 
-        self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
+        driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
+        self.driver = cast(BaseDriver, driver)  # there are no pipelines here
         return self.driver.module
 
     def training_step(self, batch: Any) -> TrainingStep:
@@ -135,7 +137,7 @@ class AMPTrainer:
             batch = batch if padding else upcoming
 
         # On a GPU one outcome is still pending: it must not end the next epoch.
-        self.stepper.settle()
+        self.stepper.wait_for_outcome()
         total, weight = self.runtime.collectives.sum_(sums).tolist()
         return total / weight
 
@@ -189,7 +191,7 @@ class AMPTrainer:
                 "save after the step's last batch",
             )
 
-        self.stepper.settle()
+        self.stepper.wait_for_outcome()
         source = _NoSource()  # pyrefly: ignore[bad-instantiation]
         return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
 
@@ -205,15 +207,15 @@ class AMPTrainer:
 
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
         index = self.runtime.world.rank * count + self.stepper.control.backwards_done
-        self.stepper.before_forward(MicroBatch(batch, index, samples, padding=padding))
+        self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), self.stepper.control)
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
-        self.stepper.backward(loss)
+        self.driver.backward(loss, self.stepper.control)
         if self.stepper.control.backwards_done < count:
             return loss, None
 
         self._open_step = None
-        return loss, self.stepper.apply()
+        return loss, self.stepper.apply(self.stepper.control, self.driver.reduced())
 
     def _begin(self, samples: int) -> StepBatches:
         if not self._sized:
@@ -223,6 +225,7 @@ class AMPTrainer:
             self._sized = True
         batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
         self.stepper.begin(batches)
+        self.driver.begin()
         return batches
 
     def _loss(self, batch: Any, samples: int) -> Loss:

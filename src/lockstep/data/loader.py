@@ -1,11 +1,13 @@
 """Reading samples, in this process or in worker processes, and moving batches to the device.
 
-Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker.
+Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU are
+copied on a stream of their own, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import signal
 import threading
@@ -50,7 +52,6 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
-
         if _reads_in_batches(self.dataset):
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
@@ -75,45 +76,38 @@ def _reads_in_batches(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-# ---- worker processes -----------------------------------------------------------------------------------
+# ---- worker processes ----
 
 
+@dataclass
 class _OneRequestPerItem(torch.utils.data.Dataset):
     """Lets torch's DataLoader carry whole requests to its workers."""
 
-    def __init__(self, reader: SampleReader):
-        self.reader = reader
+    reader: SampleReader
 
     def __getitem__(self, index: Request) -> Any:
         return self.reader(index)
 
 
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
-def read_ahead(
-    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool
+def read_all(
+    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
-    """Return batches for `requests`, in their order, made by worker processes; `prefetch` requests ahead for each."""
+    """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
+    if not workers:
+        batches = map(reader, requests)
+        return map(pin, batches) if pin_memory else batches
+
     loader = DataLoader(
         _OneRequestPerItem(reader),
         # A "batch" of this loader is one request, so that its order and its size stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
-        collate_fn=_only,
+        collate_fn=operator.itemgetter(0),
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
         worker_init_fn=outlive_signals,
     )
     return iter(loader)
-
-
-def read_all(reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int) -> Iterator[Any]:
-    """Return batches for `requests`, in their order, with or without worker processes."""
-    if workers:
-        return read_ahead(reader, requests, workers, prefetch, pin_memory=False)
-    return map(reader, requests)
 
 
 def outlive_signals(worker: int) -> None:
@@ -125,16 +119,16 @@ def outlive_signals(worker: int) -> None:
     # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _exit_later())
+    signal.signal(signal.SIGTERM, _exit_later)
 
 
-def _exit_later() -> None:
+def _exit_later(number: int, frame: Any) -> None:
     timer = threading.Timer(LOADER_GRACE_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
-# ---- to the device --------------------------------------------------------------------------------------
+# ---- to the device ----
 
 
 def pin(batch: Any) -> Any:
@@ -151,7 +145,7 @@ def pin(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch`, asynchronously from pinned memory; by `move`, if that is given."""
+    """Move every tensor inside `batch`, asynchronously from pinned memory, or with `move`."""
     if device.type == "cpu":
         return batch
 
@@ -173,8 +167,8 @@ def _map_tensors(
 ) -> Any:
     """Return `batch` with every tensor changed.
 
-    An object that is neither a tensor nor a plain container changes itself by its method of the name `method`, if it
-    has one. A mapping without that method is taken for a dict, and anything else is left to `otherwise`.
+    An object that is neither a tensor nor a plain container is changed by its own method named `method`, if it has
+    one. A mapping without that method is treated as a dict, and anything else is left to `otherwise`.
     """
     if isinstance(batch, Tensor):
         return change(batch)
@@ -205,12 +199,76 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 
     # A copy of these does not share their values.
     if isinstance(batch, dict | UserDict):
-        made = copy.copy(batch)
-        made.update(values)
-        return made
-
-    kind: Callable[..., Mapping[Any, Any]] = type(batch)
+        changed = copy.copy(batch)
+        changed.update(values)
+        return changed
     try:
-        return kind(values)
+        return type(batch)(values)  # pyrefly: ignore
     except TypeError:
         return values
+
+
+# ---- ahead of the GPU ----
+
+
+def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
+    """Yield batches on the device, each after `link` has sent the next one.
+
+    A batch that cannot be read raises its error when it is its turn, not one batch early.
+    """
+    # At most two batches are on their way: the one that is due, and the one after it.
+    waiting: list[Any] = []
+    problem: Exception | None = None
+    try:
+        while problem is None:
+            try:
+                waiting.append(link.send(next(batches)))
+            except Exception as error:  # or StopIteration
+                problem = error
+            if waiting and (problem or len(waiting) > 1):
+                yield link.receive(waiting.pop(0))
+        if not isinstance(problem, StopIteration):
+            raise problem
+    finally:
+        # Batches that are thrown away: their memory must not be used again before the copy has ended.
+        for sent in waiting:
+            link.receive(sent)
+
+
+class SideStream:
+    """Copies batches to the device on a CUDA stream of its own.
+
+    Memory is taken from the stream that computes, in the order of the host: a batch that is no longer needed makes room
+    for the next but one, however far the host has run ahead. A copy therefore begins when the work that was queued
+    before it is done, and overlaps with the work of the batch in between.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        """Begin to copy, after the work that the device has been given so far. The host does not wait."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        moved = to_device(batch, self.device, self._copy)
+        arrived = torch.cuda.Event()
+        arrived.record(self.stream)
+        return moved, arrived
+
+    def receive(self, sent: tuple[Any, torch.cuda.Event]) -> Any:
+        """Return the batch, and have the computing stream wait for its copy. The host does not wait."""
+        batch, arrived = sent
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+        return batch
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # A tensor on a GPU belongs to the computing stream: if another one read it, its memory might be used again
+        # before the read has ended.
+        if tensor.is_cuda:
+            return tensor.to(self.device, non_blocking=True)
+
+        # Memory comes from the computing stream, the copy runs on ours.
+        copied = torch.empty_like(tensor, device=self.device)
+        with torch.cuda.stream(self.stream):
+            copied.copy_(tensor, non_blocking=True)
+        return copied

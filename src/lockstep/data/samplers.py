@@ -14,10 +14,8 @@ import numpy as np
 
 from lockstep.runtime.seeds import derive
 
-# Positions permuted at a time: one numpy pass serves many steps.
-BLOCK = 4096
-
-ROUNDS = 8
+BLOCK = 4096  # positions permuted at a time: one numpy pass serves many steps
+ROUNDS = 8  # of the Feistel network
 
 
 @runtime_checkable
@@ -60,7 +58,6 @@ class SequentialSampler:
         return self.length
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return [start, stop)."""
         assert 0 <= start <= stop <= self.length
         return np.arange(start, stop, dtype=np.int64)
 
@@ -84,12 +81,10 @@ class ShuffledSampler:
         return self.length
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the sample ids at positions [start, stop) of `epoch`, as int64."""
         assert 0 <= start <= stop <= self.length
         # Blocks are cached: consecutive micro-batches lie in the same one.
         first = start // BLOCK
-        last = max(start, stop - 1) // BLOCK
-        blocks = [self._block(epoch, index) for index in range(first, last + 1)]
+        blocks = [self._block(epoch, index) for index in range(first, max(start, stop - 1) // BLOCK + 1)]
         joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return joined[start - first * BLOCK : stop - first * BLOCK]
 

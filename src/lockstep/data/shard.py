@@ -21,7 +21,6 @@ class Window:
 
     @property
     def size(self) -> int:
-        """The number of samples in the window."""
         return self.stop - self.start
 
 
@@ -61,7 +60,7 @@ def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = Non
 def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many of `count` equal items each rank gets, so that ranks of these speeds finish early.
 
-    Items are given out one after another, each to the rank that would finish it first; of equal ranks to the first.
+    Items are given out one after another, each to the rank that would finish it first, ties to the lowest rank.
     Every rank gets an item if there are enough: an idle rank runs one all the same, as padding.
     """
     least = int(count >= len(weights))
@@ -74,5 +73,4 @@ def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
         rank = finishing[0][1]
         counts[rank] += 1
         heapreplace(finishing, ((counts[rank] + 1) / weights[rank], rank))
-
     return tuple(counts)

@@ -14,8 +14,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Request, SampleReader, outlive_signals, pin, read_ahead, to_device
-from lockstep.data.prefetch import SideStream, one_ahead
+from lockstep.data.loader import (
+    Request,
+    SampleReader,
+    SideStream,
+    one_ahead,
+    outlive_signals,
+    pin,
+    read_all,
+    to_device,
+)
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
@@ -25,28 +33,18 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
 @dataclass(frozen=True)
-class BatchShape:
-    """How many samples an optimizer step takes, and in what pieces."""
+class SourceOptions:
+    """What every source over a dataset is given: the shape of a step, the configuration, and this rank."""
 
     global_batch: int
     micro_batch: int
-    tail: str
-    # Whether ranks take micro-batches in turns, instead of a range each.
-    interleaved: bool = False
-    # Whether every rank runs the same number of micro-batches, padded with ones that weigh nothing.
-    collective_forwards: bool = False
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """What every source over a dataset is given: the batch, the configuration, and this rank."""
-
-    shape: BatchShape
+    tail: str  # what happens to the last window of an epoch, see `next_window`
     config: DataConfig
     seed: int
-    # The ranks that have samples of their own, and which of them this one is.
-    world: World
+    world: World  # the ranks that have samples of their own, and which of them this one is
     device: torch.device
+    interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
+    collective_forwards: bool = False  # all ranks run the same number of micro-batches: some of weight 0 are added
 
     @property
     def pins_memory(self) -> bool:
@@ -56,15 +54,7 @@ class SourceOptions:
         return self.config.pin_memory
 
 
-def open_source(
-    data: Any,
-    collate: Callable[[list[Any]], Any],
-    shape: BatchShape,
-    config: DataConfig,
-    seed: int,
-    world: World,
-    device: torch.device,
-) -> BatchSource:
+def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceOptions) -> BatchSource:
     """Return the source for the object that `Task.data()` has returned.
 
     That is a dataset with `__getitem__`, one with a sampler of its own (`Sampled`), a stream, or already a source.
@@ -78,22 +68,18 @@ def open_source(
             "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
         )
 
-    dataset = data.dataset if isinstance(data, Sampled) else data
+    dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    _check_readable(dataset, streams, config)
-    options = SourceOptions(shape, config, seed, world, device)
+    _check_readable(dataset, streams, options.config)
     if not streams:
-        reader = SampleReader(dataset, collate, seed, config.seed_samples)
-        own = data.sampler if isinstance(data, Sampled) else None
-        return MapSource(reader, own or make_sampler(len(dataset), seed, config.shuffle), options)
-
-    if isinstance(data, Sampled):
+        reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
+        return MapSource(reader, sampler or make_sampler(len(dataset), options.seed, options.config.shuffle), options)
+    if sampler is not None:
         raise UserError(
             f"a sampler needs a dataset with __getitem__; it was given a {type(dataset).__name__}",
             "",
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
-
     return StreamSource(dataset, collate, options)
 
 
@@ -115,20 +101,17 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
 
 
 class MapSource:
-    """A map-style dataset. A sampler orders it, in a way that no rank and no world size enters."""
+    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
 
     def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
         self.reader = reader
         self.sampler = sampler
         self.options = options
-        self.shape = options.shape
         self.world = options.world
         self.length = len(sampler)
         self._samples = len(reader.dataset)
-
-        # Samples consumed so far, and positions that are left out because they have spoiled a step.
-        self.position = 0
-        self.passed_over: list[tuple[int, int]] = []
+        self.position = 0  # samples consumed so far
+        self.passed_over: list[tuple[int, int]] = []  # positions left out because they have spoiled a step
 
         # The position up to which this rank's micro-batches are decided: workers may be reading them.
         self.dealt_until = 0
@@ -140,20 +123,19 @@ class MapSource:
         self._ahead_at = 0
 
     def take(self) -> StepBatches:
-        """Return this rank's part of the next global step. Nothing is read before it is iterated over."""
+        """Return this rank's micro-batches of the next global step. Nothing is read before it is iterated over."""
         window = self._window(self.position)
-        pieces = self._pieces(window)
+        micros = self._micro_batches(window)
         after = self._after(window)
         return StepBatches(
-            len(pieces),
-            self._deliver(window, pieces),
+            len(micros),
+            self._deliver(window, micros),
             window.size,
             total=self._count(window),
             span=(after - window.size, after),
         )
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past the samples of a step."""
         assert batches.span is not None
         self.position = batches.span[1]
 
@@ -163,30 +145,28 @@ class MapSource:
         return [self.reader((0, [index])) for index in ids]
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._ahead = None
+        self._ahead = None  # which ends the worker processes
 
     def upcoming(self, most: int = 64) -> list[Any]:
         """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
         # No further than the epoch: the batch may differ after a resume.
         window = self._window(self.position)
-        stop = min(window.start + most, self.length)
-        return [window.epoch, *self.sampler.ids(window.epoch, window.start, stop).tolist()]
+        ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, self.length))
+        return [window.epoch, *ids.tolist()]
 
     def pass_over(self, span: tuple[int, int]) -> None:
         """Never train on these positions again: they have spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
     def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
-        """From `position` on the ranks' shares follow `weights`.
+        """Deal micro-batches to the ranks by `weights` from `position` on.
 
-        All ranks must call it, before any of them has read so far.
+        All ranks must call it, before any of them has read that far.
         """
         assert position >= self.dealt_until
         self._deals.append((position, tuple(weights)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. No rank and no world size is in it."""
         return {
             "position": self.position,
             "length": self.length,
@@ -194,7 +174,6 @@ class MapSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position of the same dataset."""
         if state["length"] != self.length:
             raise UserError(
                 f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
@@ -215,7 +194,7 @@ class MapSource:
         for start, stop in self.passed_over:
             if start <= position < stop:
                 position = stop
-        window = next_window(position, self.length, self.shape.global_batch, self.shape.tail)
+        window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
         # A window of another size, after a resume, may reach into what is left out.
         for start, _ in self.passed_over:
@@ -226,123 +205,104 @@ class MapSource:
         return window
 
     def _after(self, window: Window) -> int:
-        """Return the position after a window."""
         return window.epoch * self.length + window.stop
 
     def _count(self, window: Window) -> int:
-        """Return the number of micro-batches in a window."""
-        return -(-window.size // self.shape.micro_batch)
+        return -(-window.size // self.options.micro_batch)
 
-    def _pieces(self, window: Window) -> list[MicroBatch]:
+    def _micro_batches(self, window: Window) -> list[MicroBatch]:
         """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
         count = self._count(window)
         rank, size = self.world.rank, self.world.size
-        if self.shape.interleaved:
-            mine = range(rank, count, size)
+        if self.options.interleaved:
+            own = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
             weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
-            mine = deal(count, rank, size, weights)
-
+            own = deal(count, rank, size, weights)
         self.dealt_until = max(self.dealt_until, self._after(window))
 
         # Padding repeats a micro-batch with weight 0: collectives need every rank.
-        pieces = [self._piece(window, index, padding=False) for index in mine]
-        wanted = -(-count // size) if self.shape.collective_forwards else 1
-        while len(pieces) < wanted:
-            pieces.append(self._piece(window, mine[0] if mine else 0, padding=True))
-        return pieces
+        micros = [self._micro_batch(window, index, padding=False) for index in own]
+        wanted = -(-count // size) if self.options.collective_forwards else 1
+        while len(micros) < wanted:
+            micros.append(self._micro_batch(window, own[0] if own else 0, padding=True))
+        return micros
 
-    def _piece(self, window: Window, index: int, padding: bool) -> MicroBatch:
-        """Return a micro-batch of a window, by its index in it."""
-        start, stop = micro_slice(window, self.shape.micro_batch, index)
+    def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        start, stop = micro_slice(window, self.options.micro_batch, index)
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     # ---- reading them ----
 
-    def _deliver(self, window: Window, pieces: list[MicroBatch]) -> Iterator[MicroBatch]:
+    def _deliver(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches with their data, as they are asked for."""
         # In the training process of a CPU run, reading ahead would overlap with nothing.
         reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
         ahead = self._read_ahead(window) if reads_ahead else None
-        for piece in pieces:
-            if ahead is not None:
-                piece.data = next(ahead)
-            else:
-                piece.data = self.reader((window.epoch, piece.ids))
-            yield piece
+        for micro in micros:
+            micro.data = next(ahead) if ahead is not None else self.reader((window.epoch, micro.ids))
+            yield micro
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
         """Return the running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
         if self._ahead is None or self._ahead_at != self.position:
-            self._ahead = self._batches(self._requests(self.position))
+            self._ahead = self._read(self._requests(self.position))
         self._ahead_at = self._after(window)
         return self._ahead
 
-    def _batches(self, requests: Iterator[Request]) -> Iterator[Any]:
+    def _read(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Return the batches for an endless series of requests, on the device."""
-        workers = self.options.config.workers
-        pins_memory = self.options.pins_memory
-        if workers:
-            read = read_ahead(self.reader, requests, workers, self.options.config.prefetch, pins_memory)
-        else:
-            read = map(self.reader, requests)
-            read = map(pin, read) if pins_memory else read
-
+        config = self.options.config
+        batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
         # On a CPU there is no copy to overlap.
         if self.options.device.type == "cuda":
-            return one_ahead(read, SideStream(self.options.device))
-
-        return read
+            return one_ahead(batches, SideStream(self.options.device))
+        return batches
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
-            for piece in self._pieces(window):
-                yield window.epoch, piece.ids
+            for micro in self._micro_batches(window):
+                yield window.epoch, micro.ids
             position = self._after(window)
 
 
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own part. Resuming repeats the epoch, which is logged."""
+    """An iterable dataset: every rank and worker reads its own shard. Resuming repeats the epoch, which is logged."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.dataset = dataset
         self.collate = collate
         self.options = options
 
-        # The samples of this rank per global step.
-        shape = options.shape
+        micro_batch = options.micro_batch
         ranks = options.world.size
-        self.samples, rest = divmod(shape.global_batch, ranks)
-        if rest or self.samples % shape.micro_batch:
+        self._count, rest = divmod(options.global_batch, ranks * micro_batch)  # micro-batches of this rank in a step
+        if rest:
             raise UserError(
-                f"global_batch={shape.global_batch} of a stream cannot be divided into micro-batches of "
-                f"{shape.micro_batch} on {ranks} ranks",
+                f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
+                f"{micro_batch} on {ranks} ranks",
                 "the samples of a stream cannot be dealt again for a window that does not divide evenly",
-                f"choose a global_batch that is a multiple of {ranks} ranks x {shape.micro_batch}",
+                f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
-        # The batch that was read one ahead, and the last one that was trained, which serves as padding.
-        self._next: Any = None
-        self._last: MicroBatch | None = None
-        # Whether this epoch has given samples, and whether it is over.
-        self._began = False
+        self._next: Any = None  # the batch that was read one ahead
+        self._last: MicroBatch | None = None  # the last one of this epoch that was trained: it serves as padding
         self._ended = False
 
     def take(self) -> StepBatches:
-        """Return this rank's part of the next global step: padding, if its part of the stream has ended."""
-        pieces = [] if self._ended else self._pull()
-        # A rank whose part has ended earlier than that of others repeats its last micro-batch with weight 0.
-        if pieces:
-            self._last = pieces[-1]
-            self._began = True
+        """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
+        micros = [] if self._ended else self._pull()
+        # A rank whose shard has ended earlier than that of others repeats its last micro-batch with weight 0.
+        if micros:
+            self._last = micros[-1]
         last = self._last
-        if last is None or not self._began:
+        if last is None:
             world = self.options.world
             raise UserError(
                 f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
@@ -352,32 +312,28 @@ class StreamSource:
             )
 
         # The samples of the other ranks are an estimate: they are not asked.
-        shape = self.options.shape
-        samples = sum(piece.samples for piece in pieces)
-        wanted = self.samples // shape.micro_batch if shape.collective_forwards else 1
-        while len(pieces) < wanted:
-            pieces.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
-        return StepBatches(len(pieces), pieces, samples * self.options.world.size, exhausted=self._ended)
+        samples = sum(micro.samples for micro in micros) * self.options.world.size
+        wanted = self._count if self.options.collective_forwards else 1
+        while len(micros) < wanted:
+            micros.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
+        return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Begin the next epoch, once the stream has ended on all ranks."""
         if result is not None and result.exhausted and self._ended:
             self.epoch += 1
             self._batches = None
+            self._last = None
             self._ended = False
-            self._began = False
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._batches = None
+        self._batches = None  # which ends the worker processes
         self._next = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch. The place in it is not known."""
-        return {"epoch": self.epoch}
+        return {"epoch": self.epoch}  # the position in it is not known: it is repeated
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the start of a saved epoch."""
         self.epoch = int(state["epoch"])
 
     def _pull(self) -> list[MicroBatch]:
@@ -386,23 +342,21 @@ class StreamSource:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
 
+        # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
+        index = self.options.world.rank * self._count
+        micros: list[MicroBatch] = []
         # One is read ahead, so that the end is known with the last batch, not after it.
-        count = self.samples // self.options.shape.micro_batch
-        found = []
-        while self._next is not None and len(found) < count:
-            found.append(self._next)
+        while self._next is not None and len(micros) < self._count:
+            samples, batch = self._next
+            micros.append(MicroBatch(batch, index + len(micros), samples, self.epoch))
             self._next = next(self._batches, None)
         self._ended = self._next is None
-
-        # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
-        first = self.options.world.rank * count
-        return [
-            MicroBatch(to_device(batch, self.options.device), first + i, samples, self.epoch)
-            for i, (samples, batch) in enumerate(found)
-        ]
+        for micro in micros:
+            micro.data = to_device(micro.data, self.options.device)
+        return micros
 
     def _open(self) -> Iterable[Any]:
-        """Return an iterable over (number of samples, batch) of this rank's part of an epoch."""
+        """Return an iterable over (number of samples, batch) of this rank's shard of an epoch."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         options = self.options
@@ -420,10 +374,8 @@ class StreamSource:
         )
 
         # Batches that are read in this process are pinned in this process.
-        if pins_memory and not workers and options.device.type != "cpu":
-            return map(pin, loader)
-
-        return loader
+        pins_here = pins_memory and not workers and options.device.type != "cpu"
+        return map(pin, loader) if pins_here else loader
 
 
 class _Shard(IterableDataset):
@@ -445,14 +397,13 @@ class _Shard(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.world
         reader = world.rank * workers + worker
-        readers = world.size * workers
 
         if self.options.config.sharding == "own":
             samples = self._seeded(reader)
         else:
-            samples = itertools.islice(self._seeded(0), reader, None, readers)
-        while chunk := list(itertools.islice(samples, self.options.shape.micro_batch)):
-            yield chunk
+            samples = itertools.islice(self._seeded(0), reader, None, world.size * workers)
+        while micro_batch := list(itertools.islice(samples, self.options.micro_batch)):
+            yield micro_batch
 
     def _seeded(self, stream: int) -> Iterator[Any]:
         """Yield the dataset's samples, each with seeds of its own; `stream` is part of them."""
@@ -466,7 +417,6 @@ class _Shard(IterableDataset):
                 sample = next(samples)
             except StopIteration:
                 return
-
             yield sample
 
 
@@ -476,5 +426,5 @@ class _Collate:
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, chunk: list[Any]) -> tuple[int, Any]:
-        return len(chunk), self.collate(chunk)
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)

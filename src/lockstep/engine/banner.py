@@ -25,7 +25,6 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hooks import about
-from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
@@ -57,42 +56,29 @@ def describe_run(
     runtime: Runtime,
 ) -> dict[str, str]:
     """Return the facts about a run, by name. Collective: every rank must call it."""
-    facts = {"world": _world(runtime)}
-    if not runtime.world.alone:
-        facts["pids"] = _pids(runtime)
-    facts["parameters"] = _parameters(model)
-
-    # Every number format that a value passes through, since a setting names only one of them.
-    facts["precision"] = f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}"
-    facts["batch"] = _batch(plan)
-    facts["data"] = _data(plan, config)
-    facts["learning rate"] = _learning_rate(rate, config, plan)
-
-    # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
     mesh = plan_mesh(config, runtime.world)
-    sharding = describe_strategy(model, config, mesh, runtime.world)
-    if sharding:
-        facts["strategy"] = sharding
-    if config.remat != "none":
-        facts["remat"] = describe_remat(model, config)
-    if not mesh.plain:
-        facts["mesh"] = f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own"
-    dropout = _dropout(model, config, mesh)
-    if dropout:
-        facts["dropout"] = dropout
-
-    # Settings that change what a step costs. What is off is not mentioned.
-    if config.load_balance != "none" and not runtime.world.alone:
-        facts["speeds"] = describe_speeds(config.load_balance, plan)
-    if wants_graph(config, runtime):
-        facts["graph"] = "the model's calls are captured"
-        if config.graph == "auto":
-            facts["graph"] += " if launch-bound, which is logged then"
-    if config.optimizer != "task":
-        facts["optimizer"] = f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
-    if config.ddp.hook != "none" and not runtime.world.alone:
-        facts["exchange"] = about(config.ddp)
-    return facts
+    several = not runtime.world.alone
+    facts = {
+        "world": _world(runtime),
+        "pids": _pids(runtime) if several else None,
+        "parameters": _parameters(model),
+        # Every number format that a value passes through, since a setting names only one of them.
+        "precision": f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}",
+        "batch": _batch(plan),
+        "data": _data(plan, config),
+        "learning rate": _learning_rate(rate, config, plan),
+        # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
+        "strategy": _strategy(model, config, mesh, runtime.world),
+        "remat": _remat(model, config) if config.remat != "none" else None,
+        "mesh": None if mesh.plain else f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own",
+        "dropout": _dropout(model, config, mesh),
+        # Settings that change what a step costs. What is off is not mentioned.
+        "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
+        "graph": _graph(config) if wants_graph(config, runtime) else None,
+        "optimizer": _optimizer(config) if config.optimizer != "task" else None,
+        "exchange": about(config.ddp) if several and config.ddp.hook != "none" else None,
+    }
+    return {name: text for name, text in facts.items() if text}
 
 
 def _world(runtime: Runtime) -> str:
@@ -107,10 +93,10 @@ def _pids(runtime: Runtime) -> str:
     processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
     # A process id means nothing without its host, if there are several.
     several_hosts = len({host for host, _ in processes}) > 1
-    words = []
-    for rank, (host, pid) in enumerate(processes[:MAX_PIDS]):
-        on_host = f" on {host}" if several_hosts else ""
-        words.append(f"rank {rank} {pid}{on_host}")
+    words = [
+        f"rank {rank} {pid} on {host}" if several_hosts else f"rank {rank} {pid}"
+        for rank, (host, pid) in enumerate(processes[:MAX_PIDS])
+    ]
     if len(processes) > MAX_PIDS:
         words.append(f"and {len(processes) - MAX_PIDS} more")
     return ", ".join(words)
@@ -120,8 +106,7 @@ def _parameters(model: nn.Module) -> str:
     # numel() of a sharded parameter (a DTensor) is that of the full tensor.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    about_frozen = f", {frozen:,} frozen and not exchanged" if frozen else ""
-    return f"{trained:,} trainable{about_frozen}"
+    return f"{trained:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else "")
 
 
 def _batch(plan: Plan) -> str:
@@ -142,20 +127,25 @@ def _data(plan: Plan, config: RunConfig) -> str:
         tail = f", the last {rest} samples of an epoch dropped"
     elif rest:
         tail = f", last one {config.tail}"
-
-    epochs = plan.steps / plan.steps_per_epoch
     per_epoch = f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}"
-    return f"{per_epoch}; {plan.steps} steps = {epochs:.2f} epochs"
+    return f"{per_epoch}; {plan.steps} steps = {plan.steps / plan.steps_per_epoch:.2f} epochs"
 
 
 def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     if config.lr.scaling == "none":
         return landmarks
+    # The landmarks are already scaled: say by which rule, or they look like a mistake.
+    return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
-    # The landmarks above are already scaled: say by which rule, or they look like a mistake.
-    rule = f"{config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch}"
-    return f"{landmarks} ({rule})"
+
+def _graph(config: RunConfig) -> str:
+    text = "the model's calls are captured"
+    return f"{text} if launch-bound, which is logged then" if config.graph == "auto" else text
+
+
+def _optimizer(config: RunConfig) -> str:
+    return f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
 
 
 def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
@@ -176,32 +166,13 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {_count(resumed.world, 'rank')}"
     # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
-    if resumed.changes:
-        text += f"; changed since: {', '.join(resumed.changes)}"
-    return text
-
-
-def start_record(
-    name: str, unit: str, folder: RunFolder, precision: Precision, driver: Driver, plan: Plan, runtime: Runtime
-) -> dict[str, Any]:
-    """Return the fields of the `start` event."""
-    return {
-        "task": name,
-        "world": runtime.world.size,
-        "device": str(runtime.device),
-        "precision": precision.name,
-        "parameters": sum(p.numel() for p in driver.model.parameters()),
-        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
-        "unit": unit,
-        "steps": plan.steps,
-        "run_dir": folder.shown,
-    }
+    return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
 
 # ---- how the ranks share the model ----
 
 
-def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
+def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
     """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas, about which there is nothing to say."""
     strategy = config.sharing
     if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
@@ -210,9 +181,9 @@ def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: Wo
         return f"{strategy.name}: one process, so nothing is sharded"
 
     # First what divides the computation, then what divides the state among the ranks that compute the same.
-    parts = _describe_model_axes(model, config, mesh)
+    parts = _model_axes(model, config, mesh)
     if strategy.shards_parameters:
-        parts.append(_describe_shards(model, config, strategy, mesh, world))
+        parts.append(_fsdp_shards(model, config, strategy, mesh, world))
     elif strategy.shards_optimizer:
         parts.append(f"optimizer state sharded over {world.size} ranks")
     elif mesh.data_size > 1:
@@ -220,29 +191,26 @@ def describe_strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: Wo
     return f"{strategy.name}: {'; '.join(parts)}"
 
 
-def _describe_model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
+def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
     """Describe what the pp and tp axes divide."""
     parts = []
-
+    pp_size, tp_size = mesh.sizes["pp"], mesh.sizes["tp"]
     # A rank holds several stages under an interleaved schedule, which has its own default number.
-    pp_size = mesh.sizes["pp"]
     if pp_size > 1:
         from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
 
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         parts.append(f"{stages} stages over {pp_size} ranks")
 
-    tp_size = mesh.sizes["tp"]
     if tp_size > 1:
-        # Of the layers that lie on this rank: another stage may have another number.
+        # These are the layers on this rank: another stage may have another number.
         layers = sum(any(map(is_sharded_along_tp, module.parameters(recurse=False))) for module in model.modules())
         of_stage = " of the first stage" if pp_size > 1 else ""
         parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
     return parts
 
 
-def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
-    """Describe what FSDP shards, over how many ranks."""
+def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
     replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
     # One rank per shard group is legal, and saves nothing: say so, and what to type.
@@ -251,20 +219,17 @@ def _describe_shards(model: nn.Module, config: RunConfig, strategy: Strategy, me
     if ranks == 1:
         return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
 
-    over = f"sharded over {ranks} ranks"
-    if replicas > 1:
-        over += f", {replicas} replicas"
+    over = f"sharded over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")
     # FSDP gathers one block at a time. Without blocks it gathers everything.
     blocks = find_blocks(model, config.blocks)
     if blocks:
         return f"{_count_blocks(blocks)}, {over}"
-
-    part = class_to_name(model)
-    suggestion = f" (name some, such as blocks=[{part}])" if part else ""
+    name = class_to_name(model)
+    suggestion = f" (name some, such as blocks=[{name}])" if name else ""
     return f"no blocks, {over}: the full model is gathered at once, which saves little{suggestion}"
 
 
-def describe_remat(model: nn.Module, config: RunConfig) -> str:
+def _remat(model: nn.Module, config: RunConfig) -> str:
     """`full: 4 blocks of Layer`"""
     blocks = find_blocks(model, config.blocks)
     again = recomputed(blocks, config.remat)
@@ -275,10 +240,8 @@ def describe_remat(model: nn.Module, config: RunConfig) -> str:
 
 def _count_blocks(blocks: list[nn.Module]) -> str:
     """`4 blocks of Layer, 2 of Encoder`"""
-    counts = Counter(class_name(block) for block in blocks)
-    (first, number), *rest = counts.items()
-    words = [f"{_count(number, 'block')} of {first}"]
-    words += [f"{count} of {name}" for name, count in rest]
+    (first, number), *rest = Counter(class_name(block) for block in blocks).items()
+    words = [f"{_count(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)]
     return ", ".join(words)
 
 
@@ -305,7 +268,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "task": run.name,
         "step": counters.step,
         "applied": counters.applied,
-        "skipped": run.stepper.outcomes.skips.skipped,
+        "skipped": run.stepper.outcomes.skipped,
         "seconds": time.time() - run.started,
         **losses,
         "eval_metrics": metrics,

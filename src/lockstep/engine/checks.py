@@ -18,6 +18,7 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError
+from lockstep.parallel.driver import Placement
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, StepBatches
@@ -57,13 +58,10 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
 def check_best(config: RunConfig, evaluates: bool) -> None:
     """Check that checkpoints are evaluated if the best one is wanted: otherwise none would ever be kept."""
     if config.checkpoint.best and not (evaluates and config.evaluate.every):
-        fix = "type evaluate.every=100"
-        if not evaluates:
-            fix += ", and return a dataset from eval_data()"
         raise UserError(
             f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run",
             "" if evaluates else "eval_data() returns None",
-            fix,
+            "type evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
         )
 
 
@@ -77,9 +75,9 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
         )
 
 
-def check_before_batch(config: RunConfig, staged: bool, alone: bool) -> None:
+def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> None:
     """Check that a task with `before_batch` gets the same part of every global batch on the same rank, in order."""
-    if staged:
+    if not placement.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
@@ -118,9 +116,8 @@ def check_plain(model: Any) -> None:
         if hasattr(module, "_orig_mod"):
             settings.append("compile=true")
         if settings:
-            wrapped = repr(name) if name else "the model"
             raise UserError(
-                f"{wrapped} is already wrapped in {type(module).__name__}",
+                f"{repr(name) if name else 'the model'} is already wrapped in {type(module).__name__}",
                 "Lockstep wraps and compiles a plain model itself",
                 f"return the model inside it, and type {settings[0]}",
             )
@@ -150,10 +147,9 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
         return
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
     if plan.micro_batches % plan.world or short:
-        also = ", and a short last step" if short else ""
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
-            f"{plan.micro_batches} on {plan.world} ranks{also}",
+            f"{plan.micro_batches} on {plan.world} ranks{', and a short last step' if short else ''}",
             f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
         )
 
@@ -163,14 +159,11 @@ def check_enough_micro_batches(plan: Plan) -> None:
     if plan.micro_batches // plan.world >= 2:
         return
     # Two micro-batches for each pipeline, if the batch has that many samples.
-    if plan.global_batch >= 2 * plan.world:
-        fix = f"type micro_batch={plan.global_batch // (2 * plan.world)} or less"
-    else:
-        fix = "type a larger batch"
-    pipelines = f"{plan.world} pipeline{'s' if plan.world > 1 else ''}"
-    micro_batches = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+    smaller = plan.global_batch // (2 * plan.world)
+    fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
     raise UserError(
-        f"a step has {micro_batches} of {plan.micro_batch} samples for {pipelines}; each (mesh.pp) needs at least two",
+        f"a step has {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {plan.micro_batch} samples "
+        f"for {plan.world} pipeline{'s' * (plan.world > 1)}; each (mesh.pp) needs at least two",
         "",
         f"{fix}: at least one for each stage is best",
     )
@@ -185,24 +178,22 @@ class TrainableGuard:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        named = list(model.named_parameters())
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.trainable = [p.requires_grad for p in self.parameters]
+        self.named = dict(model.named_parameters())
+        self.trainable = [p.requires_grad for p in self.named.values()]
 
     def check(self) -> None:
         """Check in every step that no parameter was frozen or unfrozen."""
-        if [p.requires_grad for p in self.parameters] == self.trainable:
+        if [p.requires_grad for p in self.named.values()] == self.trainable:
             return
         # Only now look for the one that changed: the comparison above is all that every step pays.
-        for name, p, before in zip(self.names, self.parameters, self.trainable, strict=True):
+        for (name, p), before in zip(self.named.items(), self.trainable, strict=True):
             if p.requires_grad != before:
                 raise _trainable_changed(f"{name!r} was {'frozen' if before else 'unfrozen'}")
 
     def check_structure(self) -> None:
         """Check that no parameter was added, removed or replaced. Slower, so not in every step."""
         now = dict(self.model.named_parameters())
-        for name, p in zip(self.names, self.parameters, strict=True):
+        for name, p in self.named.items():
             if now.pop(name, None) is not p:
                 raise _trainable_changed(f"parameter {name!r} was replaced or removed")
         if now:
@@ -221,17 +212,15 @@ def _trainable_changed(change: str) -> UserError:
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Check that all ranks hold the same bits, with a checksum per parameter. Collective."""
     # Parameters on the meta device have no bits yet: they are initialised after this.
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    if only_frozen:
-        named = [(name, p) for name, p in named if not p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))}
     if runtime.world.alone or not named:
         return
     # The one host synchronisation of this check.
-    checksums = torch.stack([_checksum(p) for _, p in named]).tolist()
+    checksums = torch.stack([_checksum(p) for p in named.values()]).tolist()
     first, *others = runtime.collectives.gather_json(checksums)
-    for rank, theirs in enumerate(others, start=1):
-        for (name, _), expected, found in zip(named, first, theirs, strict=True):
-            if expected != found:
+    for rank, other in enumerate(others, start=1):
+        for name, expected, actual in zip(named, first, other, strict=True):
+            if expected != actual:
                 raise UserError(
                     f"{name!r} differs between rank 0 and rank {rank}",
                     "every rank must hold the same weights",
@@ -242,8 +231,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
 
 def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     """Return the sum of the parameter's bits as integers, shape (): any single change shows, unlike in a norm."""
-    integers = parameter.detach().contiguous().view(INTEGERS[parameter.element_size()])
-    return integers.sum(dtype=torch.int64)
+    return parameter.detach().contiguous().view(INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
 
 
 # ---- the data and the loss ----
@@ -257,56 +245,48 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     """
     batches: StepBatches | None = None
     problem: UserError | None = None
-    own: str | None = None
+    own_digest: str | None = None
     try:
         batches = source.take()
         # Read all of them now: an error while reading is gathered too, and raised on every rank.
         batches.batches = micro_batches = list(batches)
-        own = None if micro_batches[0].padding else digest(micro_batches[0].data)
+        own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
     except UserError as error:
         problem = error
 
-    gathered = runtime.collectives.gather_json([data_rank, own, problem and list(problem.args)])
+    gathered = runtime.collectives.gather_json([data_rank, own_digest, problem and list(problem.args)])
     # A rank that failed raises its own error, the others a copy of the first one.
-    for rank, (_, _, trouble) in enumerate(gathered):
-        if trouble:
-            raise problem or UserError(trouble[0], f"rank {rank}: {trouble[1]}", trouble[2])
+    for rank, (_, _, error_args) in enumerate(gathered):
+        if error_args:
+            raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
     assert batches is not None
 
-    digests = _one_per_data_rank([(place, found) for place, found, _ in gathered])
-    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
-    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
-        check_different(
-            digests,
-            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
-            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
-        )
-    return batches
-
-
-def _one_per_data_rank(found: list[tuple[int, str | None]]) -> list[str | None]:
-    """Return the digest of each data rank, after checking that its ranks agree. `found` is (data rank, digest)."""
-    digests: dict[int, str | None] = {}
-    for rank, (data_rank, value) in enumerate(found):
-        if digests.setdefault(data_rank, value) != value:
+    digests: dict[int, str | None] = {}  # by data rank
+    for rank, (group, value, _) in enumerate(gathered):
+        if digests.setdefault(group, value) != value:
             raise UserError(
                 f"rank {rank} read another first batch than the first rank of its group",
                 "ranks that share a layer, or are stages of one pipeline, must read the same samples",
                 "let Lockstep shard the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
                 "samples that draw random numbers",
             )
-    return list(digests.values())
+
+    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
+    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
+        check_different(
+            list(digests.values()),
+            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
+            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+        )
+    return batches
 
 
 def check_different(digests: Sequence[str | None], fix: str) -> None:
     """Check that no two ranks have the same first batch. None: that rank has no batch."""
     seen: dict[str, int] = {}
     for rank, value in enumerate(digests):
-        if value is None:
-            continue
-        if value in seen:
+        if value is not None and seen.setdefault(value, rank) != rank:
             raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)
-        seen[value] = rank
 
 
 def check_loss(loss: Loss) -> None:
@@ -326,7 +306,7 @@ def check_loss(loss: Loss) -> None:
         )
     # Reading a weight on the GPU would make the host wait for it.
     on_gpu = isinstance(loss.weight, torch.Tensor) and loss.weight.is_cuda
-    if not on_gpu and not 0 <= float(loss.weight) < math.inf:
+    if not (on_gpu or 0 <= float(loss.weight) < math.inf):
         raise UserError(
             f"the weight of a loss is the number of its terms; it cannot be {loss.weight}",
             "",

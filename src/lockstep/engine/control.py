@@ -1,4 +1,4 @@
-"""This rank's part of one step: the micro-batch being computed, what the losses add up to, the control word.
+"""One step on this rank: the micro-batch being computed, what the losses add up to, the control word.
 
 A driver runs the micro-batches and asks here for everything that is not about executing the model: the random stream of
 each micro-batch, the factor that its gradient starts with, and the control word that travels with the last gradients.
@@ -27,7 +27,7 @@ from lockstep.task import Loss, MicroBatch, StepBatches
 
 
 class TrainedBatch(NamedTuple):
-    """Which samples a micro-batch held. What they cost is in the step's sums."""
+    """Which samples a micro-batch held. Their losses are in the step's sums."""
 
     index: int
     epoch: int
@@ -36,10 +36,11 @@ class TrainedBatch(NamedTuple):
 
 @dataclass
 class Requests:
-    """What this rank asks of all ranks; the next control word carries it."""
+    """What this rank asks of all ranks, which the next control word carries; or what all have agreed on."""
 
-    stop: bool = False
-    save: bool = False
+    stop: bool = False  # end the loop
+    save: bool = False  # write a checkpoint
+    preempt: bool = False  # save, then end the process
     save_failed: bool = False
 
 
@@ -63,9 +64,9 @@ class StepContext:
     global_batch: int
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
+    before_reduce: Callable[[], None] | None  # measures this rank's own work, for load balancing
     requests: Requests = field(default_factory=Requests)
     metrics: MetricNames = field(default_factory=MetricNames)
-    before_reduce: Callable[[], None] | None = None  # measures this rank's own work, for load balancing
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
 
@@ -89,11 +90,6 @@ class StepControl:
         return self.backwards_done + 1 == self.batches.count
 
     @property
-    def padding(self) -> bool:
-        """Whether the micro-batch only keeps this rank in step with the others, and weighs nothing."""
-        return self.micro is not None and self.micro.padding
-
-    @property
     def needs_reference_weight(self) -> bool:
         """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
         return self._context.loss_scale.needs_reference_weight
@@ -106,13 +102,12 @@ class StepControl:
         """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
         self._context.runtime.heartbeat.beat("compute", self.step)
-        if stage == 0:
-            self.seed("model", micro.index)  # what a single process draws
-        else:
-            self.seed("model", micro.index, stage)
+        # The first stage of a pipeline draws what a single process would.
+        keys = (micro.index, stage) if stage else (micro.index,)
+        self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
-        """Add up what the micro-batch cost. Returns the factor that its gradient starts with."""
+        """Add the loss of the micro-batch to the step's sums. Returns the factor that its gradient starts with."""
         context, micro = self._context, self.micro
         assert micro is not None
         check_loss(loss)
@@ -132,9 +127,8 @@ class StepControl:
 
     def find_reference_weight(self, weight: Any) -> None:
         """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
-        micro = self.micro
+        context, micro = self._context, self.micro
         assert micro is not None
-        context = self._context
         silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
 
@@ -157,20 +151,15 @@ class StepControl:
             loss=self._loss,
         )
 
-    def release(self) -> None:
-        """Let go of the batch: what is kept of a step until its outcome is known must not hold device memory."""
-        self.micro = None
-
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
         """Return a scalar on the device. Each is made once: a new one in every step would cost a copy."""
-        made = self._context.constants
-        key = value, dtype
-        if key not in made:
-            made[key] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
-        return made[key]
+        constants = self._context.constants
+        if (value, dtype) not in constants:
+            constants[value, dtype] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
+        return constants[value, dtype]
 
     def seed(self, stream: str, *keys: int) -> None:
-        """Seed torch's generators for this step; in exact mode those of Python and NumPy, too."""
+        """Seed torch's generators for this step; in exact mode also those of Python and NumPy."""
         config = self._context.config
         value = derive(config.seed, stream, self.step, *keys)
         seed_torch(value, self._context.runtime.device)

@@ -1,7 +1,7 @@
 """What `exact` requires of a run beyond the order of additions.
 
-Nothing in the run may depend on which rank computes it, and everything that decides about bits (threads, torch, the
-device) must be the same on every rank and in every part of the run.
+Nothing in the run may depend on which rank computes it, and everything that determines the bits (threads, torch, the
+device) must be the same on every rank and after every resume.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_weight(weight: float) -> None:
 class Exactness:
     """Guards the promise of `exact` in one run.
 
-    Its state in a checkpoint is what decides about bits outside the program: a resumed run compares it.
+    Its state in a checkpoint is what determines the bits outside the program: a resumed run compares it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
@@ -74,15 +74,14 @@ class Exactness:
         # Cloned only now: resuming may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-        threads = self.platform["threads"]
-        parts = [f"the same bits on 1 to {plan.micro_batches} ranks, with {threads} CPU thread(s) each"]
+        text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
-            parts.append("fused optimizers step without their fused kernels")
-        # Other settings may change too, such as the learning rate: the bits then differ because they are meant to.
+            text += "; fused optimizers step without their fused kernels"
+        # Other settings may also change, such as the learning rate: the bits then differ because they are meant to.
         changes = [*self._changes, *(change for change in settings if change.key in BATCH_SETTINGS)]
         if changes:
-            parts.append(f"NOT the bits of before, since this has changed: {', '.join(map(str, changes))}")
-        return "; ".join(parts)
+            text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
+        return text
 
     def end_step(self) -> None:
         """Check after the first step of this process that no buffer has changed.
@@ -92,10 +91,8 @@ class Exactness:
         """
         for name, before in self._first_buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                raise _changing_buffer(
-                    f"the buffer {name!r} changed in the first step",
-                    "it depends on the samples that a rank has seen",
-                )
+                problem = f"the buffer {name!r} changed in the first step"
+                raise _changing_buffer(problem, "it depends on the samples that a rank has seen")
         self._first_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,17 +113,12 @@ class Exactness:
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     """Check the task's `changing_buffers`: buffers of the model, and with `exact` there must be none."""
     known = [name for name, _ in model.named_buffers()]
-    problem = None
-    if isinstance(names, str):
-        problem = "is a string, not a tuple of names"
-    else:
-        # Declaring such a buffer lets the task be refused before the first step rather than after it.
-        for name in names:
-            if name in known:
-                raise _changing_buffer(
-                    f"the buffer {name!r} changes in training", "the task's changing_buffers says so"
-                )
-            problem = f"names {name!r}, which is no buffer of the model"
+    problem = "is a string, not a tuple of names" if isinstance(names, str) else None
+    # Declaring such a buffer lets the task be refused before the first step rather than after it.
+    for name in () if problem else names:
+        if name in known:
+            raise _changing_buffer(f"the buffer {name!r} changes in training", "the task's changing_buffers says so")
+        problem = f"names {name!r}, which is no buffer of the model"
     if problem:
         raise UserError(
             f"changing_buffers={names!r} in the task {problem}",
@@ -156,7 +148,7 @@ def _changing_buffer(problem: str, reason: str) -> UserError:
 
 
 def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
-    """Return what decides about bits outside the program, after checking that all ranks have the same."""
+    """Return what determines the bits outside the program, after checking that it is the same on all ranks."""
     # Kernels are chosen by the device's model and the CPU's instruction set, and change with torch's version.
     device = runtime.device
     own = {
@@ -166,11 +158,11 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     first, *others = runtime.collectives.gather_json(own)
-    for rank, theirs in enumerate(others, start=1):
+    for rank, other in enumerate(others, start=1):
         for key, value in first.items():
-            if theirs[key] != value:
+            if other[key] != value:
                 raise UserError(
-                    f"exact=true needs equal ranks, and {key} is {value} on rank 0 and {theirs[key]} on rank {rank}",
+                    f"exact=true needs equal ranks, and {key} is {value} on rank 0 and {other[key]} on rank {rank}",
                     "",
                     "run on machines of one kind, with one version of torch; or type exact=false",
                 )

@@ -1,7 +1,7 @@
-"""Turn errors of torch into errors about the run: what happened, what was found, and what to type.
+"""Turn torch's errors into errors about the run: what happened, why, and what to type.
 
 Out of memory is the main one. With micro_batch=auto the rank leaves a note with a smaller size, and ends; its launcher
-stops the other ranks, which wait for it in a collective, and starts all of them again.
+stops the other ranks, which wait for it in a collective, and restarts all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ def explained(builder: RunBuilder) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        # torch has no exception for the memory of the host.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise _explain_out_of_memory(error, builder) from error
         # torch raises this where a plain tensor meets a parameter that is sharded.
         driver = builder.driver
@@ -52,11 +53,11 @@ def explained(builder: RunBuilder) -> Iterator[None]:
 
 def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> UserError:
     """Explain that sharded parameters are gathered in the model's forward only."""
-    setting = f"strategy={builder.config.strategy}"
-    if builder.config.mesh.tp:
-        setting += f" mesh.tp={builder.config.mesh.tp}"
+    config = builder.config
+    tensor_parallel = f" mesh.tp={config.mesh.tp}" if config.mesh.tp else ""
     return UserError(
-        f"{setting} shards parameters, and the task computes with them, or calls a part of the model, by itself",
+        f"strategy={config.strategy}{tensor_parallel} shards parameters, and the task computes with them, or calls a "
+        "part of the model, by itself",
         str(error).splitlines()[0],
         "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
         "weights; or type strategy=ddp, which keeps full parameters on every rank",
@@ -66,19 +67,15 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 # ---- out of memory ----
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the memory of a GPU or of the host has run out."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exception:
     """Return an error that says what did not fit, what memory holds, and what would help, best advice first."""
-    message = str(error)
-    found = _describe_missing(message)
+    shortage = Shortage.of(str(error))
     driver = builder.driver
     if driver is None:
         return UserError(
-            "the model does not fit into the memory of this device", found, "build a smaller one, or type device=cpu"
+            "the model does not fit into the memory of this device",
+            str(shortage),
+            "build a smaller one, or type device=cpu",
         )
 
     # Captured graphs hold memory of their own, so giving them up is the first advice.
@@ -103,17 +100,17 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         what = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
         smaller = _note_smaller_micro_batch(run)
         if smaller:
-            return SmallerMicroBatch(f"{what} does not fit: {found}; continuing with micro-batches of {smaller}")
+            return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
         blocks = len(find_blocks(driver.model, config.blocks))
         advice = options(held, config, world.size, run.plan.micro_batch, blocks, on_host)
 
     # Options that are enough by themselves come first; otherwise the order stays.
-    missing = _missing(message, held.to_come)
+    missing = shortage.missing(held.to_come)
     advice = sorted(advice, key=lambda option: not option.enough(missing))
     fix = "; ".join(option.text(missing) for option in [*first, *advice])
     return UserError(
         f"{what} does not fit into memory",
-        f"{found}; it holds {held}",
+        f"{shortage}; it holds {held}",
         f"type one of these, the first first: {fix}",
     )
 
@@ -122,16 +119,16 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     """Count the bytes of the tensors that lie on this rank's device."""
     device = builder.runtime.device
     model = driver.model
-    optimizers = builder.model_setup.optimizers if builder.model_setup else None
 
     def count(tensors: Iterable[Any]) -> int:
         # Offloaded tensors lie elsewhere.
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
-    # The optimizers' state, and what their first step has still to make.
+    # The optimizers' state, and what their first step has yet to allocate.
     state: list[Any] = []
     to_come = 0
-    if optimizers:
+    if builder.model_setup:
+        optimizers = builder.model_setup.optimizers
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
             to_come += sum(moments * count(parameters) for moments, parameters in _moments_to_come(optimizer))
@@ -146,13 +143,13 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     )
     if device.type != "cuda":
         return held
-    # At the peak, whatever was none of these was activations, or buffers that come and go with them.
+    # At the peak, everything else was activations, or buffers that come and go with them.
     peak = torch.cuda.max_memory_allocated(device)
     return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
 
 
 def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield the number of moments that the first step will make, and their parameters, for torch's own optimizers."""
+    """Yield how many moments the first step will allocate, and for which parameters, for torch's own optimizers."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for group in optimizer.param_groups:
@@ -165,7 +162,7 @@ def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, li
 
 
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
-    """Return the largest micro-batch that fits, as far as an earlier attempt of this run has found out."""
+    """Return the largest micro-batch that fits, if an earlier attempt of this run has noted one."""
     if FOLDER not in os.environ:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
@@ -198,53 +195,48 @@ def _note_path(run_dir: Path) -> Path:
 # ---- torch's message ----
 
 
-def _describe_missing(message: str) -> str:
-    wanted = _wanted(message)
-    if wanted is None:
-        return f"out of memory: {message.splitlines()[0] if message else 'no details'}"
-    text = f"out of memory: {amount(wanted)} wanted"
-    free = _free(message)
-    if free is not None:
-        text += f", {amount(free)} free"
-        allowed = _size(rf"({SIZE}) allowed", message)
-        if allowed is not None:
-            text += f" of the {amount(allowed)} that gpu_memory allows"
-    return text
-
-
-def _missing(message: str, to_come: int) -> int | None:
-    """Return how many bytes more are needed, with what the optimizer has still to make; None if torch does not say."""
-    wanted = _wanted(message)
-    free = _free(message)
-    if wanted is None or free is None:
-        return None
-    return max(0, wanted - free + to_come)
-
-
-def _wanted(message: str) -> int | None:
-    return _size(rf"allocate ({SIZE})", message)
-
-
-def _free(message: str) -> int | None:
-    """Return the free bytes.
+@dataclass(frozen=True)
+class Shortage:
+    """What torch says about a failed allocation, in bytes; None: it does not say.
 
     torch writes `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`; with a limit, also `4.00 GiB
     allowed; Of the allocated memory 3.50 GiB is allocated by PyTorch`.
     """
-    free = _size(rf"of which ({SIZE}) is free", message)
-    allowed = _size(rf"({SIZE}) allowed", message)
-    taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
-    # A limit (gpu_memory) counts only what PyTorch itself has allocated.
-    if free is None or allowed is None or taken is None:
-        return free
-    return max(0, min(free, allowed - taken))
+
+    message: str
+    wanted: int | None
+    free: int | None
+    allowed: int | None  # by gpu_memory
+
+    @classmethod
+    def of(cls, message: str) -> Shortage:
+        free = _size(rf"of which ({SIZE}) is free", message)
+        allowed = _size(rf"({SIZE}) allowed", message)
+        taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
+        # A limit (gpu_memory) counts only what PyTorch itself has allocated.
+        if free is not None and allowed is not None and taken is not None:
+            free = max(0, min(free, allowed - taken))
+        return cls(message, _size(rf"allocate ({SIZE})", message), free, allowed)
+
+    def missing(self, to_come: int) -> int | None:
+        """Return how many more bytes are needed, including `to_come`, what the optimizer has yet to allocate."""
+        if self.wanted is None or self.free is None:
+            return None
+        return max(0, self.wanted - self.free + to_come)
+
+    def __str__(self) -> str:
+        if self.wanted is None:
+            return f"out of memory: {self.message.splitlines()[0] if self.message else 'no details'}"
+        free = "" if self.free is None else f", {amount(self.free)} free"
+        limit = f" of the {amount(self.allowed)} that gpu_memory allows" if free and self.allowed is not None else ""
+        return f"out of memory: {amount(self.wanted)} wanted{free}{limit}"
 
 
 def _size(pattern: str, message: str) -> int | None:
-    found = re.search(pattern, message)
-    if found is None:
+    match = re.search(pattern, message)
+    if match is None:
         return None
-    number, unit = found[1].split()
+    number, unit = match[1].split()
     # `MiB`, `B` and `bytes` leave `M`, nothing and nothing.
     prefix = unit.removesuffix("bytes").removesuffix("B").removesuffix("i")
     return round(float(number) * UNITS[prefix])

@@ -28,6 +28,7 @@ from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
 
+LossFn = Callable[[nn.Module, Any], Loss]
 Row = dict[str, list[float]]  # of one batch: name -> [sum, weight]
 
 
@@ -35,37 +36,11 @@ Row = dict[str, list[float]]  # of one batch: name -> [sum, weight]
 class Evaluation:
     """The weighted means over an evaluation set."""
 
+    step: int  # of the weights that were evaluated
     loss: float
     metrics: dict[str, float]
     samples: int
     weight: float
-    step: int  # of the weights that were evaluated
-
-
-@dataclass(frozen=True)
-class Evaluator:
-    """What is evaluated, and how: the same on every rank."""
-
-    loss_fn: Callable[[nn.Module, Any], Loss]
-    reader: SampleReader
-    batch: int  # samples per forward
-    workers: int
-    precision: Precision
-    may_preempt: bool  # stop the evaluation when some rank is preempted
-
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        precision: Precision,
-        data: Any,
-        loss_fn: Callable[[nn.Module, Any], Loss],
-        collate: Callable[[list[Any]], Any],
-        batch: int,
-        may_preempt: bool = False,
-    ) -> Evaluator:
-        reader = SampleReader(data, collate, config.seed, config.data.seed_samples)
-        return cls(loss_fn, reader, batch, config.data.workers, precision, may_preempt)
 
 
 def check_data(data: Any) -> None:
@@ -81,92 +56,100 @@ def check_data(data: Any) -> None:
         raise UserError("the dataset to evaluate on has no samples", "", "return None for no evaluation at all")
 
 
-def evaluate_and_log(
-    evaluator: Evaluator, driver: Driver, runtime: Runtime, recorder: Recorder, step: int
-) -> Evaluation | None:
-    """Evaluate the weights of `step`, and log the result. None: some rank was preempted, so all have stopped."""
-    began = time.perf_counter()
-    # The launcher allows an evaluation more time than a step.
-    runtime.heartbeat.beat("evaluate", step)
-    found = _evaluate(evaluator, driver, runtime, step)
-    if found is None:
-        return None
-    recorder.event(
-        "eval",
-        step=step,
-        loss=found.loss,
-        metrics=found.metrics,
-        samples=found.samples,
-        weight=found.weight,
-        seconds=time.perf_counter() - began,
-    )
-    # The time of an evaluation is not the time of a step.
-    recorder.exclude(time.perf_counter() - began)
-    return found
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the model of a run. Collective: every rank must call `evaluate`."""
 
+    config: RunConfig
+    precision: Precision
+    driver: Driver
+    runtime: Runtime
+    recorder: Recorder
 
-def _evaluate(evaluator: Evaluator, driver: Driver, runtime: Runtime, step: int) -> Evaluation | None:
-    check_data(evaluator.reader.dataset)
-    # Running statistics differ between the ranks: all evaluate with those of rank 0, which are also the ones saved.
-    driver.sync_buffers()
+    def evaluate(
+        self,
+        data: Any,
+        loss_fn: LossFn,
+        collate: Callable[[list[Any]], Any],
+        batch: int,
+        step: int,
+        may_preempt: bool = False,
+    ) -> Evaluation | None:
+        """Evaluate the weights of `step` in batches of `batch` samples, and log the result.
 
-    # Every module gets its own mode back: a part may be in eval mode on purpose.
-    modes = [(module, module.training) for module in driver.model.modules()]
-    driver.model.eval()
-    try:
-        with torch.no_grad():
-            rows, samples = _run_own_batches(evaluator, driver, runtime)
-    finally:
-        for module, training in modes:
-            module.training = training
+        With `may_preempt` all ranks stop when one is preempted, and None is returned.
+        """
+        began = time.perf_counter()
+        # The launcher allows an evaluation more time than a step.
+        self.runtime.heartbeat.beat("evaluate", step)
+        check_data(data)
+        # Running statistics differ between the ranks: all evaluate with those of rank 0, which are also the ones saved.
+        self.driver.sync_buffers()
 
-    # A rank that is not preempted learns here that another one is.
-    preempted = evaluator.may_preempt and runtime.notice.signal is not None
-    parts = runtime.collectives.gather_json({"rows": rows, "samples": samples, "preempted": preempted})
-    if any(part["preempted"] for part in parts):
-        return None
-    all_rows = [row for part in parts for row in part["rows"]]
-    return _combine(all_rows, sum(part["samples"] for part in parts), step)
+        reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
+        # Every module gets its own mode back: a part may be in eval mode on purpose.
+        modes = [(module, module.training) for module in self.driver.model.modules()]
+        self.driver.model.eval()
+        try:
+            with torch.no_grad():
+                rows, samples = self._run_own_batches(reader, loss_fn, batch, may_preempt)
+        finally:
+            for module, training in modes:
+                module.training = training
 
+        # A rank that is not preempted learns here that another one is.
+        preempted = may_preempt and self.runtime.notice.signal is not None
+        gathered = self.runtime.collectives.gather_json({"rows": rows, "samples": samples, "preempted": preempted})
+        if any(rank["preempted"] for rank in gathered):
+            return None
+        evaluation = _combine(
+            [row for rank in gathered for row in rank["rows"]], sum(rank["samples"] for rank in gathered), step
+        )
 
-def _run_own_batches(evaluator: Evaluator, driver: Driver, runtime: Runtime) -> tuple[list[Row], int]:
-    """Run this rank's batches, and return their sums and the number of samples.
+        self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
+        # The time of an evaluation is not the time of a step.
+        self.recorder.exclude(time.perf_counter() - began)
+        return evaluation
 
-    Ranks run different numbers of batches, so the unwrapped model is called, whose forward is not collective. Where it
-    is (a sharded model), ranks with fewer batches repeat one and drop the result.
-    """
-    # The batches follow from the length and the batch size alone; only the ranges depend on the rank.
-    placement = driver.placement
-    length = len(evaluator.reader.dataset)
-    count = math.ceil(length / evaluator.batch)
-    own = deal(count, placement.data_rank, placement.data_size)
-    ranges = [range(i * evaluator.batch, min((i + 1) * evaluator.batch, length)) for i in own]
-    repeated: list[range] = []
-    if placement.collective_forwards:
-        most = math.ceil(count / placement.data_size)
-        repeated = [range(min(evaluator.batch, length))] * (most - len(ranges))
+    def _run_own_batches(
+        self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
+    ) -> tuple[list[Row], int]:
+        """Run this rank's batches, and return their sums and the number of samples.
 
-    # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
-    results = []
-    requests = ((0, ids) for ids in [*ranges, *repeated])
-    for data in read_all(evaluator.reader, requests, evaluator.workers, prefetch=2):
-        runtime.heartbeat.beat("evaluate")
+        Ranks run different numbers of batches, so the unwrapped model is called, whose forward is not collective.
+        Where it is (a sharded model), ranks with fewer batches repeat one and drop the result.
+        """
+        # The batches follow from the length and the batch size alone; only the ranges depend on the rank.
+        placement = self.driver.placement
+        length = len(reader.dataset)
+        count = math.ceil(length / batch)
+        own = deal(count, placement.data_rank, placement.data_size)
+        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own]
+        repeated: list[range] = []
+        if placement.collective_forwards:
+            most = math.ceil(count / placement.data_size)
+            repeated = [range(min(batch, length))] * (most - len(ranges))
 
-        # Where a forward is collective, a rank that stopped alone would leave the others waiting.
-        if evaluator.may_preempt and runtime.notice.signal is not None and not placement.collective_forwards:
+        # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
+        results = []
+        requests = ((0, ids) for ids in [*ranges, *repeated])
+        for data in read_all(reader, requests, self.config.data.workers, prefetch=2):
+            self.runtime.heartbeat.beat("evaluate")
+
+            # Where a forward is collective, a rank that stopped alone would leave the others waiting.
+            if may_preempt and self.runtime.notice.signal is not None and not placement.collective_forwards:
+                return [], 0
+            loss = self.driver.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+            if loss is not None:
+                results.append(list(terms(loss)))
+
+        # Another rank has gone through the same batches, and reports them.
+        if not placement.reports_loss:
             return [], 0
-        loss = driver.evaluate(evaluator.loss_fn, to_device(data, runtime.device), evaluator.precision.autocast)
-        if loss is not None:
-            results.append(list(terms(loss)))
-
-    # Another rank has gone through the same batches, and reports them.
-    if not placement.reports_loss:
-        return [], 0
-    # Read back only now: one host synchronisation instead of one per batch.
-    rows = [
-        {name: [float(total), float(weight)] for name, total, weight in result} for result in results[: len(ranges)]
-    ]
-    return rows, sum(map(len, ranges))
+        # Read back only now: one host synchronisation instead of one per batch.
+        own_results = results[: len(ranges)]
+        rows = [{name: [float(total), float(weight)] for name, total, weight in result} for result in own_results]
+        return rows, sum(map(len, ranges))
 
 
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
@@ -180,4 +163,4 @@ def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
         means[name] = total / weight if weight else math.nan
         weights[name] = weight
     loss = means.pop("loss", math.nan)
-    return Evaluation(loss, means, samples, weights.get("loss", 0.0), step)
+    return Evaluation(step, loss, means, samples, weights.get("loss", 0.0))

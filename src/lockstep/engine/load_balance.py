@@ -1,8 +1,8 @@
-"""Ranks of different speed: each gets as many micro-batches of a step as it runs in the time of the others.
+"""Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
 
 The result does not depend on it. A micro-batch has the same samples and random numbers on any rank, and sums are
 divided once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Loader processes read ahead, so a new deal holds from a position in the data on that all ranks agree on beforehand.
+Loader processes read ahead, so a new deal takes effect at a later position in the data, on which all ranks agree first.
 """
 
 from __future__ import annotations
@@ -36,42 +36,34 @@ Speeds = str | Sequence[float]  # `load_balance`
 class Pace(NamedTuple):
     """The seconds of one micro-batch on one rank, with the wait for its data and without the gradient all-reduce."""
 
-    whole: float | None  # forward and backward; None for a rank with one in a step, whose backward has the all-reduce
+    whole: float | None  # forward and backward; None with one micro-batch a step, whose backward has the all-reduce
     forward: float
 
 
 def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """Return the plan with what follows from `load_balance`, or refuse them."""
+    """Return the plan with what follows from `load_balance`, or refuse it."""
     if speeds == "none":
         return plan
     if not isinstance(speeds, str) and len(speeds) != plan.world:
-        ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''}"
         raise UserError(
-            f"load_balance={list(speeds)} has {len(speeds)} numbers for {ranks}",
+            f"load_balance={list(speeds)} has {len(speeds)} numbers for {plan.world} rank{'s' * (plan.world > 1)}",
             "",
             "give one number for each rank, or type load_balance=auto",
         )
     if plan.world > 1 and plan.micro_batches <= plan.world:
-        raise _too_few_to_deal(plan)
+        # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
+        smaller = max(1, plan.global_batch // (4 * plan.world))
+        larger_batch = f"type global_batch={4 * plan.world} or more, and micro_batch=1"
+        raise UserError(
+            f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.world} ranks",
+            "one for each, and none to move",
+            f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
+        )
     # With `auto` the first steps are dealt evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
     most = max(apportion(plan.micro_batches, tuple(speeds)))
     return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by load_balance"})
-
-
-def _too_few_to_deal(plan: Plan) -> UserError:
-    # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
-    smaller = max(1, plan.global_batch // (4 * plan.world))
-    if smaller < plan.micro_batch:
-        fix = f"type micro_batch={smaller}"
-    else:
-        fix = f"type global_batch={4 * plan.world} or more, and micro_batch=1"
-    return UserError(
-        f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.world} ranks",
-        "one for each, and none to move",
-        fix,
-    )
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
@@ -89,27 +81,22 @@ def open_load_balancer(
         return None
 
     # From here on ranks run different numbers of micro-batches.
-    _check_can_be_uneven(source, driver.model)
-    assert isinstance(source, MapSource)
-    if isinstance(speeds, str):
-        return LoadBalancer(plan, source, runtime, log)
-    source.deal_by(speeds)
-    return None
-
-
-def _check_can_be_uneven(source: BatchSource, model: nn.Module) -> None:
     if not isinstance(source, MapSource):
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
-            "a stream, or a source of your own, of which every rank reads its own samples",
+            "every rank reads its own samples of a stream, or of a source of your own",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if any(isinstance(module, nn.SyncBatchNorm) for module in driver.model.modules()):
         raise UserError(
             "load_balance cannot be used with SyncBatchNorm",
             "it gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for all ranks",
             "use GroupNorm or LayerNorm, or leave load_balance out",
         )
+    if isinstance(speeds, str):
+        return LoadBalancer(plan, source, runtime, log)
+    source.deal_by(speeds)
+    return None
 
 
 class LoadBalancer:
@@ -131,22 +118,21 @@ class LoadBalancer:
 
     def end_step(self, step: int) -> None:
         """End a step, and deal again after the last one of a measurement."""
-        # Steps of this process are counted, not those of the run: a resumed run measures its own ranks.
+        # We count the steps of this process, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])
         self._ended += 1
-
         if self._ended % PERIOD == WARM_UP + MEASURED:
-            self._deal_anew(step, pace_of(self._marks[:-1]))
+            self._deal_again(step, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property
     def _measures(self) -> bool:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
-    def _deal_anew(self, step: int, own: Pace) -> None:
+    def _deal_again(self, step: int, own: Pace) -> None:
         """Change the deal if it pays. Collective: all ranks gather the same figures, and come to the same deal."""
-        # Loader processes have already read batches of the present deal: its end is part of what is gathered.
+        # Loader processes have already read batches of the present deal, so ranks also send where it ends for them.
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         weights = tuple(1.0 / s for s in seconds)
@@ -182,13 +168,12 @@ def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
 def seconds_each(paces: Sequence[Pace]) -> list[float]:
     """Return the seconds of one micro-batch, by rank.
 
-    A rank with one in a step has measured its forward only. The others know how much longer the whole takes.
+    A rank with one micro-batch a step has measured its forward only; the others know how much longer the whole takes.
     """
     # 1e-9: no division by zero, should a clock not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]
     usual = median(ratios) if ratios else 1.0
-    wholes = [pace.forward * usual if pace.whole is None else pace.whole for pace in paces]
-    return [max(1e-9, whole) for whole in wholes]
+    return [max(1e-9, pace.forward * usual if pace.whole is None else pace.whole) for pace in paces]
 
 
 def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
@@ -198,15 +183,13 @@ def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 def _show(counts: Sequence[int]) -> str:
     """`2 + 6`"""
-    shown = " + ".join(map(str, counts[:SHOWN_RANKS]))
-    return f"{shown} + ..." if len(counts) > SHOWN_RANKS else shown
+    return " + ".join(map(str, counts[:SHOWN_RANKS])) + " + ..." * (len(counts) > SHOWN_RANKS)
 
 
 def _now(device: torch.device) -> Any:
     """Return a moment in the device's own time: the host runs ahead of a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
-
     # An event costs the host nothing: its time is read when the measurement is over.
     event = torch.cuda.Event(enable_timing=True)
     event.record()

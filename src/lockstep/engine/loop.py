@@ -68,20 +68,18 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
 
 def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None] | None, Callable[..., None] | None]:
-    """Return the task's own `before_batch` and `after_step`, where it has any."""
+    """Return the task's own `before_batch` and `after_step`, or None."""
     # What the task keeps for each part of the global batch must stay on the rank that runs that part.
     before_batch = task.before_batch if _overrides(task, "before_batch") else None
     if before_batch is not None:
         assert builder.driver is not None
-        staged = not builder.driver.placement.runs_whole_model
-        check_before_batch(builder.config, staged, builder.runtime.world.alone)
-    after_step = task.after_step if _overrides(task, "after_step") else None
-    return before_batch, after_step
+        check_before_batch(builder.config, builder.driver.placement, builder.runtime.world.alone)
+    return before_batch, task.after_step if _overrides(task, "after_step") else None
 
 
 def _overrides(task: Any, method: str) -> bool:
-    """Whether the task has a `method` of its own: Task's own ones do nothing, so no step need call them."""
-    # A task need not be a subclass of Task, and its methods need not be bound ones.
+    """Return whether the task has its own `method`: those of Task do nothing, so no step needs to call them."""
+    # A task need not be a subclass of Task, and its methods need not be bound.
     own = getattr(task, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
 
@@ -126,17 +124,16 @@ def _show(task: Task, run: Run) -> str | None:
             if known:
                 run.recorder.event("warning", reason=f"show(): {known}")
             text = task.show(run.driver.model)
-            return text if run.runtime.is_main else None
     except Exception as error:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
         return None
+    return text if run.runtime.is_main else None
 
 
 def _location(error: BaseException, task: Task) -> str:
     """Return the last line of the task's own file that led to `error`, or else the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-
     # The error of the task's own code may have led to another one, elsewhere.
     earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
     code = getattr(inspect.unwrap(task.show), "__code__", None)

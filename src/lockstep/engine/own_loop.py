@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
+from lockstep.parallel.driver import BaseDriver
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
@@ -68,8 +69,8 @@ class OwnRun:
                 )
             return model.to(self.device)
 
-        made = self._builder.setup_model(model, lambda _: list(optimizers))
-        if not made.driver.placement.runs_whole_model:
+        setup = self._builder.setup_model(model, lambda _: list(optimizers))
+        if not setup.driver.placement.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -77,8 +78,8 @@ class OwnRun:
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
         # A direct optimizer.step() would apply sums that are not yet divided.
-        made.optimizers.refuse_direct_steps()
-        return made.driver.module, *made.optimizers.all
+        setup.optimizers.refuse_direct_steps()
+        return setup.driver.module, *setup.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint, and restore its state on resume. Call it before `run.steps`.
@@ -133,8 +134,8 @@ class OwnRun:
         """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
-        found = (self._run or self._builder).evaluate(dataset, loss, collate)
-        return {"loss": found.loss, **found.metrics}
+        evaluation = (self._run or self._builder).evaluate(dataset, loss, collate)
+        return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
@@ -152,12 +153,11 @@ class OwnRun:
     def close(self) -> None:
         """Save the weights and write the report, if there was a loop."""
         # A script that only set up a model has nothing to save.
-        if self._run is None:
-            return
-        if self._in_loop:
-            self._meet_after_break(self._run)
-        self._run.save_weights()
-        self._run.close()
+        if self._run is not None:
+            if self._in_loop:
+                self._meet_after_break(self._run)
+            self._run.save_weights()
+            self._run.close()
 
     def _check_model(self, call: str) -> None:
         if self._builder.model_setup is None:
@@ -192,43 +192,43 @@ class OwnStep:
         self.ended = False
         self.result: StepResult | None = None
 
-        # What the loop draws before its first batch must not depend on where the run was resumed.
+        # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        run.stepper.begin(batches)
+        self._driver = cast(BaseDriver, run.driver)  # `setup` has refused a pipeline
+        self._control = run.stepper.begin(batches)
+        self._driver.begin()
 
     def __iter__(self) -> Iterator[Any]:
-        stepper = self._run.stepper
         for micro in self._batches:
             self._taken += 1
             self.first = micro.first
-            stepper.before_forward(micro)
+            self._driver.before_forward(micro, self._control)
 
-            # The loop's body runs here. It must call `backward` once.
-            with stepper.control.autocast():  # on while the loop's body runs
+            # The loop's body runs here, under autocast. It must call `backward` once.
+            with self._control.autocast():
                 yield micro.data
-            if stepper.control.backwards_done != self._taken:
+            if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
     @property
     def padding(self) -> bool:
         """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
-        return self._run.stepper.control.padding
+        return self._control.micro is not None and self._control.micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.
 
         `loss_sum` and the metrics, which are sums too, have shape ().
         """
-        stepper = self._run.stepper
-        if stepper.control.backwards_done == self._taken:
+        if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with full_precision(stepper.context.precision):
-            stepper.backward(Loss(loss_sum, weight, metrics))
+        with full_precision(self._run.stepper.context.precision):
+            self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
 
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
-        done = self._run.stepper.control.backwards_done
+        done = self._control.backwards_done
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
@@ -238,7 +238,7 @@ class OwnStep:
             )
 
         self.ended = True
-        self.result = self._run.stepper.apply()
+        self.result = self._run.stepper.apply(self._control, self._driver.reduced())
         # Here and not after the loop's body, so that the rest of the body finds the step ended.
         self._run.finish(self._batches, self.result)
         self._run.runtime.heartbeat.beat("user code")

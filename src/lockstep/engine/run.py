@@ -1,13 +1,12 @@
 """One run in this process, from its first step on: what `fit` and the user's own loop have in common.
 
-A Run is made of finished pieces (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
+A Run gets finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
 the skeleton of the loop, `finish()` ends a step, and `maintain()` does what is due between two steps. It decides
 nothing about gradients: that is the Stepper's work.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +21,10 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
-from lockstep.engine.control import TrainedBatch
+from lockstep.engine.control import Requests, TrainedBatch
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
+from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
-from lockstep.engine.outcome import is_spike
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -41,7 +39,6 @@ from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
-MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 Span = tuple[int, int]  # first and last + 1 position in the endless order of samples
 
@@ -52,21 +49,6 @@ class LogInterval:
 
     samples: int = 0
     steps: int = 0
-    skips: int = 0
-
-
-@dataclass
-class AgreedRequests:
-    """What the control words of past steps ask all ranks to do, until it is done."""
-
-    stop: bool = False  # end the loop
-    preempt: bool = False  # save, then end the process
-    save: bool = False  # write a checkpoint
-
-    def add(self, result: StepResult) -> None:
-        self.stop |= result.stop
-        self.preempt |= result.preempt
-        self.save |= result.save
 
 
 class SampleHistory:
@@ -92,12 +74,11 @@ class SampleHistory:
         """Return the positions of the samples of `step`, which must be one of the last two."""
         return next(span for number, span in self._spans if number == step)
 
-    def end_step(self, step: int, pieces: list[TrainedBatch]) -> None:
+    def end_step(self, step: int, batches: list[TrainedBatch]) -> None:
         """Log the samples of `step`."""
-        if self._sink is None:
-            return
-        ids = [[piece.epoch, *(int(i) for i in piece.ids)] for piece in pieces]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+        if self._sink is not None:
+            ids = [[batch.epoch, *map(int, batch.ids)] for batch in batches]
+            self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
     def close(self) -> None:
         if self._sink is not None:
@@ -106,7 +87,7 @@ class SampleHistory:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """A run that is ready to train. Every field is a finished piece."""
+    """A run that is ready to train."""
 
     # The process and its records.
     config: RunConfig
@@ -132,9 +113,11 @@ class Run:
     # What outlives a step.
     checkpoints: CheckpointManager
     resumed: Resumed | None
+    evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
+    builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
     _interval: LogInterval = field(init=False, default_factory=LogInterval)
-    _requests: AgreedRequests = field(init=False, default_factory=AgreedRequests)
+    _agreed: Requests = field(init=False, default_factory=Requests)  # what control words ask for, until it is done
 
     # ---- the loop ----
 
@@ -142,7 +125,7 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
-        while self.stepper.counters.step < self.plan.steps and not self._requests.stop:
+        while self.stepper.counters.step < self.plan.steps and not self._agreed.stop:
             self.guard.check()
 
             # The digests of the first batches are compared once: later steps follow from the same arithmetic.
@@ -175,9 +158,9 @@ class Run:
         # The last log line waits for the outcome of the last step. The others take the newest one known, so that
         # the host never waits for the device.
         if step == self.plan.steps:
-            settled = self.stepper.settle()
-            self._accept_requests(settled)
-            self._log(settled or result)
+            last = self.stepper.wait_for_outcome()
+            self._accept_requests(last)
+            self._log(last or result)
         elif step % self.config.log.every == 0:
             self._log(result)
         else:
@@ -199,23 +182,23 @@ class Run:
         `evaluation_due`: this step's evaluation was interrupted, and the resumed run must repeat it.
         """
         step = self.stepper.counters.step
-        save_due = self.checkpoints.due(step, self._requests.save or self._requests.preempt)
+        save_due = self.checkpoints.due(step, self._agreed.save or self._agreed.preempt)
 
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
-            self._accept_requests(self.stepper.settle())
-        if self.stepper.outcomes.skips.rewind_wanted:
-            self._rewind()
+            self._accept_requests(self.stepper.wait_for_outcome())
+        if self.stepper.outcomes.rewind_wanted:
+            self._rewind(self.stepper.outcomes.rewind_wanted)
             save_due = False  # the state is that of a checkpoint
 
-        # Not in `finish`: what the task or the user's loop changes after a step is compared too.
+        # Not in `finish`: this also compares what the task or the user's loop changes after a step.
         if save_due or step % self.config.checks.every == 0:
             self._check_replicas()
 
         if save_due:
             began = time.perf_counter()
             self._save_checkpoint(evaluation_due)
-            self._requests.save = False
+            self._agreed.save = False
             self.stepper.context.requests.save = False
             # The time of a save is not the time of a step.
             self.recorder.exclude(time.perf_counter() - began)
@@ -224,7 +207,7 @@ class Run:
             # known: allocating it now keeps the first save short.
             self.checkpoints.prepare()
 
-        if self._requests.preempt:
+        if self._agreed.preempt:
             self._end_preempted()
 
     def evaluate(
@@ -238,18 +221,16 @@ class Run:
 
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
-        evaluator = Evaluator.of(
-            self.config, self.stepper.context.precision, data, loss_fn, collate, self.evaluation_batch(), may_preempt
+        evaluation = self.evaluator.evaluate(
+            data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
         )
-        step = self.stepper.counters.step
-        found = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step)
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
-        if found is None:
-            self._requests.preempt = True
+        if evaluation is None:
+            self._agreed.preempt = True
             self.maintain(evaluation_due=True)
             raise AssertionError("maintain() ends a preempted process")
-        self.evaluation = found
-        return found
+        self.evaluation = evaluation
+        return evaluation
 
     @property
     def evaluation_is_current(self) -> bool:
@@ -261,23 +242,20 @@ class Run:
 
         It is never the derived micro-batch, which depends on the number of ranks: equal batches give equal numbers.
         """
-        if self.config.evaluate.batch:
-            return self.config.evaluate.batch
-        if self.config.micro_batch and self.config.micro_batch != "auto":
-            return self.config.micro_batch
-        return min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+        asked = self.config.micro_batch if self.config.micro_batch != "auto" else None
+        return self.config.evaluate.batch or asked or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
 
     # ---- the end ----
 
     def save_weights(self) -> None:
         """Wait for the last outcome, and write the final weights before anything else can go wrong."""
         self.close_loaders()
-        self._accept_requests(self.stepper.settle())
-        # Weights that no step has changed must not look like the result of training.
-        self.stepper.outcomes.skips.check_something_learned(self.stepper.counters.step, self.stepper.counters.applied)
+        self._accept_requests(self.stepper.wait_for_outcome())
+        counters = self.stepper.counters
+        self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
 
-        if self.config.checkpoint.at_end and self.checkpoints.due(self.stepper.counters.step, asked=True):
+        if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, asked=True):
             self._save_checkpoint(evaluation_due=False)
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
@@ -328,8 +306,7 @@ class Run:
         path = self.folder.as_shown(newest) if newest else None
 
         # Only some ranks may have received the signal.
-        signals = self.runtime.collectives.gather_json(self.runtime.notice.signal)
-        signal = next(filter(None, signals), "SIGTERM")
+        signal = next(filter(None, self.runtime.collectives.gather_json(self.runtime.notice.signal)), "SIGTERM")
         self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
         self.runtime.collectives.final_barrier()
         raise Preempted(step, signal, path)
@@ -351,9 +328,9 @@ class Run:
 
     def _log(self, result: StepResult | None) -> None:
         """Write the log line of the interval that ends with this step. `result` is the newest one known."""
-        stepper = self.stepper
+        stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
-        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": stepper.outcomes.skips.skipped}
+        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": outcomes.skipped}
         if result is not None:
             facts["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
@@ -362,44 +339,33 @@ class Run:
             facts["scale"] = stepper.scaler.value
 
         # All ranks learn from the control word of the same step that some rank has seen a new metric.
-        if stepper.context.metrics.new:
-            self.recorder.agree_on_names(stepper.context.metrics.seen)
-            stepper.context.metrics.known = set(self.recorder.names)
-            stepper.context.metrics.new = False
+        metrics = stepper.context.metrics
+        if metrics.new:
+            self.recorder.agree_on_names(metrics.seen)
+            metrics.known = set(self.recorder.names)
+            metrics.new = False
 
         # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
         ended = self._interval
+        self.recorder.interval(stepper.sums, ended.steps, ended.samples, outcomes.skipped_since_log, facts)
         self._interval = LogInterval()
-        self.recorder.interval(stepper.sums, ended.steps, ended.samples, ended.skips, facts)
-
-    def report_skip(self, result: StepResult, reason: str) -> str:
-        """Log a skipped step, and return `reason` with the samples to blame. Collective: every rank must call it."""
-        self._interval.skips += 1
-        # The host waits for the losses here. A skipped step is rare, and worth it.
-        control = self.stepper.settled
-        losses = [float(loss) for loss in control.sums.losses]
-        own = blame(control.trained, losses, self.runtime.world.rank, spike=is_spike(result))
-        blamed = [line for lines in self.runtime.collectives.gather_json(own) for line in lines]
-
-        scale = {"scale": self.stepper.scaler.value} if self.stepper.scaler else {}
-        self.recorder.event("skip", step=result.step, reason=reason, blame=blamed, **scale)
-        return f"{reason} ({'; '.join(blamed[:3])})" if blamed else reason
+        outcomes.skipped_since_log = 0
 
     def _accept_requests(self, result: StepResult | None) -> None:
         """Note what the control word of a step asks of all ranks."""
         if result is None:
             return
-        self._requests.add(result)
+        self._agreed.stop |= result.stop
+        self._agreed.preempt |= result.preempt
+        self._agreed.save |= result.save
         # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()
 
-    def _rewind(self) -> None:
-        """Return to the last checkpoint; the samples of the spoiled step are skipped from now on."""
-        result = self.stepper.outcomes.skips.rewind_wanted
-        self.stepper.outcomes.skips.rewind_wanted = None
-        assert result is not None
-        resumed = self.checkpoints.rewind(result, self.samples.span_of(result.step))
+    def _rewind(self, spoiled: StepResult) -> None:
+        """Return to the last checkpoint; from now on the samples of the spoiled step are left out."""
+        self.stepper.outcomes.rewind_wanted = None
+        resumed = self.checkpoints.rewind(spoiled, self.samples.span_of(spoiled.step))
         # The log interval is that of the checkpoint again: the steps in between are undone.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
         self._interval = LogInterval()
@@ -435,26 +401,3 @@ def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | 
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
         return None
-
-
-def blame(pieces: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
-    """Describe the micro-batches of this rank that may have spoiled a step.
-
-    Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
-    """
-    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
-    pairs = list(zip(pieces, losses, strict=True))
-    if spike:
-        worst = [max(pairs, key=lambda pair: pair[1])] if pairs else []
-    else:
-        worst = [(piece, loss) for piece, loss in pairs if not math.isfinite(loss)]
-    return [f"rank {rank}, micro-batch {piece.index}: loss {loss:.4g}{_name_samples(piece)}" for piece, loss in worst]
-
-
-def _name_samples(piece: TrainedBatch) -> str:
-    if len(piece.ids) == 0:
-        return ""
-    named = ", ".join(str(int(i)) for i in piece.ids[:MAX_NAMED_IDS])
-    more = len(piece.ids) - MAX_NAMED_IDS
-    rest = f" and {more} more" if more > 0 else ""
-    return f", samples {named}{rest}"

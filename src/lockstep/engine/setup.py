@@ -1,4 +1,4 @@
-"""Set up a run in three stages, each of which leaves finished pieces:
+"""Set up a run in three stages:
 
     open_run      the run folder and its records; random generators are seeded for building the model
     setup_model   the model under its driver, its optimizers, and what guards both
@@ -24,8 +24,8 @@ from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import deal
-from lockstep.data.sources import BatchShape, open_source
-from lockstep.engine.banner import describe_resume, describe_run, start_record
+from lockstep.data.sources import SourceOptions, open_source
+from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
     TrainableGuard,
     check_enough_micro_batches,
@@ -39,7 +39,7 @@ from lockstep.engine.checks import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
-from lockstep.engine.evaluate import Evaluation, Evaluator, evaluate_and_log
+from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
 from lockstep.engine.run import Run, SampleHistory
 from lockstep.engine.step import Stepper
@@ -49,20 +49,19 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import Optimizers, rebind
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
-from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, Loss, SourceContext
+from lockstep.task import BatchSource, SourceContext
 
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
@@ -73,13 +72,14 @@ class ModelSetup:
 
     driver: Driver
     optimizers: Optimizers
+    evaluator: Evaluator
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
 
 
 @dataclass(eq=False)
 class RunBuilder:
-    """A run before its first step: the pieces that exist so far."""
+    """A run before its first step: what exists so far."""
 
     # From `open_run`.
     resolved: Resolved
@@ -101,7 +101,7 @@ class RunBuilder:
     # From `setup_run`.
     run: Run | None = None
 
-    # What each stage has made and `fail` must release, the newest first.
+    # What `fail` must release, the newest first.
     _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -134,24 +134,26 @@ class RunBuilder:
         self.others.update(self.driver.extra_state)
 
         # The optimizers come after the sharding, so that their state is made for the shards.
-        made = optimizers(self.driver.model)
-        rebind(made, names_before, dict(model.named_parameters()))
-        handled = _handle_optimizers(made, model, self.config, self.precision, self.runtime)
-        self._on_failure.callback(handled.release)
+        own_optimizers = optimizers(self.driver.model)
+        rebind(own_optimizers, names_before, dict(model.named_parameters()))
+        stepped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
+        self._on_failure.callback(stepped.release)
 
         # Its state is part of a checkpoint, because a resumed run must compute as before.
         exactness = None
         if self.config.exact:
-            exactness = Exactness(model, handled, self.runtime, getattr(task, "changing_buffers", ()))
+            exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
-        self.model_setup = ModelSetup(self.driver, handled, TrainableGuard(model), exactness)
+        evaluator = Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder)
+        self.model_setup = ModelSetup(self.driver, stepped, evaluator, TrainableGuard(model), exactness)
         return self.model_setup
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
-        assert self.model_setup is not None, "setup_run() before setup_model()"
+        setup = self.model_setup
+        assert setup is not None, "setup_run() before setup_model()"
         config, runtime, recorder = self.config, self.runtime, self.recorder
-        driver, optimizers = self.model_setup.driver, self.model_setup.optimizers
+        driver, optimizers = setup.driver, setup.optimizers
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
@@ -162,10 +164,18 @@ class RunBuilder:
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
-        stepper = Stepper(driver, optimizers, rate, self.precision, config, runtime, plan.global_batch)
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
-        if load_balancer:
-            stepper.context.before_reduce = load_balancer.mark
+        stepper = Stepper(
+            driver,
+            optimizers,
+            rate,
+            self.precision,
+            config,
+            runtime,
+            plan.global_batch,
+            log_event=recorder.event,
+            before_reduce=load_balancer.mark if load_balancer else None,
+        )
 
         # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
         facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
@@ -173,17 +183,17 @@ class RunBuilder:
         if about_data:
             facts["data"] = about_data
 
-        # Resuming restores the state of all pieces above, so they must exist by now.
+        # Resuming restores the state of everything above, which must exist by now.
         checkpoints = self._open_checkpoints(driver, optimizers, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
-        if self.model_setup.exactness:
-            facts["exact"] = self.model_setup.exactness.begin(source, plan, resumed.settings if resumed else [])
+        if setup.exactness:
+            facts["exact"] = setup.exactness.begin(source, plan, resumed.settings if resumed else [])
         self._write_start(facts, plan, driver)
         checkpoints.begin()
 
-        self.run = run = self.run_class(
+        self.run = self.run_class(
             config=config,
             runtime=runtime,
             name=self.name,
@@ -192,8 +202,8 @@ class RunBuilder:
             recorder=recorder,
             driver=driver,
             optimizers=optimizers,
-            guard=self.model_setup.guard,
-            exactness=self.model_setup.exactness,
+            guard=setup.guard,
+            exactness=setup.exactness,
             plan=plan,
             source=source,
             stepper=stepper,
@@ -201,18 +211,17 @@ class RunBuilder:
             samples=samples,
             checkpoints=checkpoints,
             resumed=resumed,
+            evaluator=setup.evaluator,
             evaluation=self.evaluation,
         )
-        skips = stepper.outcomes.skips
-        skips.on_skip = run.report_skip
-        skips.on_many_empty = lambda result, reason: recorder.event("warning", step=result.step, reason=reason)
-        return run
+        # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
+        # the process group was left: DDP's destructor can deadlock with gloo's threads there (pytorch/pytorch#179291).
+        self.run.builder = self
+        return self.run
 
-    def evaluate(
-        self, data: Any, loss_fn: Callable[[nn.Module, Any], Loss], collate: Callable[[list[Any]], Any]
-    ) -> Evaluation:
+    def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
         """Evaluate the model before the first step, when no batch size has been derived yet."""
-        assert self.driver is not None, "evaluate() before setup_model()"
+        assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
             raise UserError(
@@ -220,8 +229,7 @@ class RunBuilder:
                 "",
                 "type evaluate.batch=64",
             )
-        evaluator = Evaluator.of(self.config, self.precision, data, loss_fn, collate, batch)
-        self.evaluation = evaluate_and_log(evaluator, self.driver, self.runtime, self.recorder, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
@@ -252,20 +260,24 @@ class RunBuilder:
         # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
-        plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
-        plan = plan_by_speed(plan, config.load_balance)
+        even_plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
+        plan = plan_by_speed(even_plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)
         if not placement.runs_whole_model:
             check_enough_micro_batches(plan)
 
-        shape = BatchShape(
+        options = SourceOptions(
             plan.global_batch,
             plan.micro_batch,
             config.tail,
-            placement.interleaved,
+            config.data,
+            config.seed,
+            data_world,
+            self.runtime.device,
+            interleaved=placement.interleaved,
             collective_forwards=placement.collective_forwards,
         )
-        source = open_source(data, collate, shape, config.data, config.seed, data_world, self.runtime.device)
+        source = open_source(data, collate, options)
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
         # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
@@ -307,10 +319,21 @@ class RunBuilder:
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         """Write the head of the run folder, and print the facts."""
         if self.runtime.is_main:
-            about_sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
-            write_head(self.folder.path, self.resolved, plan.as_dict() | about_sharding)
-        record = start_record(self.name, self.unit, self.folder, self.precision, driver, plan, self.runtime)
-        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record | {"facts": facts})
+            sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
+            write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
+        record = {
+            "task": self.name,
+            "world": self.runtime.world.size,
+            "device": str(self.runtime.device),
+            "precision": self.precision.name,
+            "parameters": sum(p.numel() for p in driver.model.parameters()),
+            "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
+            "unit": self.unit,
+            "steps": plan.steps,
+            "run_dir": self.folder.shown,
+            "facts": facts,
+        }
+        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record)
 
 
 def open_run(
@@ -338,10 +361,9 @@ def _write_launcher_settings(config: RunConfig) -> None:
     """Leave the settings that concern the launcher where it reads them: it does not know the task's defaults."""
     folder = os.environ.get(FOLDER)
     if folder and os.environ.get("RANK") == "0":
-        settings = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         # Renamed when it is complete: the launcher may read it at any moment.
         staged = Path(folder) / "settings.json.tmp"
-        staged.write_text(json.dumps(settings))
+        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
         staged.rename(Path(folder) / "settings.json")
 
 
@@ -356,22 +378,21 @@ def _check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> No
     check_replicas(model, runtime, only_frozen=True)
 
 
-def _handle_optimizers(
-    made: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
+def _wrap_optimizers(
+    own_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
-    """Put the optimizers that were `made` (or those that `optimizer` names) under the handle that steps them."""
-    made = build_optimizers(config, made)
-    strategy = config.sharing
+    """Put the task's optimizers, or those that `optimizer` names, under the object that steps them."""
+    optimizers = build_optimizers(config, own_optimizers)
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
-    only_state = strategy.shards_optimizer and not strategy.shards_parameters
+    only_state = config.sharing.shards_optimizer and not config.sharing.shards_parameters
     if only_state and not runtime.world.alone:
-        handled: Optimizers = ShardedOptimizers(made, model, runtime)
+        stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
     else:
-        handled = Optimizers(made, model)
+        stepped = Optimizers(optimizers, model)
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:
-        handled.use_masters(MasterWeights(handled.all, model, precision.rounding, config.seed))
-    return handled
+        stepped.use_masters(MasterWeights(stepped.all, model, precision.rounding, config.seed))
+    return stepped
 
 
 def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
@@ -407,7 +428,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             mine=deal(plan.micro_batches, placement.data_rank, placement.data_size),
             ranks=placement.data_size,
             collective_forwards=placement.collective_forwards,
-            # Of the ranks that go through the same samples only one counts.
+            # Only one of the ranks that go through the same samples counts.
             add=lambda values: runtime.collectives.sum_(values if placement.reports_loss else values.zero_()),
         )
     )

@@ -2,7 +2,7 @@
 
 With a vocabulary of 50,000, the logits of 32,000 tokens are 3 GB in bfloat16, and a step reads or writes them about
 six times. `linear_cross_entropy` never has them all at once: it goes through the tokens in chunks, and computes for
-each chunk the logits, the loss, and at once the gradients, which need the logits too. Backward only scales them.
+each chunk the logits, the loss, and at once the gradients, which also need the logits. Backward only scales them.
 """
 
 # Why not torch.nn.functional.linear_cross_entropy (torch 2.13), with its chunked path? Measured on a CPU with 2048
@@ -85,7 +85,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- the operator ---------------------------------------------------------------------------------------
+# ---- the operator ----
 
 
 @torch.library.custom_op("lockstep::linear_cross_entropy", mutates_args=())
@@ -110,14 +110,14 @@ def _chunked(
     d_weight = torch.zeros_like(w, dtype=losses.dtype) if for_weight else losses.new_empty(0)
 
     for start in range(0, len(h), chunk):
-        here = slice(start, start + chunk)
-        logits = h[here] @ w.T
+        tokens = slice(start, start + chunk)
+        logits = h[tokens] @ w.T
         # From here on `logits` holds d loss / d logits, if a gradient is wanted.
-        _row_losses_(logits, targets[here], losses[here], ignore_index, gradient=for_hidden or for_weight)
+        _row_losses_(logits, targets[tokens], losses[tokens], ignore_index, gradient=for_hidden or for_weight)
         if for_hidden:
-            torch.mm(logits, w, out=d_hidden[here])
+            torch.mm(logits, w, out=d_hidden[tokens])
         if for_weight:
-            _add_product_(d_weight, logits.T, h[here])
+            _add_product_(d_weight, logits.T, h[tokens])
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -140,18 +140,17 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
-    assert all(one is None for one in second), "linear_cross_entropy has no second derivative"
+    assert all(gradient is None for gradient in second), "linear_cross_entropy has no second derivative"
     for_hidden, for_weight = ctx.wanted
     d_hidden, d_weight = ctx.saved_tensors
     of_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
-    of_weight = d_weight * grad if for_weight else None
-    return of_hidden, of_weight, None, None, None, None, None, None
+    return of_hidden, d_weight * grad if for_weight else None, None, None, None, None, None, None
 
 
 _chunked.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-# ---- one chunk ------------------------------------------------------------------------------------------
+# ---- one chunk ----
 
 
 def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
@@ -163,15 +162,15 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
         return
 
     # Ignored targets are no valid columns: they gather from column 0, and count nothing.
-    kept = targets != ignore_index
-    columns = targets.where(kept, 0)[:, None]
+    counted = targets != ignore_index
+    columns = targets.where(counted, 0)[:, None]
     wide = logits.to(losses.dtype)
     log_sums = wide.logsumexp(dim=1, keepdim=True)
-    losses.copy_((log_sums - wide.gather(1, columns)).squeeze(1).where(kept, 0.0))
+    losses.copy_((log_sums - wide.gather(1, columns)).squeeze(1).where(counted, 0.0))
     if gradient:
         # softmax(logits) - one_hot(targets)
         slope = (wide - log_sums).exp_().scatter_add_(1, columns, -torch.ones_like(log_sums))
-        logits.copy_(slope.where(kept[:, None], 0.0))
+        logits.copy_(slope.where(counted[:, None], 0.0))
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

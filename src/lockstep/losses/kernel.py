@@ -41,7 +41,7 @@ def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.const
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    kept = target != ignored
+    counted = target != ignored
     valid = (target >= 0) & (target < columns)
     lane = tl.arange(0, WIDTH)
     right = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)  # before it is overwritten
@@ -55,7 +55,7 @@ def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.const
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
     log_sum = tl.where(valid, top + tl.log(tl.sum(total, 0)), float("nan"))
-    tl.store(losses + row, tl.where(kept, log_sum - right, 0.0))
+    tl.store(losses + row, tl.where(counted, log_sum - right, 0.0))
 
     # softmax(logits) - one_hot(target), in place.
     if GRADIENT:
@@ -63,5 +63,5 @@ def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.const
             inside = start + lane < columns
             x = tl.load(logits + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
             slope = tl.exp(x - log_sum) - tl.where(start + lane == target, 1.0, 0.0)
-            slope = tl.where(kept, slope, 0.0)
+            slope = tl.where(counted, slope, 0.0)
             tl.store(logits + start + lane, slope.to(logits.dtype.element_ty), mask=inside)

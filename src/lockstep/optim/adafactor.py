@@ -1,4 +1,4 @@
-"""Adafactor: of a matrix of squared gradients only the means of its rows and of its columns are kept, no momentum.
+"""Adafactor: keeps only the row and column means of a matrix of squared gradients, and no momentum.
 
 After Shazeer and Stern, 2018, with the task's own learning rate. Every rank works on its rows, and two all-reduces
 serve all parameters of a group.
@@ -11,7 +11,6 @@ parameter on the host in every step. And it multiplies the rate by the norm of t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.runtime.layout import laid_out, like, local, mesh_of
+from lockstep.runtime.layout import by_mesh, laid_out, like, local
 
 # Epsilon 1 of the paper, added to a squared gradient: the update divides by its root.
 EPS1 = 1e-30
@@ -31,7 +30,7 @@ class Adafactor(torch.optim.Optimizer):
     """Adafactor for plain parameters and for those that FSDP shards by rows."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, decay: float = 0.8):
-        """Store the settings. After t steps the means forget a share t ** -decay of what they hold."""
+        """Store the settings. In step t the means forget a share t ** -decay of what they hold."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
     @torch.no_grad()
@@ -39,13 +38,7 @@ class Adafactor(torch.optim.Optimizer):
         """Update all parameters that have a gradient. Collective over the mesh of sharded parameters."""
         assert closure is None
         for group in self.param_groups:
-            # One all-reduce serves parameters of one mesh only.
-            by_mesh: dict[Any, list[Tensor]] = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_mesh.setdefault(mesh_of(p), []).append(p)
-
-            for parameters in by_mesh.values():
+            for parameters in by_mesh(p for p in group["params"] if p.grad is not None):
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -69,8 +62,7 @@ class Adafactor(torch.optim.Optimizer):
         # The limit on an update is that of the full parameter, hence a second all-reduce.
         squares = _all_reduced([self._direction(p).square().sum() for p in parameters], parameters[0])
         for p, square in zip(parameters, squares, strict=True):
-            root_mean_square = (square / p.numel()).sqrt()
-            too_large = (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
+            too_large = ((square / p.numel()).sqrt() / CLIP_THRESHOLD).clamp(min=1.0)
             step = self._direction(p).mul_(-float(group["lr"]) / too_large)
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
 
@@ -85,11 +77,8 @@ class Adafactor(torch.optim.Optimizer):
         if "square" in state:
             local(state["square"]).lerp_(square, share)
             return
-
-        if column is None:
-            column = square.mean(-2, keepdim=True)
         local(state["rows"]).lerp_(square.mean(-1), share)
-        local(state["columns"]).lerp_(column, share)
+        local(state["columns"]).lerp_(square.mean(-2, keepdim=True) if column is None else column, share)
 
     def _direction(self, p: Tensor) -> Tensor:
         """Return the gradient of this rank's rows over its usual size.
@@ -113,35 +102,29 @@ def _squared(p: Tensor) -> Tensor:
 
 def _first_state(p: Tensor) -> dict[str, Any]:
     """Return the state before the first step: `square` for vectors, `rows` and `columns` for everything else."""
-    here = local(p)
-    state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    shard = local(p)
+    step = torch.tensor(0.0)
     if p.dim() < 2 or min(p.shape[-2:]) == 1:
-        zeros = torch.zeros_like(here)
-        state["square"] = like(zeros, p) if isinstance(p, DTensor) else zeros
-        return state
+        zeros = torch.zeros_like(shard)
+        return {"step": step, "square": like(zeros, p) if isinstance(p, DTensor) else zeros}
 
-    rows = here.new_zeros(here.shape[:-1])
-    columns = here.new_zeros((*here.shape[:-2], 1, here.shape[-1]))
+    rows = shard.new_zeros(shard.shape[:-1])
+    columns = shard.new_zeros((*shard.shape[:-2], 1, shard.shape[-1]))
     if isinstance(p, DTensor):
         # Row means are sharded like the rows. Column means of a matrix are replicated.
         rows = laid_out(rows, p, p.shape[:-1])
         columns = laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), whole=p.dim() == 2)
-    state["rows"] = rows
-    state["columns"] = columns
-    return state
+    return {"step": step, "rows": rows, "columns": columns}
 
 
-def _all_reduced(parts: list[Tensor], model: Tensor) -> list[Tensor]:
+def _all_reduced(sums: list[Tensor], model: Tensor) -> list[Tensor]:
     """Return each tensor summed over the ranks that `model` is sharded over, with one all-reduce for all of them."""
-    if not parts or not isinstance(model, DTensor):
-        return parts
-
+    if not sums or not isinstance(model, DTensor):
+        return sums
     # Along a replicated axis every rank has the same sums already.
-    flat = torch.cat([part.flatten() for part in parts])
+    flat = torch.cat([part.flatten() for part in sums])
     for axis, placement in enumerate(model.placements):
         if placement != Replicate():
             dist.all_reduce(flat, group=model.device_mesh.get_group(axis))
-
-    sizes = [math.prod(part.shape) for part in parts]
-    pieces = flat.split(sizes)
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    totals = flat.split([part.numel() for part in sums])
+    return [total.view(part.shape) for total, part in zip(totals, sums, strict=True)]

@@ -17,14 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runtime.layout import laid_out, like, local
 
-# Elements of a row that share a scale, at most.
-BLOCK = 256
-# Parameters with fewer elements keep float32 moments.
-SMALLEST = 4096
-# Elements whose moments are float32 at the same time, during an update.
-PIECE = 2**22
-# Name -> whether it has a sign.
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+BLOCK = 256  # elements of a row that share a scale, at most
+SMALLEST = 4096  # parameters with fewer elements keep float32 moments
+AT_ONCE = 2**22  # elements whose moments are float32 at the same time, during an update
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -39,8 +35,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ):
         """Store the settings. The arguments are those of torch's AdamW."""
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
@@ -59,42 +54,40 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += 1
 
         # A rank may hold no row of a small parameter at all.
-        here = local(p)
-        if not here.numel():
+        shard = local(p)
+        if not shard.numel():
             return
-
         count = float(state["step"])
         if state["exp_avg"].dtype == torch.uint8:
-            _update_8bit(here, local(grad), state, count, group)
+            _update_8bit(shard, local(grad), state, count, group)
         else:
-            moments = [local(state[name]) for name in MOMENTS]
-            _adamw_(here, local(grad), moments, count, group)
+            _adamw_(shard, local(grad), [local(state[name]) for name in MOMENTS], count, group)
 
 
-def _update_8bit(here: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
-    """Update this rank's rows, PIECE elements at a time, so that few moments are float32 at once.
+def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
+    """Update this rank's rows, AT_ONCE elements at a time, so that few moments are float32 at once.
 
-    here, grad: (..., width), of any number of dimensions from 2 on.
+    shard, grad: (..., width), of any number of dimensions from 2 on.
     """
-    width = here.shape[-1]
-    rows = here.reshape(-1, width)
+    width = shard.shape[-1]
+    rows = shard.reshape(-1, width)
     gradients = grad.reshape(-1, width)
     stored = {key: local(value).flatten(0, -2) for key, value in state.items() if key != "step"}
 
-    size = max(1, PIECE // width)
+    size = max(1, AT_ONCE // width)
     for start in range(0, len(rows), size):
-        piece = slice(start, start + size)
+        some = slice(start, start + size)
 
         # Views of the bytes and the scales of these rows, which `_to_bytes_` writes back into.
-        codes = {key: value[piece] for key, value in stored.items()}
+        codes = {key: value[some] for key, value in stored.items()}
         moments = [_from_bytes(codes[name], codes[f"{name}_scale"], signed) for name, signed in MOMENTS.items()]
-        _adamw_(rows[piece], gradients[piece], moments, count, group)
+        _adamw_(rows[some], gradients[some], moments, count, group)
         for (name, signed), moment in zip(MOMENTS.items(), moments, strict=True):
             _to_bytes_(moment, codes[name], codes[f"{name}_scale"], signed)
 
     # Where rows are not one after another in memory, such as with channels_last, `rows` is a copy.
-    if rows.data_ptr() != here.data_ptr():
-        here.copy_(rows.view(here.shape))
+    if rows.data_ptr() != shard.data_ptr():
+        shard.copy_(rows.view(shard.shape))
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:
@@ -103,32 +96,28 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     Whether a parameter is small depends on the full tensor: every rank, and every number of them, must agree.
     """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
-    small = p.dim() < 2 or p.numel() < SMALLEST
+    if p.dim() < 2 or p.numel() < SMALLEST:
+        return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
     for name, signed in MOMENTS.items():
-        if small:
-            state[name] = _filled(p, 0, torch.float32)
-            continue
-
         # Which byte stands for 0 depends on the table.
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
         state[name] = _filled(p, zero, torch.uint8)
         state[f"{name}_scale"] = _zero_scales(p)
-
     return state
 
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor of the shape and the placement of `p`. Its memory is row by row, whatever that of `p` is."""
-    here = local(p)
-    filled = torch.full(here.shape, value, dtype=dtype, device=here.device)
+    shard = local(p)
+    filled = torch.full(shard.shape, value, dtype=dtype, device=shard.device)
     return like(filled, p) if isinstance(p, DTensor) else filled
 
 
 def _zero_scales(p: Tensor) -> Tensor:
     """Return scales of shape (..., blocks of a row), placed like the rows of `p`."""
-    here = local(p)
+    shard = local(p)
     blocks = -(-p.shape[-1] // BLOCK)
-    scales = torch.zeros(*here.shape[:-1], blocks, device=here.device)
+    scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
     return laid_out(scales, p, (*p.shape[:-1], blocks)) if isinstance(p, DTensor) else scales
 
 
@@ -148,7 +137,7 @@ def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group:
     p.addcdiv_(mean, denominator, value=-lr / (1 - beta1**count))
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------
+# ---- bytes ----
 
 
 @cache
@@ -166,8 +155,7 @@ def _table(signed: bool, device: str) -> Tensor:
         return torch.tensor(sorted([0.0, *positive]), device=device)
 
     # With their negatives these are 255 numbers: -2, the lowest, fills the table and is never used.
-    negative = [-value for value in positive]
-    return torch.tensor(sorted([-2.0, *negative, 0.0, *positive]), device=device)
+    return torch.tensor(sorted([-2.0, *(-value for value in positive), 0.0, *positive]), device=device)
 
 
 @cache
@@ -179,8 +167,7 @@ def _borders(signed: bool, device: str) -> Tensor:
 
 def _from_bytes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Return float32 values for codes (rows, width) and scales (rows, blocks)."""
-    values = _table(signed, str(codes.device))[codes.int()]
-    return values.mul_(_spread(scales, codes.shape[-1]))
+    return _table(signed, str(codes.device))[codes.int()].mul_(_spread(scales, codes.shape[-1]))
 
 
 def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -193,11 +180,11 @@ def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> N
 
     positive = values > 0
     values.div_(_spread(scales, width).clamp(min=torch.finfo(torch.float32).tiny))
-    found = torch.bucketize(values, _borders(signed, str(codes.device)), out_int32=True)
+    indices = torch.bucketize(values, _borders(signed, str(codes.device)), out_int32=True)
     if not signed:
         # A square that is not 0 must not become 0: the update divides by its root.
-        found.clamp_(min=positive.int())
-    codes.copy_(found)
+        indices.clamp_(min=positive.int())
+    codes.copy_(indices)
 
 
 def _spread(scales: Tensor, width: int) -> Tensor:

@@ -2,13 +2,14 @@
 
 master       a stand-in is the parameter in full precision (its master weight); the model has a rounded copy of it
 stochastic   a stand-in lives for one update: made from the parameter, and rounded back up or down at random
-compensated  the same, and what rounding has cut off is kept in a second bfloat16, and added back the next time
+compensated  the same, but what rounding cuts off is kept in a second bfloat16, and added back the next time
 
-Updates go through the parameters in pieces, so that the memory that lives for one update stays small.
+An update goes through the parameters a few at a time, so that the memory that lives for one update stays small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import block_of, like, local, mesh_of
+from lockstep.optim.optimizers import GroupPart, only_these
+from lockstep.runtime.layout import block_of, by_mesh, like, local
 from lockstep.runtime.seeds import derive
 
-# Elements that are updated at once.
-PIECE = 2**24
-# What rounding has cut off: its name in the optimizer's state, and in a checkpoint.
-COMPENSATION = "compensation"
-# The half of a float32's bits that a bfloat16 does not have.
-LOW_BITS = 0xFFFF
-
-# A parameter group, and some of its stand-ins.
-Part = tuple[dict[str, Any], list[Tensor]]
+AT_ONCE = 2**24  # elements that are updated at once
+COMPENSATION = "compensation"  # what rounding has cut off, in the optimizer's state and in a checkpoint
+LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
 
 
 class MasterWeights:
@@ -41,10 +37,8 @@ class MasterWeights:
         self.rounding = rounding
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
-        # By the id of the parameter.
-        self._stand_ins: dict[int, nn.Parameter] = {}
-        # By the id of the stand-in.
-        self._parameters: dict[int, nn.Parameter] = {}
+        self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
+        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
@@ -68,43 +62,30 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, now: int) -> None:
-        """Update the parameters of one optimizer, piece by piece.
+        """Update the parameters of one optimizer, a few at a time.
 
         divisor: shape (); gradients are divided by it. None: they have their true size.
         now: the number of the step, so that no two steps draw the same random bits.
         """
-        groups = optimizer.param_groups
-        if not any(id(p) in self._parameters for group in groups for p in group["params"]):
+        if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             # None of its tensors has a stand-in: it moves something that is not a parameter of the model.
             optimizer.step()
             return
 
-        try:
-            for parts in self._pieces(optimizer):
-                for _, stand_ins in parts:
-                    self._fill(optimizer, stand_ins, divisor)
-
-                # The optimizer sees nothing but this piece.
-                optimizer.param_groups = [{**group, "params": stand_ins} for group, stand_ins in parts]
+        for parts in self._in_turn(optimizer):
+            stand_ins = [stand_in for _, tensors in parts for stand_in in tensors]
+            for stand_in in stand_ins:
+                self._fill(optimizer, stand_in, divisor)
+            with only_these(optimizer, parts):
                 optimizer.step()
-
-                # Some optimizers keep numbers in their groups, which must survive.
-                for (group, stand_ins), used in zip(parts, optimizer.param_groups, strict=True):
-                    group.update({key: value for key, value in used.items() if key != "params"})
-                    self._round_back(optimizer, stand_ins, now)
-        finally:
-            optimizer.param_groups = groups
+            for stand_in in stand_ins:
+                self._round_back(optimizer, stand_in, now)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
         """Return the stand-in, with the state that the optimizer may have set up for the parameter already."""
         stand_in = self._stand_in_for(parameter)
-        state = optimizer.state.pop(parameter, None)
-        if not state:
-            return stand_in
-
-        if stand_in is parameter:
-            optimizer.state[parameter] = state
-        else:
+        state = optimizer.state.pop(parameter, None) if stand_in is not parameter else None
+        if state:
             optimizer.state[stand_in] = {key: _widened(value, parameter) for key, value in state.items()}
         return stand_in
 
@@ -112,7 +93,6 @@ class MasterWeights:
         """Return a float32 parameter of the same placement. Frozen parameters stand for themselves."""
         if not parameter.requires_grad:
             return parameter
-
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
@@ -121,92 +101,80 @@ class MasterWeights:
         self._parameters[id(stand_in)] = parameter
         return stand_in
 
-    def _pieces(self, optimizer: torch.optim.Optimizer) -> Iterator[list[Part]]:
-        """Yield the parts that one call of `optimizer.step()` updates.
+    def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
+        """Yield what one call of `optimizer.step()` updates.
 
         An optimizer of the user's own may count its calls: it gets everything at once.
         """
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
         if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
-            for part in parts:
-                yield [part]
+            yield from ([part] for part in parts)
         elif parts:
             yield parts
 
-    def _parts(self, group: dict[str, Any]) -> Iterator[Part]:
-        """Yield the stand-ins that have a gradient, by their mesh, about PIECE elements at a time."""
-        # torch's foreach and fused kernels take tensors of one mesh only.
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for stand_in in group["params"]:
-            parameter = self._parameters.get(id(stand_in))
-            if parameter is not None and parameter.grad is not None:
-                by_mesh.setdefault(mesh_of(stand_in), []).append(stand_in)
-
-        for stand_ins in by_mesh.values():
-            piece: list[Tensor] = []
+    def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
+        """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
+        parameters = self._parameters
+        learning = [s for s in group["params"] if id(s) in parameters and parameters[id(s)].grad is not None]
+        for stand_ins in by_mesh(learning):
+            part: list[Tensor] = []
             size = 0
             for stand_in in stand_ins:
-                # `numel` is that of the full tensor, so that all ranks make the same pieces.
-                if piece and size + stand_in.numel() > PIECE:
-                    yield group, piece
-                    piece, size = [], 0
-                piece.append(stand_in)
+                # `numel` is that of the full tensor, so that all ranks make the same parts.
+                if part and size + stand_in.numel() > AT_ONCE:
+                    yield group, part
+                    part, size = [], 0
+                part.append(stand_in)
                 size += stand_in.numel()
+            yield group, part
 
-            yield group, piece
+    def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
+        """Give a stand-in its value and its gradient in float32. Dividing here costs no precision."""
+        parameter = self._parameters[id(stand_in)]
 
-    def _fill(self, optimizer: torch.optim.Optimizer, stand_ins: list[Tensor], divisor: Tensor | None) -> None:
-        """Give stand-ins their values and gradients in float32. Dividing here costs no precision."""
-        for stand_in in stand_ins:
-            parameter = self._parameters[id(stand_in)]
-
-            # The value: what the model has, and what rounding has cut off before. Masters have theirs.
-            if not self.persistent:
-                wide = local(stand_in)
-                wide.untyped_storage().resize_(wide.numel() * wide.element_size())
-                wide.copy_(local(parameter))
-                # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
-                cut_off = optimizer.state.get(stand_in, {}).get(COMPENSATION)
-                if cut_off is not None:
-                    wide.add_(local(cut_off))
-
-            # The gradient: a float32 copy for the time of the update.
-            gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
-            wide = local(gradient).float()
-            if divisor is not None:
-                wide.div_(divisor)
-            stand_in.grad = _placed_like(wide, gradient)
-
-    def _round_back(self, optimizer: torch.optim.Optimizer, stand_ins: list[Tensor], now: int) -> None:
-        """Write the updated stand-ins into the bfloat16 parameters, and free what lives for one update only."""
-        for stand_in in stand_ins:
-            parameter = self._parameters[id(stand_in)]
+        # The value: what the model has, and what rounding has cut off before. Masters have theirs.
+        if not self.persistent:
             wide = local(stand_in)
-            here = local(parameter)
+            wide.untyped_storage().resize_(wide.numel() * wide.element_size())
+            wide.copy_(local(parameter))
+            # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
+            cut_off = optimizer.state.get(stand_in, {}).get(COMPENSATION)
+            if cut_off is not None:
+                wide.add_(local(cut_off))
 
-            # `copy_` rounds to the nearest bfloat16.
-            if self.rounding == "stochastic":
-                key = rounding_key(self.seed, now, self.names[id(parameter)])
-                here.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
-            else:
-                here.copy_(wide)
+        # The gradient: a float32 copy for the time of the update.
+        gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
+        wide = local(gradient).float()
+        if divisor is not None:
+            wide.div_(divisor)
+        stand_in.grad = _placed_like(wide, gradient)
 
-            if self.rounding == "compensated":
-                # Stored only after the update: optimizers initialise their state in the first step only if it is empty.
-                cut_off = (wide - here).to(here.dtype)
-                optimizer.state[stand_in][COMPENSATION] = _placed_like(cut_off, parameter)
+    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, now: int) -> None:
+        """Write an updated stand-in into its bfloat16 parameter, and free what lives for one update only."""
+        parameter = self._parameters[id(stand_in)]
+        wide = local(stand_in)
+        shard = local(parameter)
 
-            # Only masters live on.
-            stand_in.grad = None
-            if not self.persistent:
-                _free(wide)
+        # `copy_` rounds to the nearest bfloat16.
+        if self.rounding == "stochastic":
+            key = rounding_key(self.seed, now, self.names[id(parameter)])
+            shard.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
+        else:
+            shard.copy_(wide)
+
+        # Stored only after the update: optimizers initialise their state in the first step only if it is empty.
+        if self.rounding == "compensated":
+            optimizer.state[stand_in][COMPENSATION] = _placed_like((wide - shard).to(shard.dtype), parameter)
+
+        # Only masters live on.
+        stand_in.grad = None
+        if not self.persistent:
+            _free(wide)
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:
-    """Return state that was made in the parameter's bfloat16 as float32."""
-    if isinstance(value, Tensor) and value.dtype == parameter.dtype:
-        return value.float()
-    return value
+    """Return a value of the optimizer's state in float32, if it is in the parameter's bfloat16."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
 def _placed_like(part: Tensor, reference: Tensor) -> Tensor:
@@ -219,7 +187,7 @@ def _free(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-# ---- stochastic rounding --------------------------------------------------------------------------------
+# ---- stochastic rounding ----
 
 # From float32 to bfloat16, up or down at random, so that the mean of many roundings is the number. The random bits
 # are a function of a key and of the element's index in the full parameter: an element gets the same bits on every
@@ -244,27 +212,20 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
     if not hasattr(parameter, "to_local"):
         return torch.arange(parameter.numel(), dtype=torch.int32, device=device).view(parameter.shape)
 
-    # Row-major indices, built up from the last dimension.
+    # Row-major indices: each dimension adds its own, and broadcasting does the rest.
     block = block_of(parameter)  # pyrefly: ignore[bad-argument-type]
-    dims = len(block.shape)
     indices = torch.zeros((), dtype=torch.int64, device=device)
-    stride = 1
-    for dim in reversed(range(dims)):
-        here = torch.arange(block.local.shape[dim], device=device) + block.offset[dim]
-        trailing = [1] * (dims - 1 - dim)
-        indices = indices + (here * stride).view(-1, *trailing)
-        stride *= block.shape[dim]
-
-    return indices.to(torch.int32).view(block.local.shape)
+    for dim, (length, offset) in enumerate(zip(block.local.shape, block.offset, strict=True)):
+        along = torch.arange(offset, offset + length, device=device) * math.prod(block.shape[dim + 1 :])
+        indices = indices.unsqueeze(-1) + along
+    return indices.to(torch.int32)
 
 
 def _scrambled(indices: Tensor, key: int) -> Tensor:
     """Mix each index with the key: multiplications spread bits upwards, shifts bring them down again."""
-    low = _signed(key)
-    high = _signed(key >> 32)
-    mixed = indices * _signed(0x9E3779B1) + low
+    mixed = indices * _signed(0x9E3779B1) + _signed(key)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
-        mixed = (mixed ^ (mixed >> 15 & 0x1FFFF) ^ high) * _signed(factor)
+        mixed = (mixed ^ (mixed >> 15 & 0x1FFFF) ^ _signed(key >> 32)) * _signed(factor)
     return mixed ^ (mixed >> 16 & LOW_BITS)
 
 

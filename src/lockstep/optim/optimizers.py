@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.runtime.layout import mesh_of
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.layout import by_mesh
+
+if TYPE_CHECKING:
+    from lockstep.optim.bf16_masters import MasterWeights
 
 # torch's own fused optimizers can apply `grad_scale` inside their fused kernel. Others that claim to take part in loss
 # scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
@@ -24,61 +27,63 @@ SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
 OWN_FLAG = "divides_and_skips"
 
+GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
+
 
 class Optimizers:
     """One or several torch optimizers that together move every trainable parameter of the model."""
 
-    def __init__(self, made: Any, model: nn.Module):
-        self.all: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
+    def __init__(self, optimizers: Any, model: nn.Module):
+        """`optimizers`: what the task or the user's loop has made, an optimizer or several."""
+        self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
-        _check_coverage(self.all, model)
+        _check_coverage(self.parameters(), model)
 
         # All parameters of every group. ZeRO-1 and master weights replace those that the optimizers themselves hold.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
 
         # Whether every optimizer can apply grad_scale inside its fused kernel. Fused optimizers hold the divisor in
         # float32: float64 parameters are scaled before the step instead.
-        fused = all(_divides(optimizer) for optimizer in self.all)
-        self.divides_gradients = fused and all(p.dtype == torch.float32 for p in self.parameters())
+        in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
+        self.divides_gradients = in_float32 and self._all_fused(DIVIDING)
         # Whether a step can be skipped on the device, without the host knowing.
-        self.skips_by_itself = self.divides_gradients and all(map(_divides_and_skips, self.all))
+        self.skips_by_itself = self.divides_gradients and self._all_fused(SKIPPING)
 
-        # What the optimizers hold instead of bfloat16 parameters.
-        self.masters: MasterWeights | None = None
-        self._several_meshes = len({mesh_of(p) for p in self.parameters()}) > 1
+        self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
+        self._several_meshes = len(by_mesh(self.parameters())) > 1
         self._updating = False
         self._hooks: list[Any] = []
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
-        return _parameters(self.all)
+        return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
     def use_masters(self, masters: MasterWeights) -> None:
         """Step through master weights, which divide gradients as they make them float32."""
         self.masters = masters
         self.divides_gradients = True
-        self.skips_by_itself = all(map(_divides_and_skips, self.all))
+        self.skips_by_itself = self._all_fused(SKIPPING)
 
     def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Step every optimizer, for the `number`-th time; stochastic rounding draws its random bits by that number.
 
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
-
-        Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         """
         self._updating = True
+        # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         for optimizer in self.all:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
             if self.masters:
                 self.masters.step(optimizer, divisor, number)
             elif self._several_meshes:
-                with _one_mesh_per_group(optimizer):
+                groups = optimizer.param_groups
+                parts = [(group, tensors) for group in groups for tensors in by_mesh(group["params"])]
+                with only_these(optimizer, parts):
                     optimizer.step()
             else:
                 optimizer.step()
-
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
@@ -91,66 +96,101 @@ class Optimizers:
             hook.remove()
         self._hooks = []
 
-    def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._updating:
-            return
-
-        raise UserError(
-            "optimizer.step() was called directly in a Lockstep loop",
-            "the gradients are sums over the batch, not yet divided, checked or clipped",
-            "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+    def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
+        """Return whether every optimizer is a fused one of these kinds, or says itself that it divides and skips."""
+        return all(
+            getattr(optimizer, OWN_FLAG, False)
+            or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
+            for optimizer in self.all
         )
+
+    def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._updating:
+            raise UserError(
+                "optimizer.step() was called directly in a Lockstep loop",
+                "the gradients are sums over the batch, not yet divided, checked or clipped",
+                "call step.apply(); it divides by the global weight, clips, and steps the optimizer",
+            )
+
+
+class ShardedOptimizers(Optimizers):
+    """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
+
+    Gradients come from DDP as always. Parameters are dealt to the ranks by their bytes, each as a whole, and in a
+    checkpoint each rank saves the state of its own ones.
+    """
+
+    def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
+        super().__init__(optimizers, model)
+        self._runtime = runtime
+        self._owned = deal_by_bytes(self.parameters(), runtime.world.size)
+        own = {id(p) for p in self._owned[runtime.world.rank]}
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in own]
+            # Some optimizers, such as Adagrad, set up their state in the constructor.
+            for p in [p for p in optimizer.state if id(p) not in own]:
+                del optimizer.state[p]
+
+    def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Step this rank's parameters, then broadcast them. Collective: every rank must call it.
+
+        The arguments are those of `Optimizers.step`.
+        """
+        super().step(number, divisor, skip)
+        with torch.no_grad():
+            for owner, parameters in enumerate(self._owned):
+                # A flat buffer has one dtype.
+                for dtype in dict.fromkeys(p.dtype for p in parameters):
+                    self._broadcast([p for p in parameters if p.dtype == dtype], owner)
+
+    def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        self._runtime.collectives.broadcast_([flat], owner)
+        if owner != self._runtime.world.rank:
+            parts = flat.split([p.numel() for p in parameters])
+            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(parts))
+
+
+def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
+    """Deal parameters to `count` ranks, about the same number of bytes for each.
+
+    The largest comes first, and goes to the rank with the fewest bytes. Every rank computes the same deal.
+    """
+    owned: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    loads = [0] * count
+    # The sort is stable: parameters of equal size stay in the order of the model.
+    for p in sorted(parameters, key=lambda p: -p.nbytes):
+        owner = loads.index(min(loads))
+        owned[owner].append(p)
+        loads[owner] += p.nbytes
+    return owned
 
 
 @contextmanager
-def _one_mesh_per_group(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Split parameter groups by mesh.
-
-    torch's fused and foreach optimizers take replicated and sharded parameters, or two meshes, only one at a time.
-    """
+def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
+    """Let the optimizer see nothing but these tensors, as groups with the settings of their own group."""
     groups = optimizer.param_groups
-    parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for group in groups:
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for p in group["params"]:
-            by_mesh.setdefault(mesh_of(p), []).append(p)
-        parts += [(group, {**group, "params": parameters}) for parameters in by_mesh.values()]
-
-    optimizer.param_groups = [part for _, part in parts]
+    optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
     try:
         yield
     finally:
-        # Some optimizers keep numbers in their groups.
-        for group, part in parts:
-            group.update({key: value for key, value in part.items() if key != "params"})
+        # Some optimizers keep numbers in their groups, which must survive.
+        for (group, _), used in zip(parts, optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in used.items() if key != "params"})
         optimizer.param_groups = groups
 
 
-def rebind(made: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
+def as_list(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+
+
+def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
     """Give optimizers that were made before the model was sharded the parameters that it has now."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
-    if not replaced:
-        return
-
-    for optimizer in made if isinstance(made, list | tuple) else [made]:
+    for optimizer in as_list(optimizers):
         for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
-
-
-def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    return _divides_and_skips(optimizer) or (type(optimizer) in DIVIDING and _fused(optimizer))
-
-
-def _divides_and_skips(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, OWN_FLAG, False) or (type(optimizer) in SKIPPING and _fused(optimizer))
 
 
 def _check_kind(optimizer: Any) -> None:
@@ -169,12 +209,12 @@ def _check_kind(optimizer: Any) -> None:
         )
 
 
-def _check_coverage(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
     """Check that the optimizers hold every trainable parameter of the model, and nothing else.
 
     The gradient of a parameter outside the model would never be all-reduced.
     """
-    covered = {id(p) for p in _parameters(optimizers) if p.requires_grad}
+    covered = {id(p) for p in parameters if p.requires_grad}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     foreign = covered - trainable.keys()
     if foreign:

@@ -119,53 +119,40 @@ def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     return float(bool(group.get("momentum")))
 
 
-def build_optimizers(config: RunConfig, made: Any) -> Any:
-    """Return what the task has made, or optimizers of the kind that `optimizer` names, with the same groups.
+def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
+    """Return the task's own `optimizers`, or those of the kind that `optimizer` names, with the same groups.
 
-    `made` is an optimizer or a list of them; anything else is returned as it is, and refused by `Optimizers`.
+    `optimizers` is one or a list of them; anything else is returned as it is, and refused by `Optimizers`.
     """
     import torch
 
     if config.optimizer == OWN:
-        return made
+        return optimizers
     if config.optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", config.optimizer, NAMES)
 
     kind = OPTIMIZERS[config.optimizer]
-    if kind.needs_full_rows:
-        _refuse_tensor_parallel(config)
+    if kind.needs_full_rows and config.uses_axis("tp"):
+        setting = f"strategy={config.strategy}" if config.sharing.axis == "tp" else "mesh.tp"
+        raise UserError(
+            f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a "
+            "parameter, and the state of this optimizer is per row",
+            "",
+            "type strategy=fsdp without mesh.tp, or optimizer=task",
+        )
 
-    found: list[torch.optim.Optimizer] = []
-    for optimizer in made if isinstance(made, list | tuple) else [made]:
+    built: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return made
-
-        if _trains_something(optimizer):
-            found.append(kind.build(_groups_for(kind, optimizer)))
+            return optimizers
+        if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            built.append(kind.build(_groups_for(kind, optimizer)))
         else:
             # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
-            found.append(optimizer)
-
-    return found
-
-
-def _trains_something(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            built.append(optimizer)
+    return built
 
 
 def _groups_for(kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> Groups:
     keys = ("params", *kind.options)
     return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-
-
-def _refuse_tensor_parallel(config: RunConfig) -> None:
-    if not config.uses_axis("tp"):
-        return
-
-    setting = f"strategy={config.strategy}" if config.sharing.axis == "tp" else "mesh.tp"
-    raise UserError(
-        f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a parameter, "
-        "and the state of this optimizer is per row",
-        "",
-        "type strategy=fsdp without mesh.tp, or optimizer=task",
-    )

@@ -54,10 +54,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def _progress(config: LrConfig, step: int, total: int) -> float:
-    """The share of the steps after the warm-up that is done: 0 at the first of them, 1 at the last."""
-    after = step - config.warmup
-    left = max(1, total - 1 - config.warmup)
-    return min(1.0, after / left)
+    """Return the share of the steps after the warm-up that is done: 0 at the first of them, 1 at the last."""
+    return min(1.0, (step - config.warmup) / max(1, total - 1 - config.warmup))
 
 
 def factor(config: LrConfig, step: int, total: int) -> float:
@@ -67,7 +65,6 @@ def factor(config: LrConfig, step: int, total: int) -> float:
     """
     if step < config.warmup:
         return (step + 1) / (config.warmup + 1)
-
     return SCHEDULES[config.schedule](config, step, total)
 
 
@@ -94,7 +91,6 @@ class LearningRate:
         self.config = config
         self.optimizers = optimizers
         self.total_steps = total_steps
-
         # The rates that the task has given its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:
@@ -126,7 +122,6 @@ class LearningRate:
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share
-
         return self.peaks[0] * share
 
     def landmarks(self) -> dict[str, float]:

@@ -53,10 +53,6 @@ class Reduced:
     codec: ControlWordCodec
     factor: float  # what turns gradients as reduced into sums over ranks (DDP leaves means)
 
-    @property
-    def grads(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters]  # pyrefly: ignore[bad-return]
-
 
 class Control(Protocol):
     """One step as a driver sees it (`engine/control.py`): everything that is not about executing the model."""

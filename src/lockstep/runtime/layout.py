@@ -7,7 +7,7 @@ answer what torch does not: which block of the full tensor a rank holds, and its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    """Return the mesh that the tensor is laid out over; None for a plain tensor."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by the mesh that they are laid out over; plain ones are a group of their own.
+
+    torch's foreach and fused kernels, and an all-reduce, take tensors of one mesh only.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return list(groups.values())
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class RecordedRun(Run):
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
         """Record the gradients and settings of a step, before anything else happens after it."""
-        result = result or self.stepper.settle()  # on a GPU it may still be on its way
+        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.grad is not None}
         self._put(f"gradients-{len(self._steps)}", {name: full_tensor(grad) for name, grad in grads.items()})

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import pin, to_device
-from lockstep.data.sources import BatchShape, open_source
+from lockstep.data.sources import SourceOptions, open_source
 from lockstep.runtime.world import World
 
 Pair = namedtuple("Pair", "x y")
@@ -96,7 +96,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("meta", 0)])
 def test_a_stream_is_locked_alike(device, count, locked):
-    shape, config = BatchShape(4, 2, "keep"), DataConfig(pin_memory=True)
-    source = open_source(Stream(device), torch.stack, shape, config, 0, World(), torch.device("meta"))
+    config = DataConfig(pin_memory=True)
+    options = SourceOptions(4, 2, "keep", config, 0, World(), torch.device("meta"))
+    source = open_source(Stream(device), torch.stack, options)
     source.take()
     assert len(locked) == count

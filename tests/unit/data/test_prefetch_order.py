@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.prefetch import one_ahead
+from lockstep.data.loader import one_ahead
 
 
 class Notes:

@@ -7,7 +7,7 @@ from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
 from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
-from lockstep.data.sources import BatchShape, open_source
+from lockstep.data.sources import SourceOptions, open_source
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 
@@ -89,9 +89,8 @@ class Weighted:
 
 
 def source(sampler, rank, ranks, dataset, micro_batch=2):
-    shape = BatchShape(global_batch=6, micro_batch=micro_batch, tail="short")
-    data = Sampled(dataset, sampler)
-    return open_source(data, default_collate, shape, DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+    options = SourceOptions(6, micro_batch, "short", DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+    return open_source(Sampled(dataset, sampler), default_collate, options)
 
 
 def test_samplers_are_samplers():

@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.clip import Clipping
+from lockstep.optim.optimizers import ShardedOptimizers
 from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers
 from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, factor
-from lockstep.optim.zero1 import ShardedOptimizers
+from lockstep.optim.update import clip_elements_
 from lockstep.runtime.world import World
 
 
@@ -69,22 +69,20 @@ def test_peak_sets_the_first_group_and_the_others_keep_their_ratio():
     assert list(rate.landmarks()) == ["start", "warm-up end", "half", "end"]
 
 
+def clip_config(values: dict[str, float]) -> Any:
+    return resolve([("test", {"clip": values})]).config.clip
+
+
 def test_clipping_by_value_and_relative_to_the_weight():
     parameter = nn.Parameter(torch.full((4,), 2.0))  # length 4
     grad = torch.tensor([3.0, -3.0, 0.1, 0.0])
-    Clipping(resolve([("test", {"clip": {"value": 0.5}})]).config.clip).clip_elements_(
-        [parameter], [grad], torch._foreach_norm
-    )
+    clip_elements_([parameter], [grad], clip_config({"value": 0.5}), torch._foreach_norm)
     assert grad.tolist() == pytest.approx([0.5, -0.5, 0.1, 0.0])
     long = torch.tensor([3.0, 4.0, 0.0, 0.0])
-    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_(
-        [parameter], [long], torch._foreach_norm
-    )
+    clip_elements_([parameter], [long], clip_config({"adaptive": 0.25}), torch._foreach_norm)
     assert long.norm().item() == pytest.approx(1.0, rel=1e-4)  # 0.25 of the weight's length
     short = torch.tensor([0.3, 0.4, 0.0, 0.0])
-    Clipping(resolve([("test", {"clip": {"adaptive": 0.25}})]).config.clip).clip_elements_(
-        [parameter], [short], torch._foreach_norm
-    )
+    clip_elements_([parameter], [short], clip_config({"adaptive": 0.25}), torch._foreach_norm)
     assert short.norm().item() == pytest.approx(0.5)
 
 

@@ -1,0 +1,88 @@
+"""The update at the end of a step: gradients x one factor, clipped, into the optimizers.
+
+Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter's weights
+(adaptive), changes elements, and needs gradients of their true size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import ClipConfig
+from lockstep.optim.optimizers import Optimizers
+from lockstep.runtime.layout import local
+
+TINY = 1e-6  # keeps the division by a norm of zero finite
+LEAST_WEIGHT_NORM = 1e-3  # that adaptive clipping assumes: a weight of zeros could never move otherwise
+
+# Returns the norm of each full tensor, also where this rank holds only a shard of it.
+Norms = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Update:
+    """Multiplies gradients by the step's factor, clips elements if asked, and steps the optimizers."""
+
+    def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
+        """`replicated`: gradients are full tensors on every rank, not shards."""
+        self.before: list[Callable[[], None]] = []  # called before parameters change: a snapshot may be under way
+        self._optimizers = optimizers
+        self._clip = clip
+        self._replicated = replicated
+        self._norms = norms
+        self._device = device
+
+        # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
+        # to full float32 masters first) and nothing needs them at their true size before.
+        self._clips_elements = clip.value is not None or clip.adaptive is not None
+        full = replicated or optimizers.masters is not None
+        self._fused = optimizers.divides_gradients and full and not self._clips_elements
+        self.skips_on_device = replicated and self._fused and optimizers.skips_by_itself
+
+    def clip_factor(self, norm: Any) -> Any:
+        """Return the factor that brings a gradient of this norm below `clip.norm`.
+
+        `norm` is a number, or a tensor of shape () on the device, which the host does not wait for.
+        """
+        if self._clip.norm is None:
+            return 1.0
+        ratio = self._clip.norm / (norm + TINY)
+        return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
+
+    def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
+        """Apply the `number`-th step. The host already knows that it is accepted."""
+        self._wait()
+        if self._fused:
+            self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
+            return
+
+        if parameters:  # a pipeline stage may have nothing to train
+            grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+            torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
+            if self._clips_elements:
+                clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
+        self._optimizers.step(number)
+
+    def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
+        """Apply the `number`-th step unless `skip` is true on the device."""
+        self._wait()
+        self._optimizers.step(number, (1.0 / factor).float(), skip.float())
+
+    def _wait(self) -> None:
+        for wait in self.before:
+            wait()
+
+
+def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
+    """Clip the gradients in place, by value or relative to the norms of their parameters."""
+    shards = [local(grad) for grad in grads]
+    if clip.value is not None:
+        torch._foreach_clamp_min_(shards, -clip.value)
+        torch._foreach_clamp_max_(shards, clip.value)
+    if clip.adaptive is not None:
+        for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
+            limit = clip.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)
+            grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))
