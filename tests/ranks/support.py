@@ -27,6 +27,9 @@ from lockstep.runtime.world import World
 from lockstep.targets import make_task
 from lockstep.task import Loss, StepBatches, StepResult, Task
 
+# Every combination, in `make test-long`; otherwise those that prove something new.
+ALL_PAIRS = "LOCKSTEP_ALL_PAIRS" in os.environ
+
 # The same tests on a GPU, all ranks sharing it: LOCKSTEP_TEST_DEVICE=cuda pytest tests/ranks
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
 NEEDS_NCCL = "on GPUs cannot run over gloo"  # the refusal of pipelines, which send tensors from rank to rank
