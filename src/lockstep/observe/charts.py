@@ -87,8 +87,8 @@ def line_chart(
     width, height = WIDE if wide else NARROW
     ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
     if not ys:
-        nothing = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
-        return _frame(nothing, title, unit, width, height)
+        body = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
+        return _frame(body, title, unit, width, height)
 
     # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):

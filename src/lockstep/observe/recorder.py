@@ -23,8 +23,6 @@ from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotient
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
 
-MIB = 2**20
-
 
 class Recorder:
     """Keeps the log of a rank. On rank 0 it also writes metrics and events, and shows progress."""
@@ -103,10 +101,12 @@ class Recorder:
 
         # Time and memory are those of rank 0, which writes the line.
         seconds = time.perf_counter() - self._since
+        on_gpu = self.runtime.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss
         facts = {
             "time": time.time(),
             **facts,
-            "memory_mb": self._memory_mb(),
+            "memory_mb": memory / 2**20,
             "step_s": seconds / steps,
             "data_wait_s": self.data_wait_s / steps,
             "samples": samples,
@@ -189,11 +189,6 @@ class Recorder:
             self.event("warning", step=step, reason=late)
         if slow := self._slow_ranks.look(rows):
             self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
-
-    def _memory_mb(self) -> float:
-        if self.runtime.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device) / MIB
-        return self._process.memory_info().rss / MIB
 
     # ---- events ----
 

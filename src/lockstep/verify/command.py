@@ -287,8 +287,7 @@ def text_of(report: Report) -> str:
     for cause in report.causes:
         paragraphs += [("cause", f"{cause.title} [{cause.key}]"), ("seen", cause.evidence), ("do", cause.fix)]
     for label, text in paragraphs:
-        words = " ".join(text.split())
-        lines += textwrap.wrap(f"{label:7}{words}", WIDTH, subsequent_indent=" " * 7)
+        lines += textwrap.wrap(f"{label:7}{' '.join(text.split())}", WIDTH, subsequent_indent=" " * 7)
 
     # The last line is the answer.
     verdict = "PASS  the same training in every layout, up to rounding"
@@ -302,9 +301,8 @@ def text_of(report: Report) -> str:
 def _line(row: Row, width: int) -> str:
     cells = ["-"] * len(COLUMNS)
     if row.comparison:
-        same = row.comparison.identical
         errors = row.comparison.errors
-        cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
+        cells = ["identical" if row.comparison.identical[name] else f"{errors[name]:.1e}" for name in COLUMNS]
     return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 

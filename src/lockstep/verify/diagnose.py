@@ -24,7 +24,7 @@ SAME = 1e-5
 
 @dataclass
 class Case:
-    """All trials that ran, and a way to run more. Records and comparisons are cached, as several questions need them."""
+    """All trials that ran, and a way to run more. Records and comparisons are cached: several questions need them."""
 
     matrix: Matrix
     run: Callable[[list[Trial]], dict[Trial, Record]]
@@ -196,7 +196,6 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
 
 
 def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
-    """Look for replicas that no longer hold the same weights."""
     # Ranks that hold shards differ by design.
     if not record.facts["replicated"]:
         return None
@@ -214,10 +213,10 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
 def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
     """Look for samples that are repeated, skipped or changed."""
     world = record.trial.world
-    one = reference.facts["samples"]
-    many = record.facts["samples"]
-    if one != many:
-        return named("data", f"data() has {one} samples on one process, and {many} on each of {world}")
+    expected_samples = reference.facts["samples"]
+    samples = record.facts["samples"]
+    if samples != expected_samples:
+        return named("data", f"data() has {expected_samples} samples on one process, and {samples} on each of {world}")
 
     # The samples of a step are counted by their contents: it does not matter which rank has which.
     for number in range(min(step + 1, record.steps, reference.steps)):
