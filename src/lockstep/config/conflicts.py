@@ -43,8 +43,8 @@ def _collective_forward(settings: Settings) -> list[Setting]:
     return strategies + _parallel_axes(settings)
 
 
-def _together(one: Setting, other: Setting, reason: str, fix: str) -> UserError:
-    return UserError(f"{one} cannot be combined with {other}", reason, fix)
+def _together(setting: Setting, other: Setting, reason: str, fix: str) -> UserError:
+    return UserError(f"{setting} cannot be combined with {other}", reason, fix)
 
 
 # ---- keys of one layer ----
@@ -53,7 +53,7 @@ EXCLUSIVE = (("steps", "epochs"), ("global_batch", "local_batch"), ("clip.norm",
 
 
 def exclusive(settings: Settings) -> Iterator[UserError]:
-    """Yield a problem for each group of EXCLUSIVE of which one layer sets more than one key."""
+    """Yield a problem for each group of EXCLUSIVE if one layer sets more than one of its keys."""
     for group in EXCLUSIVE:
         chosen = [settings[key] for key in group if key in settings and settings[key].value is not None]
         if len(chosen) > 1:
@@ -202,10 +202,10 @@ PAIRS = (
 
 def _pairs(settings: Settings) -> Iterator[UserError]:
     for key, value, other_key, other_value, reason, fix in PAIRS:
-        one = settings.get(key)
+        setting = settings.get(key)
         other = settings.get(other_key)
-        if one and other and one.value == value and other.value == other_value:
-            yield _together(one, other, reason, fix)
+        if setting and other and setting.value == value and other.value == other_value:
+            yield _together(setting, other, reason, fix)
 
 
 # ---- exact ----

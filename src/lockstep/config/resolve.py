@@ -21,10 +21,8 @@ Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and where each of its values came from."""
-
     config: RunConfig
-    sources: dict[str, str]  # every dotted key, also of task.* -> "default" or the name of the layer that set it
+    sources: dict[str, str]  # every dotted key, task.* included -> "default" or the name of the layer that set it
 
     def without_options(self) -> Resolved:
         """Return a copy without `task.*`, for a task object that was constructed with its own options."""

@@ -100,8 +100,6 @@ class SpikeConfig(Section):
 
 
 class ScalerConfig(Section):
-    """The dynamic loss scale of fp16."""
-
     # The values of torch.amp.GradScaler, but half its initial scale, and bounds, which it does not have.
     initial: float = _key(2.0**15, "fp16: loss scale at the start", gt=0)
     growth: float = _key(2.0, "fp16: factor after `interval` finite steps", ge=1)
@@ -332,8 +330,6 @@ SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} | {"task"}
 
 
 class Setting(NamedTuple):
-    """One value, and where it came from."""
-
     key: str  # dotted
     value: Any
     source: str

@@ -61,7 +61,7 @@ class Sums:
         """
         # The task may give tensors or plain numbers. The numbers are copied to the device together.
         self._fold()
-        flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
+        flat = [value for name in names for value in self._folded.pop(name, (0.0, 0.0))]
         pinned = torch.tensor(
             [0.0 if isinstance(value, Tensor) else value for value in flat],
             dtype=torch.float64,
@@ -88,7 +88,6 @@ class Sums:
             self._folded[name] = (before[0] + total, before[1] + weight)
 
     def _take_terms(self) -> list[Term]:
-        """Return what has not been folded yet, and reset it."""
         collected = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
         self._losses = []
         self._metrics = []

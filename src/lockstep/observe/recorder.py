@@ -215,10 +215,10 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        for part in (*self._displays, self._records, self._sinks, self._log):
-            if part is not None:
+        for output in (*self._displays, self._records, self._sinks, self._log):
+            if output is not None:
                 with self._ignoring_disk_errors():
-                    part.close()
+                    output.close()
 
         # A run that fails while it closes may still record an event, which must not be written to a closed file.
         self._displays = []

@@ -70,29 +70,29 @@ def options(
 
     `on_host`: the host's memory ran out, so there is nothing to offload to.
     """
-    fitting = []
+    advice = []
 
     # Fewer activations: those of half the micro-batch, or of one block at a time.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
-        fitting.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
+        advice.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
     if config.remat != "full" and blocks > 1:
-        fitting.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
+        advice.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
 
     # Less state per rank: sharding it takes at least two ranks.
     more_ranks = " --nproc 2" if world == 1 else ""
     strategy = config.sharing
     if config.strategy != LEAST_MEMORY:
         saves = round(_replicated(held, strategy) * (1 - 1 / max(2, world)))
-        fitting.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
+        advice.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
     if not config.fsdp.offload and not on_host:
         choice = "" if strategy.shards_parameters and world > 1 else f"strategy={LEAST_MEMORY} "
-        fitting.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
-    return fitting
+        advice.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
+    return advice
 
 
 def _replicated(held: Footprint, strategy: Strategy) -> int:
-    """Return the bytes of state of which several ranks hold a copy."""
+    """Return the bytes of state that more than one rank holds."""
     # The optimizer's state may not be allocated yet when memory runs out in the first step.
     to_come = held.to_come if "optimizer" in strategy.replicates else 0
     return to_come + sum(getattr(held, name) for name in strategy.replicates)

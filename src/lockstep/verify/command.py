@@ -31,8 +31,6 @@ COLUMNS = ("gradients", "parameters", "losses")
 
 @dataclass(frozen=True)
 class Row:
-    """One trial with its verdict."""
-
     trial: Trial
     role: str  # reference, again, rounding, world, split
     verdict: str  # reference, ok, yardstick, not judged; bad ones in capitals: DIFFERS, REFUSED, FAILED

@@ -58,8 +58,6 @@ class Divergence:
 
 @dataclass
 class Comparison:
-    """A record against the reference."""
-
     record: Record
     reference: Record
     identical: dict[str, bool] = field(default_factory=dict)  # gradients, parameters, losses

@@ -188,7 +188,6 @@ class RecordedRun(Run):
         self._generators = _generators()
 
     def _record_loss(self, loss: Loss, control: Any) -> None:
-        """Record what the loss returned, and which generators it has drawn from."""
         states = _generators()
         self._backward(loss, control)
         self._note |= {

@@ -47,8 +47,6 @@ SETTINGS = {
 
 @dataclass
 class RunningTrial:
-    """A trial whose ranks have been forked."""
-
     trial: Trial
     folder: Path
     lifeline: BinaryIO  # the writing end of a pipe: the ranks exit when it is closed

@@ -26,7 +26,7 @@ class Trial:
     nudge: int = 0  # seed of the changes in the last place; 0: none
     eval_mode: bool = False  # the model in eval mode: no dropout, no batch statistics
     part: tuple[int, int] | None = None  # (rank, world): only that rank's micro-batches, on one process
-    twice: bool = False  # every sample of a micro-batch two times
+    twice: bool = False  # every sample twice in its micro-batch
 
     @property
     def text(self) -> str:
