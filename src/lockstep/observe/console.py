@@ -177,6 +177,11 @@ class PlainDisplay(Display):
         self._stream.write(printable(text).encode(encoding, errors="replace").decode(encoding) + "\n")
         self._stream.flush()
 
+    @never_raises
+    def close(self) -> None:
+        # The task may have printed since the last line, to a pipe that is broken by now.
+        self._stream.flush()
+
 
 # ---- lines ----
 
@@ -223,7 +228,7 @@ def event_line(record: Record) -> str:
 
 
 def fact_lines(name: str, fact: str) -> str:
-    """Return `  batch          global 8 (as asked) = ...`, wrapped below its first word."""
+    """Return `  batch          global 8 (as asked) = ...`; further lines are indented like the fact."""
     head = f"  {name:14} "
     text = textwrap.fill(
         fact,
@@ -238,7 +243,7 @@ def fact_lines(name: str, fact: str) -> str:
 
 
 def _wrapped(parts: list[str]) -> str:
-    """Return lines of at most WIDTH columns, unless a single part is longer: no part is broken."""
+    """Join the parts into lines of at most WIDTH columns, but never break a part."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= WIDTH:

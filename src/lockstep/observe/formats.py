@@ -142,7 +142,7 @@ def one_line(value: Any, most: int = 160) -> str:
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return one mapping with dotted keys for nested ones."""
+    """Return nested mappings as a single one with dotted keys."""
     dotted: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -209,7 +209,7 @@ class Recorder:
                 self._log.write(fields["traceback"])
 
     def hide(self) -> None:
-        """Show nothing more on the terminal: the launcher shows the error."""
+        """Close the terminal display: the process that started this one shows the error."""
         for display in self._displays[1:]:
             display.close()
         self._displays = self._displays[:1]
