@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
-from lockstep.verify.runner import Runner, Target
+from lockstep.verify.runner import Runner
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 from zoo import borrowed, broken, healthy
 
@@ -189,8 +189,7 @@ def test_ranks_that_wait_forever_are_ended_and_named() -> None:
     """The limit is short, and it does not matter whether it is met while starting or while waiting."""
     trial = Trial(2, 4)
     with Runner(limit=timedelta(seconds=4)) as runner:
-        target = Target(f"{ZOO / 'broken.py'}:WaitsForRank0", [], 2)
-        record = runner.run(target, [trial])[trial]
+        record = runner.run(f"{ZOO / 'broken.py'}:WaitsForRank0", [], 2, [trial])[trial]
     assert record.failure is not None
     assert refusal(record.failure.message, record.failure.for_user).key == "hang"
 

@@ -1,10 +1,10 @@
 """What the user asked for: one typed, frozen `RunConfig`, and where each of its values came from.
 
 Values arrive in layers (task default, preset, file, command line, argument); a later layer wins, key by key.
-All problems of all layers are reported together. Nothing is derived here (that is the Plan's work), and
-`task.*` is passed on as it is: only the task knows its own options.
+All problems of all layers are reported together. Nothing is derived here (that is the Plan's job), and `task.*` is
+passed on unchanged: only the task knows its own options.
 
-schema        the keys, with their meaning; a setting: a value with its source
+schema        the keys with their meaning, and settings: values with their source
 strategies    what a configuration must know about each strategy
 conflicts     settings that do not work together
 yaml_dialect  the YAML that we read and write
@@ -18,14 +18,10 @@ from lockstep.config.load import from_object, read_file, read_layers
 from lockstep.config.resolve import Layer, Resolved, check, resolve, resolve_for
 from lockstep.config.schema import (
     KEYS,
-    CheckpointConfig,
-    ChecksConfig,
     ClipConfig,
     DataConfig,
     DDPConfig,
-    EvaluateConfig,
     FSDPConfig,
-    LogConfig,
     LrConfig,
     NonfiniteConfig,
     RunConfig,
@@ -37,15 +33,11 @@ from lockstep.config.yaml_dialect import to_yaml
 
 __all__ = [
     "KEYS",
-    "CheckpointConfig",
-    "ChecksConfig",
     "ClipConfig",
     "DDPConfig",
     "DataConfig",
-    "EvaluateConfig",
     "FSDPConfig",
     "Layer",
-    "LogConfig",
     "LrConfig",
     "NonfiniteConfig",
     "Resolved",

@@ -4,7 +4,7 @@
 `conflicts`  settings that cannot work together, wherever they come from
 `unused`     options of something that is switched off, judged by where they come from
 
-A rule is judged only if all its keys are known: a command line is checked before the task's defaults are.
+A rule is applied only if all its keys are known: a command line is checked before the task's defaults are known.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lockstep.errors import UserError
 
 Settings = Mapping[str, Setting]  # by dotted key
 
-# A task may set options for the day that something is switched on; only what a user typed is judged as unused.
-PREPARED = ("task default", "preset ")  # beginnings of sources whose values no user has typed
+# How the sources of values begin that no user has typed. A task may set options of something that is switched off.
+PREPARED = ("task default", "preset ")
 
 # Values that mean "not used", whatever the key.
 SWITCHED_OFF = (None, "none", "off", "constant", False)
 
 
 def _on(settings: Settings, key: str) -> list[Setting]:
-    """Return the setting, in a list, if it is known and switched on."""
+    """Return [the setting] if it is known and switched on, otherwise an empty list."""
     setting = settings.get(key)
     return [setting] if setting is not None and setting.value not in SWITCHED_OFF else []
 
 
 def _parallel_axes(settings: Settings) -> list[Setting]:
-    """Return mesh.tp and mesh.pp, where they divide the model."""
+    """Return mesh.tp and mesh.pp, if they divide the model."""
     return [axis for key in ("mesh.tp", "mesh.pp") for axis in _on(settings, key) if axis.value > 1]
 
 
@@ -43,8 +43,8 @@ def _collective_forward(settings: Settings) -> list[Setting]:
     return strategies + _parallel_axes(settings)
 
 
-def _together(one: Setting, other: Setting, reason: str, fix: str) -> UserError:
-    return UserError(f"{one} cannot be combined with {other}", reason, fix)
+def _together(setting: Setting, other: Setting, reason: str, fix: str) -> UserError:
+    return UserError(f"{setting} cannot be combined with {other}", reason, fix)
 
 
 # ---- keys of one layer ----
@@ -53,7 +53,7 @@ EXCLUSIVE = (("steps", "epochs"), ("global_batch", "local_batch"), ("clip.norm",
 
 
 def exclusive(settings: Settings) -> Iterator[UserError]:
-    """Yield a problem for each group of EXCLUSIVE in which one layer sets more than one key."""
+    """Yield a problem for each group of EXCLUSIVE if one layer sets more than one of its keys."""
     for group in EXCLUSIVE:
         chosen = [settings[key] for key in group if key in settings and settings[key].value is not None]
         if len(chosen) > 1:
@@ -105,7 +105,7 @@ def _reference_batch(settings: Settings) -> Iterator[UserError]:
             )
 
 
-# Options of torch's DDP -> the value that asks for nothing. They would be ignored where DDP is not used.
+# Options of torch's DDP -> the value that has no effect. Other values would be ignored where DDP is not used.
 ONLY_DDP = {
     "ddp.hook": "none",
     "ddp.static_graph": False,
@@ -116,7 +116,6 @@ ONLY_DDP = {
 
 
 def _ddp_options(settings: Settings) -> Iterator[UserError]:
-    """Yield a problem for each option of torch's DDP where something else runs the model or reduces the gradients."""
     others = _collective_forward(settings) + _on(settings, "ddp.find_unused_parameters")
     reason = "an option of torch's DistributedDataParallel, which is not used then"
 
@@ -131,9 +130,8 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
 
 
 def _load_balance(settings: Settings) -> Iterator[UserError]:
-    """Yield what does not allow ranks to run different numbers of micro-batches."""
     for balance in _on(settings, "load_balance"):
-        # A rank that runs fewer forwards would leave the others waiting in theirs.
+        # The ranks run different numbers of forwards: one with fewer would leave the others waiting in theirs.
         collective = _collective_forward(settings)
         coupled = _on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm")
         if collective:
@@ -146,19 +144,15 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
             yield _together(balance, coupled[0], reason, f"leave {coupled[0].key} out, or {balance.key}")
 
 
-# Schedules for several stages on each rank. Zero-bubble takes one as well.
-MANY_STAGES = ("interleaved", "zero-bubble")
-
-
 def _stages(settings: Settings) -> Iterator[UserError]:
-    """Check that the schedule can order the number of stages on a rank."""
     schedule = settings.get("pp.schedule")
     pipelines = [setting for setting in _on(settings, "strategy") if setting.value in with_trait("pipeline")]
     pipelines += [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
     if schedule is None or not pipelines:
         return
     for stages in _on(settings, "pp.stages_per_rank"):
-        if stages.value > 1 and schedule.value not in MANY_STAGES:
+        # Zero-bubble takes one stage on each rank, or several.
+        if stages.value > 1 and schedule.value not in ("interleaved", "zero-bubble"):
             fix = "type pp.schedule=interleaved, or pp.stages_per_rank=1"
             yield _together(stages, schedule, "a schedule with one stage on each rank", fix)
         elif stages.value == 1 and schedule.value == "interleaved":
@@ -167,7 +161,7 @@ def _stages(settings: Settings) -> Iterator[UserError]:
 
 
 def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
-    """Yield what cannot be captured: forwards that wait for other ranks, recompute, or differ from call to call."""
+    # Forwards that wait for other ranks, recompute, or differ from call to call cannot be captured.
     for graph in _on(settings, "graph"):
         others = _collective_forward(settings)
         for key in ("ddp.sync_batchnorm", "ddp.find_unused_parameters", "remat"):
@@ -208,20 +202,17 @@ PAIRS = (
 
 def _pairs(settings: Settings) -> Iterator[UserError]:
     for key, value, other_key, other_value, reason, fix in PAIRS:
-        one = settings.get(key)
+        setting = settings.get(key)
         other = settings.get(other_key)
-        if one and other and one.value == value and other.value == other_value:
-            yield _together(one, other, reason, fix)
+        if setting and other and setting.value == value and other.value == other_value:
+            yield _together(setting, other, reason, fix)
 
 
 # ---- exact ----
 
 
-# A parameter without a gradient would have to be detected in every step, with the same result on any number of ranks.
-UNUSED_PARAMETERS = "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used"
-
 # Key -> (the values under which the result cannot depend on the number of ranks, what the others mean, fix). Keys that
-# are not listed change nothing about the order of additions.
+# are not listed do not affect the order of additions.
 EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "strategy": (
         with_trait("exact"),
@@ -236,7 +227,12 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "type global_batch=N instead, the samples of all ranks together",
     ),
     "ddp.hook": (("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
-    "ddp.find_unused_parameters": ((False,), "an all-reduce in an order of its own", UNUSED_PARAMETERS),
+    # Unused parameters would have to be detected in every step, with the same result on any number of ranks.
+    "ddp.find_unused_parameters": (
+        (False,),
+        "an all-reduce in an order of its own",
+        "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used",
+    ),
     "ddp.broadcast_buffers": ((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
     "ddp.sync_batchnorm": (
         (False,),
@@ -259,7 +255,6 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
 
 
 def _exact(settings: Settings) -> Iterator[UserError]:
-    """Yield each setting under which the number of ranks would change the result."""
     for exact in _on(settings, "exact"):
         for key, (allowed, reason, fix) in EXACT.items():
             if key in settings and settings[key].value not in allowed:
@@ -270,11 +265,11 @@ def _exact(settings: Settings) -> Iterator[UserError]:
 
 
 class OptionsOf(NamedTuple):
-    """Options that have an effect only with some values of another key."""
+    """Options that have an effect only with certain values of another key."""
 
     options: tuple[str, ...]
     switch: str  # the key that switches them on
-    values: tuple[Any, ...]  # its values that do; empty: all but SWITCHED_OFF
+    values: tuple[Any, ...]  # the values that do; empty: all but SWITCHED_OFF
     reason: str  # why they have no effect otherwise
     fix: str  # a setting that switches them on
     also: Mapping[str, tuple[Any, ...]] = MappingProxyType({})  # other switches; (): all values but the default
@@ -316,9 +311,9 @@ OPTIONS_OF = (
 def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[UserError]:
     """Yield a problem for each option that was typed and has no effect.
 
-    Three sources are not judged: what a task has prepared for the day that the switch is turned on; a file that a run
-    has written, which has every key; and a weaker layer than the switch's, so that a command line may switch
-    something off whose options stay in a file.
+    Three sources are exempt: a task, which may prepare options of something that is switched off; a file that a run has
+    written, which has every key; and a weaker layer than the switch's, so that a command line may switch something off
+    and leave its options in a file.
     """
     strength = {"default": -1} | {source: place for place, (source, _) in enumerate(layers)}
     written = {source for source, values in layers if _written_by_a_run(values)}
@@ -331,7 +326,7 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
             if option.source.startswith(PREPARED) or option.source in written:
                 continue
             stronger = strength[option.source] > strength[switch.source]
-            # `ddp.hook: none` next to options of powersgd, in one file, is on purpose; `ddp.hook: bf16` is a mistake.
+            # In one file, `ddp.hook: none` next to options of powersgd is intended; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF
             if stronger or contradiction:
                 yield UserError(
@@ -352,5 +347,5 @@ def _changed(setting: Setting) -> bool:
 
 
 def _written_by_a_run(values: Mapping[str, Any]) -> bool:
-    """Whether a run has written the layer: it writes every key. (An older version had fewer: most of them suffice.)"""
+    # A run writes every key; one of an older version has at least most of them.
     return 2 * len(KEYS.keys() & flatten(values).keys()) > len(KEYS)

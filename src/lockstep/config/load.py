@@ -1,4 +1,4 @@
-"""Where values come from: files, the command line, and the objects of a Python caller."""
+"""Reads layers of values from files, from the command line and from the objects of a Python caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"{named} is neither YAML nor JSON by its name", "", "name it .yaml, .yml or .json")
 
-    # What a parser says is put into our own words, without a traceback.
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml_dialect.load(text)
@@ -35,7 +34,15 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{named} cannot be read", f"{error.strerror}", f"check the path; it is looked up from {Path.cwd()}"
         ) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise _syntax_error(path, error) from None
+        # PyYAML's errors have a mark, json's a line number, those of `_unique` neither.
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else getattr(error, "lineno", None)
+        reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"{named} is not valid",
+            f"{reason} in line {line}" if line else reason,
+            f"correct {path}, line {line}" if line else f"correct {path}",
+        ) from None
 
     if values is not None and not isinstance(values, dict):
         raise UserError(
@@ -44,19 +51,6 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             "write lines such as `steps: 1000`",
         )
     return values or {}
-
-
-def _syntax_error(path: Path, error: yaml.YAMLError | ValueError) -> UserError:
-    # PyYAML's errors have a mark, json's a line number, those of `_unique` neither.
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark else getattr(error, "lineno", None)
-    reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
-
-    return UserError(
-        f"the configuration file {path} is not valid",
-        f"{reason} in line {line}" if line else reason,
-        f"correct {path}, line {line}" if line else f"correct {path}",
-    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,14 +67,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
-    """Return the layers of a command, weakest first. The problems of all of them are raised at once.
+    """Return the layers of a command, weakest first. All problems of all layers are raised at once.
 
-    `lr.peak=1e-3 task.sizes=[1,2] clip.norm=null` are overrides.
+    `overrides` are words such as `lr.peak=1e-3`, `task.sizes=[1,2]` and `clip.norm=null`.
     """
     layers: list[Layer] = []
     problems: list[UserError] = []
 
-    # A file that cannot be read must not hide what is wrong with the others.
+    # A file that cannot be read must not hide the problems of the others.
     for path in files:
         try:
             layers.append((f"file {path}", read_file(path)))
@@ -111,7 +105,7 @@ def _override(arg: str) -> tuple[str, Any]:
             f"{shown} has no value after the =", "", f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
         )
 
-    # `none` is what a Python user types for null. Only brackets and quotes begin more than a plain word, so that
+    # A Python user types `none` for null. Only brackets and quotes begin more than a plain word, so that
     # `task.text=a: b` is text and not a mapping.
     if text.casefold() == "none":
         return key, None
@@ -127,8 +121,8 @@ def _override(arg: str) -> tuple[str, Any]:
 
 
 def from_object(obj: Any) -> dict[str, Any]:
-    """Return nested values of what a Python caller has: None, a dict, a RunConfig, a file's path, a Hydra config."""
-    omegaconf = sys.modules.get("omegaconf")  # imported already if `obj` is one of its objects
+    """Return the nested values of what a caller passed: None, a dict, a RunConfig, a file's path, a Hydra config."""
+    omegaconf = sys.modules.get("omegaconf")  # has been imported if `obj` is one of its objects
     if omegaconf is not None and omegaconf.OmegaConf.is_config(obj):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True, throw_on_missing=True)
 

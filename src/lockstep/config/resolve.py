@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,13 +21,11 @@ Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and where each of its values came from."""
-
     config: RunConfig
-    sources: dict[str, str]  # every dotted key, also of task.* -> "default" or the name of the layer that set it
+    sources: dict[str, str]  # every dotted key, task.* included -> "default" or the name of the layer that set it
 
     def without_options(self) -> Resolved:
-        """Return it without `task.*`, for a task object that was made with options of its own."""
+        """Return a copy without `task.*`, for a task object that was constructed with its own options."""
         sources = {key: source for key, source in self.sources.items() if not key.startswith("task.")}
         return replace(self, config=self.config.model_copy(update={"task": {}}), sources=sources)
 
@@ -34,14 +33,9 @@ class Resolved:
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:
     """Merge the layers, weakest first, key by key; raise every problem, `earlier` ones included, at once."""
     defaults = {key: Setting(key, field.default, "default") for key, field in KEYS.items()}
-    settings = _checked(layers, defaults, earlier)
+    settings = check(layers, earlier, defaults)
     config = RunConfig.model_validate(nest(settings))
     return Resolved(config, {key: setting.source for key, setting in (defaults | settings).items()})
-
-
-def check(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> None:
-    """Raise what is wrong with the layers whatever weaker ones (of a task, say) may add to them."""
-    _checked(layers, {}, earlier)
 
 
 def resolve_for(
@@ -50,17 +44,17 @@ def resolve_for(
     """Resolve for a task, whose defaults and chosen preset are the two weakest layers."""
     weakest: list[Layer] = [("task default", defaults)]
 
-    # The strongest choice of a preset counts, but the preset itself is weak: it only replaces defaults.
+    # The strongest layer chooses the preset, but the preset itself is weak: it only replaces defaults.
     choices = [(source, values["preset"]) for source, values in [*weakest, *layers] if "preset" in values]
     source, name = choices[-1] if choices else ("default", None)
 
-    # A value that is no text is reported with all other wrong types.
+    # A preset that is not text is reported with all other wrong types.
     problems = []
     if isinstance(name, str) and name in presets:
         weakest.append((f"preset {name}", presets[name]))
         if "preset" in presets[name]:
-            inner = typed(presets[name]["preset"])
-            problem = f"the preset {name} sets preset = {inner}, and a preset cannot choose another one"
+            setting = f"preset = {typed(presets[name]['preset'])}"
+            problem = f"the preset {name} sets {setting}, and a preset cannot choose another one"
             problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
         near = get_close_matches(name, presets, 1, 0.0) or ["null"]
@@ -74,7 +68,7 @@ def resolve_for(
 
 
 def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
-    """Return nested and dotted keys, mixed as the user likes, as settings by dotted key. Problems are appended."""
+    """Return settings by dotted key, for nested and dotted keys in any mixture. Problems are appended."""
     settings: dict[str, Setting] = {}
     for key, value in walk(items):
         setting = Setting(key, value, source)
@@ -85,7 +79,7 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
         else:
             settings[key] = setting
 
-    # `a: 1` next to `a.b: 2`: under task.* any name may be a value or a section, but not both.
+    # `a: 1` next to `a.b: 2`: any name under task.* may be a value or a section, but not both.
     pairs = [(a, b) for a in settings.values() for b in settings.values() if _inside(b.key, a.key)]
     for outer, inner in pairs:
         problem = f"{outer.key} cannot be both a value and a section: {outer} and {inner}"
@@ -95,7 +89,7 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
 
 
 def nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """{"lr.peak": a setting} -> {"lr": {"peak": its value}}"""
+    """Return {"lr": {"peak": 1}} for {"lr.peak": Setting("lr.peak", 1, ...)}."""
     values: dict[str, Any] = {}
     for key, setting in settings.items():
         *parents, last = key.split(".")
@@ -110,12 +104,13 @@ def _inside(key: str, section: str) -> bool:
     return key.startswith(f"{section}.")
 
 
-def _checked(
-    layers: Sequence[Layer], defaults: Mapping[str, Setting], earlier: Sequence[UserError]
+def check(
+    layers: Sequence[Layer], earlier: Sequence[UserError] = (), defaults: Mapping[str, Setting] = MappingProxyType({})
 ) -> dict[str, Setting]:
-    """Return the strongest setting of every key that a layer gives, or raise all problems.
+    """Return the strongest setting of every key in the layers, or raise all problems, `earlier` ones included.
 
-    `defaults` count only in the rules between keys.
+    `defaults` count only in the rules between keys. Without them, only problems are found that no weaker layer, such
+    as a task's, could solve.
     """
     problems = list(earlier)
     merged = _merge(layers, problems)
@@ -134,7 +129,7 @@ def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Sett
     """Return the strongest setting of every known key. Problems are appended."""
     of_layers = [settings_of(values.items(), source, problems) for source, values in layers]
 
-    # Any option that some layer gives to the task counts as known, so that a typo can be likened to it.
+    # Options that any layer gives to the task count as known, so that a typo can be compared with them.
     known = [*KEYS, *(key for settings in of_layers for key in settings if _inside(key, "task"))]
 
     merged: dict[str, Setting] = {}
@@ -166,7 +161,7 @@ def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
             if not detail["loc"]:
                 continue  # a rule between keys, which `conflicts` reports with sources
 
-            # pydantic reports each member of a union by itself, with one more part in its location.
+            # pydantic reports each member of a union separately, with one more part in its location.
             parts = 2 if detail["loc"][0] in SECTIONS else 1
             key = ".".join(map(str, detail["loc"][:parts]))
             expected = detail["msg"].removeprefix("Input ")
@@ -202,7 +197,7 @@ _WORDS = {
 
 
 def nearest(key: str, names: Collection[str]) -> list[str]:
-    """Return the names most like `key`, in full or in the last part: `warmpu` is like lr.warmup. Maybe none."""
+    """Return the names most like `key`, if any is like it: lr.warmup for `warmpu`."""
 
     # With and without the section: `log.warmup` is like lr.warmup, and `lr.peek` like lr.peak.
     def likeness(name: str) -> float:
@@ -221,7 +216,7 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
     last = key.rsplit(".", 1)[-1]
     problem = f"{setting}: {key} is a section" if key in SECTIONS else f"{setting}: there is no key {key}"
 
-    # The surest answer first: a rename, another tool's name, a section, a typo. Otherwise it may be meant for the task.
+    # The surest guess first: a rename, another tool's name, a section, a typo, and last an option of the task.
     if key in RENAMED:
         problem = f"{setting} cannot be set: {key} is now called {RENAMED[key]}"
         fix = f"type {RENAMED[key]}={value}"
@@ -240,7 +235,7 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
 def _bad_value(setting: Setting, expected: str) -> UserError:
     return UserError(
         f"{setting} {expected}",
-        ("null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})"),
+        "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})",
         f"type {setting.key}={typed(_meant(setting, expected))}",
     )
 
@@ -250,7 +245,7 @@ def _meant(setting: Setting, expected: str) -> Any:
     value = word(setting.value) if isinstance(setting.value, str) else setting.value
     text = str(setting.value).casefold()
 
-    # The first guess that the key takes: another tool's word, a typo, the text as a number, 1e5 as an integer.
+    # The first guess that is valid: another tool's word, a typo, the text as a number, 1e5 as an integer.
     guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1), value]
     if isinstance(value, float) and value.is_integer():
         guesses.append(int(value))
@@ -261,6 +256,5 @@ def _meant(setting: Setting, expected: str) -> Any:
 
 
 def usual(key: str) -> Any:
-    """Return a value that `key` takes."""
     field = KEYS[key]
     return field.examples[0] if field.examples else field.default

@@ -14,12 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
 
-# Old key -> new key. An old one is refused with its new name; it never works silently.
+# Old key -> new key. An old one is refused with its new name.
 RENAMED = {"speed_weights": "load_balance"}
 
 
 def _key(default: Any, about: str, *, example: Any = None, **limits: Any) -> Any:
-    """Declare one key: its default, its meaning with the unit, and (where it helps) a value to type."""
+    """Declare one key: its default, its meaning and unit, and where it helps a value to type."""
     return Field(default, description=about, examples=None if example is None else [example], **limits)
 
 
@@ -46,7 +46,7 @@ def _goal(value: Any) -> str:
     return value
 
 
-# YAML reads the words `none` and `off` as null and false: these turn them back.
+# These undo YAML's reading of the words `none` and `off` as null and false.
 _NONE = BeforeValidator(lambda value: "none" if value is None else value)
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
@@ -85,13 +85,13 @@ class ClipConfig(Section):
 
 
 class NonfiniteConfig(Section):
-    # Skipping keeps a run alive through a rare overflow. Five in a row are no accident: the run would never recover.
+    # Skipping survives a rare overflow. After five in a row the run would hardly recover.
     policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
     max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
 
 
 class SpikeConfig(Section):
-    # Off by default: what is a spike depends on the data, and a skipped step is a changed training.
+    # Off by default: what counts as a spike depends on the data, and skipping a step changes the training.
     policy: Annotated[Literal["off", "skip", "rewind", "stop"], _OFF] = _key(
         "off", "what a step with a loss spike does"
     )
@@ -100,9 +100,7 @@ class SpikeConfig(Section):
 
 
 class ScalerConfig(Section):
-    """The dynamic loss scale of fp16."""
-
-    # The usual values of torch.amp.GradScaler, but for a start that is half as high and bounds, which it lacks.
+    # The values of torch.amp.GradScaler, but half its initial scale, and bounds, which it does not have.
     initial: float = _key(2.0**15, "fp16: loss scale at the start", gt=0)
     growth: float = _key(2.0, "fp16: factor after `interval` finite steps", ge=1)
     backoff: float = _key(0.5, "fp16: factor after an overflow", gt=0, lt=1)
@@ -126,7 +124,7 @@ class DataConfig(Section):
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
     pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
     shuffle: bool = _key(True, "shuffle the samples again in every epoch")
-    # Without it, random transforms depend on the number of ranks, and so does the trained model.
+    # Otherwise random transforms, and so the trained model, depend on the number of ranks.
     seed_samples: bool = _key(True, "seed random transforms per sample, independent of ranks and workers")
     sharding: Literal["stride", "own"] = _key(
         "stride", "iterable datasets: stride: Lockstep shards them; own: they shard themselves"
@@ -191,7 +189,7 @@ class CheckpointConfig(Section):
 
 
 class RestartConfig(Section):
-    # A failure that comes back faster than that needs a person.
+    # A failure that recurs more often needs a person.
     per_hour: int = _key(10, "most restarts after failures within an hour; 0: none", ge=0)
     grace: float = _key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
@@ -214,7 +212,7 @@ class LogConfig(Section):
 
 
 class ChecksConfig(Section):
-    # Cheap enough to be always on: the first is one gather, the second a digest of the weights now and then.
+    # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
     first_batch: bool = _key(True, "check on the first step that the ranks have different samples")
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
@@ -317,7 +315,6 @@ class RunConfig(Section):
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its dotted name; sections are taken apart."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _keys(field.annotation, f"{name}.")
@@ -333,8 +330,6 @@ SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} | {"task"}
 
 
 class Setting(NamedTuple):
-    """One value, and where it came from."""
-
     key: str  # dotted
     value: Any
     source: str
@@ -344,10 +339,8 @@ class Setting(NamedTuple):
 
 
 def typed(value: Any) -> str:
-    """Return a value as one would type it after `key=`."""
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value, default=str, skipkeys=True)
+    """Return a value as a user would type it after `key=`."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str, skipkeys=True)
 
 
 # ---- nested and dotted ----
@@ -355,20 +348,16 @@ def typed(value: Any) -> str:
 
 def nested(config: BaseModel, only_set: bool = False) -> dict[str, Any]:
     """Return nested values as they are (`model_dump` would take apart objects that a user put under `task`)."""
-    values = {}
-    for name in type(config).model_fields:
-        if only_set and name not in config.model_fields_set:
-            continue
-        value = getattr(config, name)
-        values[name] = nested(value, only_set) if isinstance(value, Section) else value
-    return values
+    names = [name for name in type(config).model_fields if not only_set or name in config.model_fields_set]
+    values = {name: getattr(config, name) for name in names}
+    return {name: nested(v, only_set) if isinstance(v, Section) else v for name, v in values.items()}
 
 
 def walk(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every leaf. A mapping whose names a dotted key cannot spell is one value."""
+    """Yield (dotted key, value) of every leaf. A mapping whose names cannot be part of a dotted key is one value."""
     for name, value in items:
         key = f"{prefix}{name}"
-        # `optimizer` is no section, but is often taken for one: the keys inside are then named in the error.
+        # `optimizer` is often mistaken for a section: the error then names the keys inside it.
         may_hold_keys = key not in KEYS or key == "optimizer"
         inner = value if isinstance(value, Mapping) and may_hold_keys else {}
         spelled = inner and all(isinstance(n, str) and n and "." not in n for n in inner)

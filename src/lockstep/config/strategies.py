@@ -1,7 +1,7 @@
-"""Strategies: how the ranks share a model. One record per name, and the only place that knows the names.
+"""Strategies: how the ranks share a model. There is one record per name, and no other place knows the names.
 
-Everything else asks a record's attributes. To add a strategy: a record here, its name in `StrategyName`, and a driver
-that `parallel/apply.py` builds for its attributes.
+All other code reads the attributes of a record. To add a strategy, add a record here, its name to `StrategyName`, and a
+driver that `parallel/apply.py` builds for its attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Strategy:
     shards_parameters: bool = False  # by blocks, with fully_shard: blocks and offload have a meaning
     keeps_gathered: bool = False  # parameters stay gathered from the forward to the end of the backward
     replica_groups: bool = False  # full copies, each sharded over a group of ranks
-    axis: str | None = None  # the mesh axis that takes all ranks which no other axis has
+    axis: str | None = None  # the mesh axis that gets all ranks that no other axis takes
     composes_with_mesh: bool = True  # can be combined with mesh.tp and mesh.pp
     nearest: str = ""  # the strategy to type instead, for use with mesh.tp or mesh.pp
     exact: bool = False  # sums can be made independent of the number of ranks
@@ -33,7 +33,7 @@ class Strategy:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each rank holds optimizer state for a part of the parameters only, within its replica."""
+        """Whether each rank of a replica holds the optimizer state of only some of its parameters."""
         return self.shards_parameters or "optimizer" not in self.replicates
 
     @property
@@ -41,7 +41,7 @@ class Strategy:
         return self.axis == "pp"
 
 
-# tp and pp share the model by layers and stages; how much of it several ranks hold depends on the model.
+# tp and pp shard the model's layers and stages; how much of it several ranks hold depends on the model.
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (

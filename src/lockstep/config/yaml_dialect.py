@@ -1,7 +1,7 @@
-"""The YAML that we read and write. Both sides follow the same rules, so that what we write reads back equal.
+"""The YAML that we read and write. Both follow the same rules, so that what we write is read back unchanged.
 
-YAML 1.1 reads 1e-4 as text, 010 as eight, 16:9 as 969 and 2024-01-01 as a date. Here the first is a number
-and the others are text.
+YAML 1.1 reads 1e-4 as text, 010 as eight, 16:9 as 969 and 2024-01-01 as a date. Here the first is a number, and the
+others are text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NUMBERS = {
     rf"|[-+]?[0-9][0-9_]*{_EXPONENT}$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
 }
 
-# Of PyYAML's other words only these stay: dates become text.
+# PyYAML's other rules that we keep. The rule for dates is not among them.
 _KEPT = {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge")}
 
 
 def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return first character -> (tag, pattern) of the plain words that are not text, as PyYAML keeps them."""
+    """Return first character -> (tag, pattern) of plain words that are not text, in PyYAML's own form."""
     rules = {
         first: [rule for rule in old if rule[0] in _KEPT]
         for first, old in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -71,21 +71,21 @@ def load(text: str) -> Any:
 
 
 def word(text: str) -> Any:
-    """Return the value of a plain word, never more than a scalar: `8` is a number, `off` false, `a: b` text."""
+    """Return the scalar that a plain word stands for: `8` is a number, `off` is false, `a: b` is text."""
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
-    if text == "<<":  # a merge, for which there is nothing to merge into
+    if text == "<<":  # YAML's merge key, which has no meaning here
         return text
     return _Loader("").construct_object(yaml.ScalarNode(tag, text))
 
 
 def to_yaml(config: RunConfig) -> str:
     """Return all values, in a form that `read_file` reads back."""
-    # An object under task.* may be anything when it comes from Python.
+    # A Python caller may have put any object under task.*.
     try:
         return yaml.dump(nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
-        key = next((key for key, one in flatten(config).items() if one is value), "task")
+        key = next((key for key, leaf in flatten(config).items() if leaf is value), "task")
         raise UserError(
             f"the configuration cannot be saved: YAML cannot hold {key}, a {type(value).__name__} object",
             "",

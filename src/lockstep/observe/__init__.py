@@ -1,5 +1,5 @@
-"""See a run without slowing it: numbers to files, to the terminal and to a page.
+"""Observes a run without slowing it: metrics and events go to files, to the terminal and to a report.
 
-Only `metrics` and `recorder` (what is read from the device) import torch; the rest works in the process that launches,
-and on a laptop that holds nothing but the run folder.
+Only `metrics` and `recorder`, which read from the device, import torch. The rest also works in the launcher, and on a
+laptop that has nothing but the run folder.
 """

@@ -1,8 +1,8 @@
 """Line charts over steps, as inline SVG: no script, no library.
 
 Any numbers make a chart. A value that is not finite is a gap in its line and a triangle on the x axis.
-Sizes are in the units of the picture. Text is laid out for the size it has on a phone, where the style sheet
-makes it larger to stay legible in a picture that is scaled down.
+Sizes are in the units of the picture. Room for text is planned for phones, where pictures are scaled down and the style
+sheet enlarges their text to keep it legible.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ CHARACTER = 9  # room for one character
 RIGHT, TOP, BOTTOM = 14, 44, 30  # margins; the left one depends on the labels
 WIDE = (1040, 340)  # (width, height)
 NARROW = (510, 240)
-# Values beyond these would make an axis overflow.
-LARGEST = 1e290
-SMALLEST = 1e-290
 # (smallest value, unit of its labels, suffix): 5000 is easier to read than 5k.
 UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
 
@@ -48,15 +45,15 @@ class Series:
 
 
 def _representable(value: float) -> float:
-    """Count what is too large as infinite, and what is too small as zero."""
-    if abs(value) > LARGEST:
+    # An axis that reached further would overflow.
+    if abs(value) > 1e290:
         return math.inf
-    return 0.0 if abs(value) < SMALLEST else value
+    return 0.0 if abs(value) < 1e-290 else value
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to coordinates in the picture, and knows where round numbers lie."""
+    """Maps values to coordinates in the picture."""
 
     low: float
     high: float
@@ -90,8 +87,8 @@ def line_chart(
     width, height = WIDE if wide else NARROW
     ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
     if not ys:
-        nothing = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
-        return _frame(nothing, title, unit, width, height)
+        body = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
+        return _frame(body, title, unit, width, height)
 
     # Two decades fit a linear axis well.
     if log and min(ys) > 0 and (log == 2 or max(ys) / min(ys) > 100):
@@ -112,7 +109,6 @@ def line_chart(
 
 
 def _frame(body: str, title: str, aside: str, width: int, height: int) -> str:
-    """Return the picture around its contents: a title, and the unit next to it."""
     size = " wide" if width == WIDE[0] else ""
     return (
         f'<svg class="chart{size}" xmlns="http://www.w3.org/2000/svg" '
@@ -127,13 +123,12 @@ def _legend(series: Sequence[Series], width: int) -> str:
     if len(shown) < 2:
         return ""
 
-    symbols = {"marks": "▼"}
     words = [
-        f'<tspan class="{curve.style}">{symbols.get(curve.style, "●")}</tspan> {escaped(curve.name)}' for curve in shown
+        f'<tspan class="{curve.style}">{"▼" if curve.style == "marks" else "●"}</tspan> {escaped(curve.name)}'
+        for curve in shown
     ]
     # An em space is wide enough to tell the names apart.
-    joined = "\u2003".join(words)
-    return f'<text class="legend" x="{width - RIGHT}" y="18">{joined}</text>'
+    return f'<text class="legend" x="{width - RIGHT}" y="18">' + "\u2003".join(words) + "</text>"
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> str:
@@ -169,7 +164,7 @@ def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
 
 
 def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
-    """Return one stroke per stretch of finite values. A lone value is a stroke of no length, seen as a round dot."""
+    """Return one stroke per run of finite values. A lone value is a stroke of length 0, which is drawn as a dot."""
     strokes: list[str] = []
     pen_down = False
     for x, y in thinned(points, MOST_POINTS):
@@ -182,7 +177,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _tooltips(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
-    """Return a circle for every value (a dot, or seen only under the pointer), a triangle where there is none."""
+    """Return a circle for each finite value, invisible unless it is a dot, and a triangle for each other value."""
     style, radius = ("dot", 4) if series.style == "points" else ("hover", 7)
     suffix = f" {escaped(unit)}" if unit else ""
 
@@ -190,21 +185,19 @@ def _tooltips(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
         value = "" if series.style == "marks" else f" {y:.4g}{suffix}"
         return f"<title>step {x:.0f}: {escaped(series.name)}{value}</title>"
 
-    finite = [point for point in series.points if math.isfinite(point[1])]
-    missing = [point for point in series.points if not math.isfinite(point[1])]
     circles = [
         f'<circle class="{style}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="{radius}">{title(x, y)}</circle>'
-        for x, y in _spread(finite)
+        for x, y in _spread([point for point in series.points if math.isfinite(point[1])])
     ]
     triangles = [
         f'<path class="mark" d="M{x_axis(x):.1f} {y_axis.start:.1f}l-4 -8h8z">{title(x, y)}</path>'
-        for x, y in _spread(missing)
+        for x, y in _spread([point for point in series.points if not math.isfinite(point[1])])
     ]
     return "".join(circles + triangles)
 
 
 def _spread(points: list[Point]) -> list[Point]:
-    """Return evenly chosen points, the last one among them."""
+    """Return at most MOST_HOVERS evenly spaced points, including the last one."""
     every = math.ceil(len(points) / MOST_HOVERS) or 1
     return points[::-1][::every][::-1]
 
@@ -213,11 +206,11 @@ def _spread(points: list[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Return about `most` points that keep every peak and gap: of each bucket the lowest, the highest, a gap."""
+    """Return about `most` points that keep every peak and gap: the lowest, the highest and a gap of each bucket."""
     if len(points) <= most:
         return points
 
-    # A bucket gives two points, or three.
+    # A bucket yields two points, or three if it has a gap.
     size = math.ceil(2 * len(points) / most)
     extremes: list[Point] = []
     for start in range(0, len(points), size):
@@ -230,10 +223,10 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
 
 def moving_average(points: Sequence[Point], half: int) -> list[Point]:
-    """Replace each value by the mean of the finite ones among up to `half` neighbours on each side. A gap stays.
+    """Replace each finite value by the mean of the finite values among it and up to `half` neighbours on each side.
 
-    The window grows evenly from the first value on, because a curve that starts steeply must not be flattened
-    there; at the far end it just runs out of right-hand neighbours.
+    Near the start the window is narrower on both sides, because a curve that starts steeply must not be flattened
+    there; at the far end it only runs out of right-hand neighbours.
     """
     averages = []
     for index, (x, y) in enumerate(points):
@@ -248,12 +241,11 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
 
 
 def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
-    """Return the x axis. A run that was logged from early on starts at 0."""
     low, high = min(xs), max(xs)
     if low == high:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:
-        low = 0.0
+        low = 0.0  # a run that was logged from early on
 
     ticks = round_ticks(low, high, 8 if end > NARROW[0] else 5)
     # There is no step 1.5.
@@ -272,7 +264,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
     ticks = round_ticks(low, high, 5)
     gap = ticks[1] - ticks[0]
-    # Where the curve goes well beyond the last tick, add one: it should have a labelled line on either side.
+    # A curve that goes well beyond the outermost tick gets one more, so that it lies between labelled lines.
     if high - ticks[-1] > 0.4 * gap:
         ticks = [*ticks, ticks[-1] + gap]
     if ticks[0] - low > 0.4 * gap:
@@ -299,7 +291,7 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
 
 
 def round_ticks(low: float, high: float, about: int) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten inside [low, high], from two of them to `about` and one."""
+    """Return the multiples of 1, 2 or 5 times a power of ten in [low, high]: at least 2, at most `about` + 1."""
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next((size * power for size in (1, 2, 5) if span / (size * power) <= about), 10 * power)
@@ -307,7 +299,7 @@ def round_ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Return just enough digits to tell the ticks of an axis apart, and one unit for all of them."""
+    """Return labels with one unit and just enough digits to tell the ticks of an axis apart."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
     if 1e-3 <= size < 1e15:

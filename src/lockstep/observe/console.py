@@ -1,7 +1,7 @@
 """The terminal of rank 0: a live display, plain lines, or nothing.
 
-A display reads the records that also go to `metrics.jsonl` and `events.jsonl`; all it adds is the time left.
-It never raises into training: a record without a key shows `-`, a closed terminal ends the output.
+A display shows the records that also go to `metrics.jsonl` and `events.jsonl`, and adds only the time left.
+It never raises into training: a missing key shows as `-`, and a closed terminal ends the output.
 """
 
 from __future__ import annotations
@@ -36,35 +36,33 @@ Mode = Literal["auto", "live", "plain", "off"]
 
 RECENT_STEPS = 20  # records that the time left is estimated from
 MOST_METRICS = 2  # the task's own metrics on one line
-WIDTH = 100  # columns of a line that is made of several parts, where they fit
-WRAPPED = ("checkpoint", "end")  # events whose lines are wrapped: they are long in every run
-# What the last line shows. The rest of the summary was shown at the start.
+WIDTH = 100  # columns at which a line of several parts is wrapped
+# Keys of the summary that the last line shows. The others were shown at the start.
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 
 
 def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
-    """Return the display for this stream: `auto` is live on a terminal and plain lines everywhere else."""
+    """Return the display for this stream: `auto` is live on a terminal, and plain lines elsewhere."""
     if mode not in get_args(Mode):
         raise unknown_name("log.progress", mode, get_args(Mode))
 
-    tracker = Tracker(total_steps, unit)
     if mode == "off":
-        return Display(tracker, stream)
+        return Display(total_steps, unit, stream)
     obstacle = _why_not_live(stream)
     if mode != "plain" and obstacle is None:
         # rich is imported only where it is used.
         from lockstep.observe.live import LiveDisplay
 
-        return LiveDisplay(tracker, stream)
+        return LiveDisplay(total_steps, unit, stream)
 
-    display = PlainDisplay(tracker, stream)
+    display = PlainDisplay(total_steps, unit, stream)
     if mode == "live":
         display.message(f"log.progress=live: {obstacle}; showing plain lines")
     return display
 
 
 def _why_not_live(stream: TextIO) -> str | None:
-    # Python has None for a closed stdout, and a closed file raises ValueError.
+    # stdout is None if it was closed before Python started; a file that was closed later raises ValueError.
     try:
         is_terminal = stream.isatty()
     except (AttributeError, ValueError):
@@ -81,52 +79,46 @@ def _why_not_live(stream: TextIO) -> str | None:
 
 
 def _point_at_null(stream: TextIO) -> None:
-    """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe gives 120."""
-    # A stream without a descriptor needs no mending.
+    """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe would give 120."""
+    # A stream without a descriptor is not flushed at exit.
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
 
 
-class Tracker:
-    """Keeps the latest metrics and estimates the time left. It shows nothing itself."""
+class Display:
+    """Shows nothing (`log.progress=off`), and is the base of the other displays.
 
-    def __init__(self, total_steps: int, unit: str):
+    One thread may call any method at any time, and none raises: a display is not worth a training run. The first
+    failure is kept in `failure`, where a test can find it.
+    """
+
+    failure: Exception | None = None
+
+    def __init__(self, total_steps: int, unit: str, stream: TextIO):
         self.total_steps = total_steps
         self.unit = unit
         self.facts: Record = {}
         self.last: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._stream = stream
 
-    def update(self, record: Record) -> None:
+    def track(self, record: Record) -> None:
+        """Keep the latest metrics and estimate the time left."""
         step = number(record.get("step"))
         step_s = number(record.get("step_s"))
-        # The first record holds compilation and warm-up.
+        # The first record includes compilation and warm-up.
         if self.last and step_s is not None:
             self._step_s.append(step_s)
-        # A median, because one recompilation or one stalled read must not spoil it for twenty records.
+        # A median, because one recompilation or one stalled read must not spoil twenty estimates.
         if self._step_s and step is not None:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
         self.last = record
 
-
-class Display:
-    """Shows nothing (`log.progress=off`), and is the base of the other displays.
-
-    Any call may come at any time, from one thread, and none raises: a display is not worth a training run. Its first
-    failure is kept in `failure`, where a test can find it.
-    """
-
-    failure: Exception | None = None
-
-    def __init__(self, tracker: Tracker, stream: TextIO):
-        self._tracker = tracker
-        self._stream = stream
-
     def start(self, facts: Record) -> None:
-        """Begin; `facts` is the start event: task, world, device, precision, parameters."""
+        """Begin. `facts` is the start event: task, world, device, precision, parameters."""
 
     def update(self, record: Record) -> None:
         """Show one record of metrics.jsonl."""
@@ -161,20 +153,20 @@ class PlainDisplay(Display):
 
     @never_raises
     def start(self, facts: Record) -> None:
-        self._tracker.facts = facts
+        self.facts = facts
         self.message("  ".join(title_parts(facts)))
 
     @never_raises
     def update(self, record: Record) -> None:
-        self._tracker.update(record)
-        self.message(step_line(self._tracker))
+        self.track(record)
+        self.message(step_line(self))
 
     @never_raises
     def event(self, record: Record) -> None:
-        # The last line of a run says where to find it.
+        # The last line of a run says where its folder is.
         if record.get("event") == "end":
-            record = {"run_dir": self._tracker.facts.get("run_dir"), **record}
-        # `start` has shown the start event.
+            record = {"run_dir": self.facts.get("run_dir"), **record}
+        # `start` has shown the start event already.
         if record.get("event") != "start":
             self.message(event_line(record))
 
@@ -187,6 +179,7 @@ class PlainDisplay(Display):
 
     @never_raises
     def close(self) -> None:
+        # The task may have printed since the last line, to a pipe that is broken by now.
         self._stream.flush()
 
 
@@ -198,22 +191,22 @@ def title_parts(facts: Record) -> list[str]:
     return [task, ranks(facts.get("world")), device, precision, f"{compact(facts.get('parameters'))} parameters"]
 
 
-def step_line(tracker: Tracker) -> str:
-    """`step   120/400  loss  2.314  lr 1.0e-03  norm  0.831  57.6k token/s  mem  512 MB  eta 0:42`"""
-    # Fixed widths, so that the numbers of consecutive lines stand below each other.
-    last = tracker.last
-    total = str(tracker.total_steps)
+def step_line(display: Display) -> str:
+    """Return `step   120/400  loss  2.314  lr 1.0e-03  norm  0.831  57.6k token/s  mem  512 MB  eta 0:42`."""
+    # Fixed widths align the numbers of consecutive lines.
+    last = display.last
+    total = str(display.total_steps)
     parts = [
         f"step {one_line(last.get('step', '-')):>{max(5, len(total))}}/{total}",
         f"loss {figures(last.get('loss'), 4):>6}",
         f"lr {scientific(last.get('lr')):>7}",
         f"norm {figures(last.get('grad_norm'), 3):>6}",
-        f"{rate(last.get(rate_key(tracker.unit)), tracker.unit):>{len(tracker.unit) + 8}}",
+        f"{rate(last.get(rate_key(display.unit)), display.unit):>{len(display.unit) + 8}}",
         f"mem {megabytes(last.get('memory_mb')):>7}",
-        f"eta {duration(tracker.seconds_left)}",
+        f"eta {duration(display.seconds_left)}",
     ]
 
-    # What not every line has stands at its end.
+    # Parts that only some lines have come last.
     parts += [f"{name} {value}" for name, value in metric_parts(last)]
     if number(last.get("skipped")):
         parts.append(f"skipped {last['skipped']}")
@@ -221,7 +214,7 @@ def step_line(tracker: Tracker) -> str:
 
 
 def event_line(record: Record) -> str:
-    """Return one line for any event; a sample keeps the line breaks of its text."""
+    """Return one line for any event. A sample keeps its line breaks, and the longest events are wrapped."""
     kind = one_line(record.get("event", "event"))
     if kind == "sample":
         return f"sample:\n{record.get('text', '-')}"
@@ -229,20 +222,20 @@ def event_line(record: Record) -> str:
     if kind == "end":
         record = {key: record.get(key) for key in END_KEYS}
 
-    # The kind stands in a column of its own.
+    # The kind has a column of its own.
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
-    return _wrapped(parts) if kind in WRAPPED else "  ".join(parts).rstrip()
+    return _wrapped(parts) if kind in ("checkpoint", "end") else "  ".join(parts).rstrip()
 
 
 def fact_lines(name: str, fact: str) -> str:
-    """`  batch          global 8 (as asked) = ...`, and on further lines what does not fit."""
+    """Return `  batch          global 8 (as asked) = ...`; further lines are indented like the fact."""
     head = f"  {name:14} "
     text = textwrap.fill(
         fact,
         WIDTH,
         initial_indent=head,
         subsequent_indent=" " * len(head),
-        # A path stays whole, to be copied.
+        # Paths are not broken, so that they can be copied.
         break_on_hyphens=False,
         break_long_words=False,
     )
@@ -250,7 +243,7 @@ def fact_lines(name: str, fact: str) -> str:
 
 
 def _wrapped(parts: list[str]) -> str:
-    """Return parts in lines of at most WIDTH columns; no part is broken."""
+    """Join the parts into lines of at most WIDTH columns, but never break a part."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= WIDTH:
@@ -262,7 +255,7 @@ def _wrapped(parts: list[str]) -> str:
 
 
 def metric_parts(record: Record) -> list[tuple[str, str]]:
-    """Return the first few of the task's own metrics: a line has an end."""
+    """Return (name, value) of the task's first metrics; a line has no room for all of them."""
     metrics = record.get("metrics")
     if not isinstance(metrics, Mapping):
         return []

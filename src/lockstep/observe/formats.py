@@ -16,15 +16,12 @@ from typing import Any
 # The unit of a task that names none.
 SAMPLE = "sample"
 
-# The longest free text of an event that is shown.
-MOST_CHARACTERS = 2000
-
 # ---- numbers ----
 
 
 def number(value: Any) -> float | None:
     """Return `value` if it is a finite number."""
-    # `float` would read text and take True for 1.
+    # `float` would parse text and take True for 1.
     if isinstance(value, str | bytes | bool):
         return None
 
@@ -49,7 +46,7 @@ def _or_dash(write: Callable[..., str]) -> Callable[..., str]:
 
 
 def figures(value: Any, digits: int) -> str:
-    """Return that many significant digits in a steady width: `2.314`, `12.34`, `0.0123`, `1.23e+06`, `nan`."""
+    """Return `digits` significant digits in a steady width: `2.314`, `12.34`, `0.0123`, `1.23e+06`, `nan`."""
     # A loss of nan is news, not a missing key.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -66,13 +63,11 @@ def _figures(value: float, digits: int) -> str:
     if not -3 <= exponent <= 5:
         return f"{value:.{max(1, digits - 3)}e}"
 
-    decimals = min(4, max(0, digits - 1 - exponent))
-    return f"{value:.{decimals}f}"
+    return f"{value:.{min(4, max(0, digits - 1 - exponent))}f}"
 
 
 @_or_dash
 def scientific(value: float) -> str:
-    """Return a number as `1.0e-03`."""
     return f"{value:.1e}"
 
 
@@ -90,7 +85,7 @@ def compact(value: float) -> str:
 
 
 def rate_key(unit: str) -> str:
-    """Return the key of the rate in `unit`: weights are in the task's own unit, if it has named one."""
+    """Return the key of the rate in `unit`. Loss weights count the task's own unit, if it has named one."""
     return "samples_per_s" if unit == SAMPLE else "weight_per_s"
 
 
@@ -101,7 +96,7 @@ def rate(per_second: float, unit: str) -> str:
 
 @_or_dash
 def megabytes(value: float) -> str:
-    # 10,000 MB would take more columns.
+    # 10,000 MB would need another column.
     return f"{value:.0f} MB" if abs(value) < 9999.5 else f"{value / 1024:.1f} GB"
 
 
@@ -127,14 +122,14 @@ def ranks(world: float) -> str:
 
 
 def printable(value: Any) -> str:
-    """Return text that cannot steer a terminal or break a page: `\ufffd` for control characters and surrogates."""
+    """Replace control characters and surrogates, which could steer a terminal or break a page, by `\ufffd`."""
     text = str(value).replace("\r\n", "\n")
     unsafe = {character for character in set(text) - {"\n", "\t"} if unicodedata.category(character) in ("Cc", "Cs")}
     return "".join("\ufffd" if character in unsafe else character for character in text)
 
 
 def escaped(value: Any) -> str:
-    """Return text for a page. Everything that comes out of a file passes through here."""
+    """Return text for a page. Everything that is read from a file passes through here."""
     return html.escape(printable(value))
 
 
@@ -147,7 +142,7 @@ def one_line(value: Any, most: int = 160) -> str:
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted keys."""
+    """Return nested mappings as a single one with dotted keys."""
     dotted: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -159,7 +154,7 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy with None for numbers that JSON does not have (NaN, infinity)."""
+    """Return a copy with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -176,7 +171,7 @@ def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> li
             words += event_words(value)
         elif key in ("text", "message", "reason"):
             # What went wrong, and what to do, must not be truncated early.
-            words.append(one_line(value, most=MOST_CHARACTERS))
+            words.append(one_line(value, most=2000))
         elif key == "seconds":
             seconds = number(value)
             words.append(f"{seconds:.1f} s" if seconds is not None and seconds < 60 else duration(value))

@@ -1,4 +1,4 @@
-"""The live display: a few lines at the bottom of the terminal. The only module that imports rich."""
+"""The live display. This is the only module that imports rich."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.observe.console import Display, Record, Tracker, event_line, metric_parts, never_raises, title_parts
+from lockstep.observe.console import Display, Record, event_line, metric_parts, never_raises, title_parts
 from lockstep.observe.formats import (
     SAMPLE,
     duration,
@@ -31,18 +31,15 @@ from lockstep.observe.formats import (
 
 STYLES = {"loss": "bold", "eval": "green", "skipped": "yellow", "waiting for data": "yellow"}
 
-# Waiting for data is shown if it takes at least this share of a step.
-MUCH_WAITING = 0.05
-
 
 class LiveDisplay(Display):
-    """A few lines at the bottom of the terminal, redrawn by rich's thread; all else scrolls above them.
+    """A few lines at the bottom of the terminal, redrawn by rich's thread; everything else scrolls above them.
 
-    That thread takes no lock: it only reads attributes, and those are replaced, never changed.
+    That thread takes no lock: it only reads attributes, whose values are replaced and never modified.
     """
 
-    def __init__(self, tracker: Tracker, stream: TextIO):
-        super().__init__(tracker, stream)
+    def __init__(self, total_steps: int, unit: str, stream: TextIO):
+        super().__init__(total_steps, unit, stream)
         self._open = False
         self._last_eval: Record = {}
         # When the run began, and when the last record came.
@@ -51,14 +48,14 @@ class LiveDisplay(Display):
             console=Console(file=stream),
             get_renderable=self._frame,
             refresh_per_second=4,
-            # Prints of the task scroll above the display, unless the user sent them to a file.
+            # Output of the task scrolls above the display, unless the user redirected it to a file.
             redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),
             redirect_stderr=bool(sys.stderr and sys.stderr.isatty()),
         )
 
     @never_raises
     def start(self, facts: Record) -> None:
-        self._tracker.facts = facts
+        self.facts = facts
         self._began = self._updated = time.monotonic()
         _restore_streams_in_children(self._live)
         self._open = True
@@ -66,7 +63,7 @@ class LiveDisplay(Display):
 
     @never_raises
     def update(self, record: Record) -> None:
-        self._tracker.update(record)
+        self.track(record)
         self._updated = time.monotonic()
 
     @never_raises
@@ -91,27 +88,26 @@ class LiveDisplay(Display):
     # ---- drawing, in rich's thread ----
 
     def _frame(self) -> RenderableType:
-        title = Text(" · ".join(title_parts(self._tracker.facts)), style="bold", no_wrap=True, overflow="ellipsis")
+        title = Text(" · ".join(title_parts(self.facts)), style="bold", no_wrap=True, overflow="ellipsis")
 
         # Building and compiling a model may take minutes.
-        if not self._tracker.last:
+        if not self.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
-
         lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
         return Group(title, self._bar(), *map(_labelled, lines))
 
     def _bar(self) -> RenderableType:
         now = time.monotonic()
-        total = self._tracker.total_steps
-        step = number(self._tracker.last.get("step")) or 0
+        total = self.total_steps
+        step = number(self.last.get("step")) or 0
         words = [f"{step:.0f}/{total}", f"{step / max(1, total):.0%}", f"{duration(now - self._began)} elapsed"]
 
-        # The clock runs on between records. After the end there is no time left to show.
+        # Between records the time left counts down. After the end there is none to show.
         if self._open:
-            left = self._tracker.seconds_left
+            left = self.seconds_left
             words.append(f"{duration(None if left is None else left - (now - self._updated))} left")
 
-        # The bar takes the width that the words leave.
+        # The bar gets the width that the words do not need.
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
@@ -120,12 +116,12 @@ class LiveDisplay(Display):
 
     def _loss_parts(self) -> Iterable[tuple[str, str]]:
         evaluation = self._last_eval
-        yield "loss", figures(self._tracker.last.get("loss"), 4)
+        yield "loss", figures(self.last.get("loss"), 4)
         if evaluation:
             yield "eval", f"{figures(evaluation.get('loss'), 4)} at {one_line(evaluation.get('step', '-'))}"
 
     def _optimizer_parts(self) -> Iterable[tuple[str, str]]:
-        last = self._tracker.last
+        last = self.last
         yield "lr", scientific(last.get("lr"))
         yield "norm", figures(last.get("grad_norm"), 3)
 
@@ -137,24 +133,22 @@ class LiveDisplay(Display):
             yield "skipped", str(last["skipped"])
 
     def _speed_parts(self) -> Iterable[tuple[str, str]]:
-        last = self._tracker.last
-        unit = self._tracker.unit
-        yield "", rate(last.get(rate_key(unit)), unit)
+        last = self.last
+        yield "", rate(last.get(rate_key(self.unit)), self.unit)
 
         # A task that counts tokens has samples as well.
-        if unit != SAMPLE:
+        if self.unit != SAMPLE:
             yield "", rate(last.get(rate_key(SAMPLE)), SAMPLE)
         yield "mem", megabytes(last.get("memory_mb"))
 
-        # A little waiting is normal, and not worth a word.
+        # A little waiting is normal.
         wait = number(last.get("data_wait_s"))
         step = number(last.get("step_s"))
-        if wait and step and wait >= MUCH_WAITING * step:
+        if wait and step and wait >= 0.05 * step:
             yield "waiting for data", f"{wait / step:.0%}"
 
 
 def _labelled(parts: Iterable[tuple[str, str]]) -> Text:
-    """Return `label value   label value ...`, with the labels dimmed."""
     line = Text(no_wrap=True, overflow="ellipsis")
     for label, value in parts:
         line.append("   " if line else "").append(f"{label} " if label else "", "dim")
@@ -165,10 +159,10 @@ def _labelled(parts: Iterable[tuple[str, str]]) -> Text:
 def _restore_streams_in_children(live: Live) -> None:
     """Give forked data workers the real stdout and stderr.
 
-    While rich draws, it stands in for both and takes a lock to write. A worker forked while the drawing
-    thread holds that lock would wait for it for ever at its first print.
+    While rich draws, it replaces both streams and takes a lock to write. A worker that is forked while the drawing
+    thread holds that lock would wait for it forever at its first print.
     """
-    # A hook at fork cannot be removed: it must not keep the display alive.
+    # A fork hook cannot be removed, so it must not keep the display alive.
     drawing = weakref.ref(live)
     streams = (sys.stdout, sys.stderr)
 

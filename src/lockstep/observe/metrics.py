@@ -1,7 +1,7 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
-`ExactSums` rounds only the end result: a float is an integer multiple of 2^-1074, and integers add up to the same
-number in any order.
+`ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
+depend on their order.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, Weight
 
-# Losses that are collected before they are added up: appending to a list is all that the hot path does.
+# How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
 
 SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
 Term = tuple[str, Weight, Weight]  # (name, sum, weight)
-# A multiple of 2^-1074, as an integer; a float only if it is nan or infinite.
-Exact = int | float
+Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
 
 
 class Sums:
-    """The sums of one rank, by name: the loss, and the task's own metrics."""
+    """One rank's sums of the loss and of the task's own metrics, by name."""
 
     def __init__(self) -> None:
         self._losses: list[tuple[Tensor, Weight]] = []
@@ -38,7 +37,7 @@ class Sums:
     def add(self, loss: Loss) -> None:
         """Add one micro-batch without waiting for the device.
 
-        Nothing is added up here: that would be one more kernel per micro-batch.
+        The sum is computed later: here it would cost one more kernel per micro-batch.
         """
         self._losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
@@ -46,7 +45,7 @@ class Sums:
 
     @property
     def losses(self) -> list[Tensor]:
-        """The losses, each of shape (), of all micro-batches since the last folding."""
+        """The losses, each of shape (), of the micro-batches that have not been folded yet."""
         return [total for total, _ in self._losses]
 
     def merge(self, other: Sums) -> None:
@@ -56,13 +55,13 @@ class Sums:
             self._fold()
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
-        """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and start from 0 again.
+        """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and reset them to 0.
 
         A name that this rank has not seen has the sum 0 and the weight 0.
         """
-        # Sums are tensors or plain numbers, as the task gave them. The plain ones travel together.
+        # The task may give tensors or plain numbers. The numbers are copied to the device together.
         self._fold()
-        flat = [part for name in names for part in self._folded.pop(name, (0.0, 0.0))]
+        flat = [value for name in names for value in self._folded.pop(name, (0.0, 0.0))]
         pinned = torch.tensor(
             [0.0 if isinstance(value, Tensor) else value for value in flat],
             dtype=torch.float64,
@@ -70,17 +69,14 @@ class Sums:
         )
         packed = pinned.to(device, non_blocking=True)
 
-        # Tensors are added on the device: the host does not wait for them.
+        # Tensors are added on the device, so that the host does not wait for them.
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 packed[index] += value
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return what `take` returns, summed over all ranks, on the host, for a checkpoint. Collective.
-
-        This is a host-device synchronisation.
-        """
+        """Return what `take` returns, summed over all ranks, for a checkpoint. Collective; it waits for the device."""
         return collectives.sum_(self.take(names, collectives.device)).tolist()
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
@@ -91,8 +87,7 @@ class Sums:
             before = self._folded.get(name, (0.0, 0.0))
             self._folded[name] = (before[0] + total, before[1] + weight)
 
-    def _terms(self) -> list[Term]:
-        """Return what has not been folded yet, and forget it."""
+    def _take_terms(self) -> list[Term]:
         collected = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
         self._losses = []
         self._metrics = []
@@ -100,9 +95,9 @@ class Sums:
 
     def _fold(self) -> None:
         """Add up what has been collected, with one stacked sum per name."""
-        # The sum so far is the first summand of the next one.
+        # The first summand is the sum so far.
         summands = {name: ([total], [weight]) for name, (total, weight) in self._folded.items()}
-        for name, total, weight in self._terms():
+        for name, total, weight in self._take_terms():
             totals, weights = summands.setdefault(name, ([], []))
             totals.append(total)
             weights.append(weight)
@@ -111,7 +106,7 @@ class Sums:
 
 
 class ExactSums(Sums):
-    """Sums that are rounded once, after those of all ranks have been added: no trace of the ranks is left in them.
+    """Sums that are rounded once, after those of all ranks have been added, so that the number of ranks cannot show.
 
     Reading them makes the host wait for the device.
     """
@@ -131,9 +126,9 @@ class ExactSums(Sums):
         )
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the sums over all ranks, as text that loses nothing. Collective.
+        """Return the sums over all ranks, as text without rounding. Collective.
 
-        Every rank adds up the same integers, so that all have the same result, whatever the number of ranks.
+        Every rank adds up the same integers, so all have the same result, whatever the number of ranks.
         """
         self._fold()
         local = [exact_to_text(value) for name in names for value in self._exact.pop(name, [0, 0])]
@@ -147,10 +142,10 @@ class ExactSums(Sums):
             self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def _fold(self) -> None:
-        collected = self._terms()
+        collected = self._take_terms()
         values = [value for _, *pair in collected for value in pair]
 
-        # Those on a device are fetched together: one synchronisation.
+        # Tensors are fetched together, with one synchronisation.
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
         fetched = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
@@ -168,7 +163,7 @@ def terms(loss: Loss) -> Iterator[Term]:
 
 
 def metric_terms(loss: Loss) -> Iterator[Term]:
-    """Yield each metric, detached. One without a weight of its own has that of the loss."""
+    """Yield each metric, detached. A metric without a weight has that of the loss."""
     for name, value in loss.metrics.items():
         if name == "loss":
             raise UserError(
@@ -180,13 +175,13 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
 
 
 def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
-    """Return sum over weight of every name: the only division, at the very end. Names without weight are left out."""
+    """Return sum / weight of every name, the only division. Names of weight 0 are left out."""
     pairs = zip(names, packed[0::2], packed[1::2], strict=True)
     return {name: total / weight for name, total, weight in pairs if weight}
 
 
 def _add_up(values: list[Weight]) -> Weight:
-    """Return the sum of tensors of shape () and plain numbers: on the device, if there is a tensor."""
+    """Return the sum of tensors of shape () and plain numbers; a tensor, if there is one among them."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     plain = float(sum(value for value in values if not isinstance(value, Tensor)))
     return torch.stack(tensors).sum() + plain if tensors else plain
@@ -196,13 +191,12 @@ def _add_up(values: list[Weight]) -> Weight:
 
 
 def to_exact(value: float) -> Exact:
-    """Return a float as an integer multiple of 2^-1074."""
     if not math.isfinite(value):
         return value
 
-    # The denominator is a power of two.
-    numerator, denominator = value.as_integer_ratio()
+    # The denominator is a power of two, 2^(bits - 1):
     # value = numerator / 2^(bits - 1) = numerator * 2^(1074 - bits + 1) * 2^-1074
+    numerator, denominator = value.as_integer_ratio()
     return numerator << (SMALLEST_POWER + 1 - denominator.bit_length())
 
 
@@ -210,7 +204,6 @@ def from_exact(value: Exact) -> float:
     """Return the nearest float."""
     if isinstance(value, float):
         return value
-
     try:
         return value / (1 << SMALLEST_POWER)
     except OverflowError:
@@ -218,19 +211,19 @@ def from_exact(value: Exact) -> float:
 
 
 def add_exact(a: Exact, b: Exact) -> Exact:
-    """Add two numbers. Nothing finite changes one that is not."""
+    # A finite number does not change one that is nan or infinite.
     if isinstance(a, int) != isinstance(b, int):
         return b if isinstance(a, int) else a
     return a + b
 
 
 def exact_to_text(value: Exact) -> str:
-    """Return a number for JSON, whose readers may not know integers of that size."""
+    """Return text for JSON, whose readers may not support integers of that size."""
     return repr(value) if isinstance(value, float) else f"{value:x}"
 
 
 def exact_from_text(text: str | float) -> Exact:
-    """Return the number that `exact_to_text` has written, or that a plain float is."""
+    """Return the number that `exact_to_text` has written; a plain float is accepted as well."""
     if not isinstance(text, str):
         return to_exact(float(text))
     return float(text) if text in ("nan", "inf", "-inf") else int(text, 16)

@@ -1,7 +1,7 @@
 """The recorder of a run: metrics, events, progress.
 
-Sums of an interval are reduced over ranks on the device, and copied to the host without waiting. A line is written when
-its numbers have arrived, so that the host never waits for the device between log lines.
+The sums of an interval are reduced over ranks on the device, and copied to the host without waiting. A line is written
+once its numbers have arrived, so that logging never makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotient
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
 
-MIB = 2**20
-
 
 class Recorder:
-    """Every rank has one and keeps a log; rank 0's also writes metrics and events, and shows progress."""
+    """Keeps the log of a rank. On rank 0 it also writes metrics and events, and shows progress."""
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
         """Open the files of this rank.
 
-        `slow_rank` is `checks.slow_rank`: a rank is named if it takes that many times as long as the others.
-        `sinks` are names of sinks besides the JSON lines, which rank 0 always writes.
+        `slow_rank` is `checks.slow_rank`: a rank is reported if it takes that many times as long as the others.
+        `sinks` names sinks besides the JSON lines, which rank 0 always writes.
         """
         self.runtime = runtime
-        self.run_dir = run_dir
-        # The metrics that all ranks know, in the order of the log; and the last line of metrics.
-        self.names: list[str] = ["loss"]
-        self.last: dict[str, Any] = {}
+        self.names = ["loss"]  # the metrics that all ranks know, in the order of the log
+        self.last: dict[str, Any] = {}  # the last line of metrics
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
         self._late_data = stragglers.LateDataWatch()
@@ -53,7 +49,7 @@ class Recorder:
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
-        # Lines of metrics whose numbers are still on their way from the device: (have they arrived?, make the record).
+        # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the record).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
         self.start_clock()
@@ -84,13 +80,13 @@ class Recorder:
     # ---- metrics ----
 
     def start_clock(self) -> None:
-        """Begin an interval. What it counts is this rank's own."""
+        """Begin an interval, with counters for this rank alone."""
         self._since = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0
 
     def exclude(self, seconds: float) -> None:
-        """Take time for something other than training out of the running interval."""
+        """Exclude time that was spent on something other than training from the running interval."""
         self._since += seconds
 
     def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
@@ -99,16 +95,18 @@ class Recorder:
         The sums are reduced over ranks, and written once they have arrived on the host. `facts` are the other
         numbers of the line, which are equal on all ranks: step, learning rate, norm, epoch, loss scale.
         """
-        # One all-reduce carries the sums, followed by the times of all ranks.
+        # One all-reduce carries both the sums and the times of all ranks.
         names = list(self.names)
         packed = self.runtime.collectives.sum_(torch.cat([sums.take(names, self.runtime.device), self._times(steps)]))
 
-        # Time and memory are those of rank 0, whose line it is.
+        # Time and memory are those of rank 0, which writes the line.
         seconds = time.perf_counter() - self._since
+        on_gpu = self.runtime.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss
         facts = {
             "time": time.time(),
             **facts,
-            "memory_mb": self._memory_mb(),
+            "memory_mb": memory / 2**20,
             "step_s": seconds / steps,
             "data_wait_s": self.data_wait_s / steps,
             "samples": samples,
@@ -118,8 +116,8 @@ class Recorder:
         if self._records is None:
             return
 
-        # The copy runs on while training does. `carried` and `facts` are those of this interval: the next one may have
-        # ended before the line is written.
+        # Training continues during the copy. The next interval may end before this line is written, so `record` uses
+        # this interval's own values.
         host = packed.to("cpu", non_blocking=True)
         carried = self._carried_weight
         self._carried_weight = 0.0
@@ -133,7 +131,7 @@ class Recorder:
         self.poll()
 
     def poll(self, wait: bool = False) -> None:
-        """Write the lines whose numbers have arrived from the device. It costs nothing if there are none."""
+        """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
         while self._pending and (wait or self._pending[0][0]()):
             # Host-device synchronisation, at the end of a run only.
             if wait and self.runtime.device.type == "cuda":
@@ -146,9 +144,9 @@ class Recorder:
                 display.update(self.last)
 
     def agree_on_names(self, seen: set[str]) -> None:
-        """Learn the metrics that some rank has seen for the first time. Collective.
+        """Add metrics that some rank has seen for the first time; `seen` are this rank's. Collective.
 
-        From now on every rank sums them in the same order; `seen` are those of this rank.
+        From now on every rank sums them in the same order.
         """
         names = {name for names in self.runtime.collectives.gather_json(sorted(seen)) for name in names}
         self.names = ["loss", *sorted(names - {"loss"})]
@@ -156,7 +154,7 @@ class Recorder:
     def interval_state(self, sums: Sums) -> dict[str, Any]:
         """Return the global sums of the running interval for a checkpoint. Collective.
 
-        From now on rank 0 holds them, and the other ranks begin with 0: nothing is counted twice.
+        From now on rank 0 holds them, and the other ranks start from 0, so that nothing is counted twice.
         """
         names = list(self.names)
         totals = sums.take_global(names, self.runtime.collectives)
@@ -165,17 +163,14 @@ class Recorder:
         return {"names": names, "totals": totals}
 
     def resume_interval(self, sums: Sums, state: dict[str, Any]) -> None:
-        """Continue the interval of a checkpoint, on resume.
-
-        `state` is what `interval_state` has returned, on any number of ranks.
-        """
+        """Continue the interval of a checkpoint; `state` comes from `interval_state`, on any number of ranks."""
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])
         self._carried_weight = from_exact(exact_from_text(state["totals"][2 * self.names.index("loss") + 1]))
 
     def _times(self, steps: int) -> torch.Tensor:
-        """Return (ranks * WIDTH,) zeros with this rank's seconds in its own slot, so that one sum holds all ranks'."""
+        """Return shape (ranks * WIDTH,): this rank's figures in its slot, and 0 elsewhere, to be summed over ranks."""
         world = self.runtime.world
         slots = torch.zeros(
             (world.size, stragglers.WIDTH), dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda"
@@ -195,22 +190,14 @@ class Recorder:
         if slow := self._slow_ranks.look(rows):
             self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
 
-    def _memory_mb(self) -> float:
-        if self.runtime.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device) / MIB
-        return self._process.memory_info().rss / MIB
-
     # ---- events ----
 
     def event(self, event: str, **fields: Any) -> None:
-        """Record and show that something has happened.
-
-        Rank 0 writes it to `events.jsonl`; every rank shows it in its own log. `fields` are plain values.
-        """
+        """Record an event: in `events.jsonl` (rank 0) and in every rank's own log. `fields` are plain values."""
         record = {"time": time.time(), "event": event, **fields}
         self._write(record)
 
-        # Before `open` there is no display: what happens until then is shown later.
+        # There is no display before `open`, which shows these events later.
         if not self._displays:
             self._early.append(record)
         for display in self._displays:
@@ -222,18 +209,18 @@ class Recorder:
                 self._log.write(fields["traceback"])
 
     def hide(self) -> None:
-        """Show nothing more on the terminal. The process that has started this one shows the error."""
+        """Close the terminal display: the process that started this one shows the error."""
         for display in self._displays[1:]:
             display.close()
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        for part in (*self._displays, self._records, self._sinks, self._log):
-            if part is not None:
+        for output in (*self._displays, self._records, self._sinks, self._log):
+            if output is not None:
                 with self._ignoring_disk_errors():
-                    part.close()
+                    output.close()
 
-        # A late event, of a run that fails while it closes, must not meet a closed file.
+        # A run that fails while it closes may still record an event, which must not be written to a closed file.
         self._displays = []
         self._records = None
 
@@ -254,7 +241,7 @@ class Recorder:
                 self._warn(f"some metrics and events cannot be written: {error}. Training continues")
 
     def _warn(self, text: str) -> None:
-        # Not an event: those are what may not be writable.
+        # Not an event, because events may be what cannot be written.
         print(f"warning  {text}", file=sys.stderr, flush=True)
 
 
@@ -272,12 +259,12 @@ def _record(
 ) -> dict[str, Any]:
     """Return a line of metrics.
 
-    `packed` holds (sum, weight) of every name, followed by figures of the ranks. `carried` is weight from before a
+    `packed` holds (sum, weight) of every name, followed by the figures of the ranks. `carried` is weight from before a
     resume, which took none of these `seconds`.
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
-    # None if no step of the interval is known yet (a GPU's results come a step late) or all had weight 0. NaN if steps
-    # were skipped: that must show.
+    # Without any weight the loss is NaN if steps were skipped, which must show. Otherwise it is None: all steps had
+    # weight 0, or none is known yet (a GPU's results come a step late).
     loss = means.pop("loss", math.nan if skipped else None)
     return {"loss": loss, **facts, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}

@@ -1,8 +1,8 @@
 """`report.html`: one page that shows a run, made from the run folder alone.
 
-The page is self-contained: inline SVG, one small style sheet, no script, no network (its own content policy
-forbids both). Everything that comes out of a file is untrusted and passes through `escaped()`.
-A file that is missing or damaged costs its part of the page, never the page.
+The page is self-contained: inline SVG, one small style sheet, no script, no network (its content policy forbids both).
+Everything that is read from a file is untrusted and passes through `escaped()`. If a file is missing or damaged, only
+its part of the page is.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
-    path = folder / "report.html"
     draft = folder / "report.html.tmp"
     draft.write_text(page(read_run(folder)), encoding="utf-8")
-    draft.replace(path)
-    return path
+    return draft.replace(folder / "report.html")
 
 
 # ---- the run folder, read back ----
@@ -83,8 +81,7 @@ class RunRecord:
 
     @cached_property
     def facts(self) -> Record:
-        """All that is known of the run as a whole. Where two records differ, the later one counts."""
-        # In the order in which they were written.
+        """Everything known about the run as a whole. Later records override earlier ones."""
         facts: Record = {}
         for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
             facts |= {key: value for key, value in record.items() if value is not None}
@@ -92,7 +89,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What a loss weight of 1 is."""
+        """What a loss weight of 1 counts, such as one token."""
         return str(self.facts.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:
@@ -100,7 +97,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. A file that is missing or damaged is a note, not an error."""
+    """Read a run folder. A missing or damaged file leads to a note, not to an error."""
     notes: dict[str, str] = {}
 
     def read(file: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
@@ -126,7 +123,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read_mapping(path: Path) -> Record:
-    # `safe_load`: nothing that a file holds can run code.
+    # `safe_load`, so that no file can run code.
     text = path.read_text(encoding="utf-8")
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(values, dict):
@@ -142,7 +139,7 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
         if step is None:
             continue
 
-        # A step that comes again undoes all that came after it.
+        # A repeated step undoes everything after it.
         while newest and newest[-1]["step"] >= step:
             newest.pop()
         newest.append(record)
@@ -186,12 +183,11 @@ def section(title: str, body: str) -> str:
 
 
 def nothing_in(run: RunRecord, file: str) -> str:
-    """Return why there is nothing to show of a file."""
     return f'<p class="note">{escaped(run.notes.get(file, f"{file} is empty"))}</p>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[str] = ()) -> str:
-    """Return a table; `styles` holds a class for every row, or nothing."""
+    """Return a table; `styles` has a class for each row, or is empty."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
     for row, style in zip_longest(rows, styles, fillvalue=""):
@@ -202,7 +198,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
 
 
 def _plain(value: Any) -> str:
-    """Return a value as it is typed in a configuration."""
+    """Return a value as a user would type it in a configuration."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -236,26 +232,23 @@ def header(run: RunRecord, task: str) -> str:
 
 
 def outcome(run: RunRecord) -> tuple[str, str, str]:
-    """Return (style, label, reason): how the run ended, as far as the folder tells."""
-    # What came before the last start is an earlier attempt.
+    """Return (style, label, reason) of the end of the run, as far as it is known."""
+    # Events before the last start belong to an earlier attempt.
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
-    if last.get("event") == "end":
-        return "good", "finished", ""
     if last.get("event") == "error":
         return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
-
-    # The events may be lost or damaged: a summary is written at the end only.
-    if run.summary and not run.events:
+    # Without readable events the summary tells, which is only written at the end.
+    if last.get("event") == "end" or (run.summary and not run.events):
         return "good", "finished", ""
 
     return "idle", "no end recorded", "The run is still going, or its process was killed."
 
 
 def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return (name, value, aside) for the cards of the header; `-` stands for what the folder does not tell."""
+    """Return (name, value, aside) for the cards of the header, with `-` for unknown values."""
     facts = run.facts
     unit = run.unit
-    # A run without an end has only its records.
+    # Without a summary, the last record has the newest numbers.
     known = {**(run.metrics[-1] if run.metrics else {}), **facts}
 
     latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
@@ -267,7 +260,7 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
     trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
 
-    # A task with a unit of its own, such as tokens, has two counts and two rates.
+    # A task with its own unit, such as tokens, has two counts and two rates.
     tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
     samples_per_s = rate(mean_rate(run.metrics, "samples"), SAMPLE) if unit != SAMPLE else ""
     counted = "samples" if unit == SAMPLE else "weight"
@@ -292,13 +285,12 @@ def amounts(records: Sequence[Record], key: str) -> list[float]:
 
 
 def total(records: Sequence[Record], key: str) -> float | None:
-    """Return all of a quantity that the records count interval by interval."""
     counts = amounts(records, key)
     return math.fsum(counts) if counts else None
 
 
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
-    """Return work over time, without the first record: it holds compilation and warm-up."""
+    """Return work / time, without the first record, which includes compilation and warm-up."""
     work = seconds = 0.0
     for record in records[1:] or records:
         amount = number(record.get(key))
@@ -325,10 +317,10 @@ def curves(run: RunRecord) -> str:
     def series(key: str, name: str, style: Style = "line") -> list[Series]:
         return [Series(name, curve(run.metrics, key), style)]
 
-    # The same chart for wide and for narrow screens; the style sheet shows one of them.
     skips = curve((event for event in run.events if event.get("event") == "skip"), "step")
     loss = [*train_and_eval(run, "loss"), Series("skipped step", [(step, math.nan) for step, _ in skips], "marks")]
     charts = [
+        # The same chart for wide and for narrow screens; the style sheet shows one of them.
         line_chart(loss, "Loss", log=10, wide=True),
         line_chart(loss, "Loss", log=10),
         line_chart(series(rate_key(run.unit), "rate", "smooth"), "Throughput", f"{run.unit}/s", zero=True),
@@ -387,9 +379,9 @@ def plan_table(run: RunRecord) -> str:
     if not values:
         return lead + nothing_in(run, "plan.json")
 
-    derived = [key for key in values if not key.startswith("reasons.")]
-    rows = [(key, values[key], values.get(f"reasons.{key}", "")) for key in derived]
-    return lead + table(("Derived value", "Value", "Reason"), rows)
+    rows = [(key, value, values.get(f"reasons.{key}", "")) for key, value in values.items()]
+    derived = [row for row in rows if not row[0].startswith("reasons.")]
+    return lead + table(("Derived value", "Value", "Reason"), derived)
 
 
 def events_table(run: RunRecord) -> str:
@@ -402,7 +394,6 @@ def events_table(run: RunRecord) -> str:
         details = event_words(event, leave_out=("time", "event", "step", "facts", "traceback"))
         rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
 
-    # The file has all of them.
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]
     left_out = len(run.events) - len(shown)
     lead = f'<p class="note">The first {left_out} events are in events.jsonl.</p>' if left_out else ""

@@ -1,6 +1,6 @@
-"""Opening and writing the run folder, where a run leaves everything it knows.
+"""Opens and writes the run folder, which holds everything that a run leaves behind.
 
-`report` reads it back, and `launch/run_dir.py` chooses and locks it.
+`report` reads it back; `launch/run_dir.py` chooses and locks it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
 
 @dataclass
 class RunFolder:
-    """The folder of a run, and where its state comes from."""
+    """The folder of a run, and where the run starts from."""
 
     path: Path
     shown: str  # the path as the user knows it
-    origin: Path | None  # a checkpoint, or another run, to begin from; None: from scratch, or from this run's own
-    continues: bool  # whether this run's own checkpoints count
-    attempt: int  # 0, or how often the launcher has restarted this run
+    origin: Path | None  # a checkpoint, or another run, to start from
+    continues: bool  # whether to start from the newest checkpoint in this folder, if it has one
+    attempt: int  # how often the launcher has restarted this run
     token: str  # tells this attempt from an earlier one that may still be writing
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: Path) -> str:
-        """Return a path in this folder, or any other, as the user would write it."""
-        inside = path.is_relative_to(self.path)
-        return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
+        """Return a path as the user would write it; inside this folder it begins with `shown`."""
+        return str(Path(self.shown) / path.relative_to(self.path) if path.is_relative_to(self.path) else path)
 
     def let_go(self) -> None:
         if self.lock is not None:
@@ -57,10 +56,7 @@ class RunFolder:
 
 
 def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
-    """Choose the folder on rank 0, and make sure that all ranks see it. Collective.
-
-    The default name holds a time, which differs between ranks.
-    """
+    """Choose the folder on rank 0, whose clock gives its default name, and check that all ranks see it. Collective."""
     folder: RunFolder | None = None
 
     def open_on_rank0() -> dict[str, Any]:
@@ -104,7 +100,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
             f"type another run_dir; or --resume {shown} to resume the run that is there",
         )
 
-    # Resuming a run in its own folder means its newest checkpoint, unless one is named.
+    # Resuming a run in its own folder starts from its newest checkpoint, unless one is named.
     newest = origin is not None and resumes_here and not is_checkpoint(origin)
     folder = RunFolder(
         path,
@@ -136,7 +132,7 @@ def _create(folder: RunFolder) -> None:
 
 
 def _mark(folder: RunFolder) -> Path:
-    """Return the file by which every rank checks that it sees rank 0's folder."""
+    """Return the file that rank 0 creates, to check that every rank sees its folder."""
     return folder.path / f".seen-{folder.token}"
 
 
@@ -145,7 +141,7 @@ def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
     (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
     (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
-    # A resumed run makes the summary of its earlier end stale.
+    # A summary from before a resume is out of date.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
@@ -154,7 +150,7 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Save weights under the model's own names; tied weights once. An older file is replaced as a whole, or not."""
+    """Save weights under the model's own names, tied weights once. An older file is replaced atomically."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -1,11 +1,11 @@
 """Which rank do the others wait for, and why? And do all of them wait for data?
 
-The answer comes from four figures of every rank, which are reduced together with the metrics.
+The answer comes from four figures per rank, which are reduced together with the metrics.
 
-All ranks end a step together, so that a step takes the same time on each of them: a rank that works longer waits
-less. A slow rank shows twice: its own work takes longer, and its wait in the exchange is shorter by as much. Slow
-communication takes the same time from all ranks, wherever the bad cable is; these figures cannot name a rank for it.
-A rank with more micro-batches is compared with the time that the others would take for the same number.
+All ranks end a step together, so a step takes the same time on each: a rank that works longer waits less. A slow rank
+shows twice: its own work takes longer, and its wait in the exchange is shorter by the same amount. Slow communication
+costs all ranks the same time, wherever the bad cable is, so these figures cannot attribute it to a rank.
+A rank with more micro-batches is compared with the time that the others would need for the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ COLUMNS = {
     "compute": ("compute", "update", "user code"),
     "exchange": ("exchange", "collective"),
 }
-# Figures of a rank: the last one is its micro-batches.
-WIDTH = len(COLUMNS) + 1
+WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its number of micro-batches
 
-# The share of a step that must be lost before a slow rank is reported.
-LEAST_SHARE = 0.1
-# The share of a step for which a GPU must wait for its batch before that is reported, and for how many intervals.
+LEAST_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
+
+# Late data is reported if GPUs wait for their batch for this share of a step, in this many intervals in a row.
 DATA_WAIT_SHARE = 0.2
 CONSECUTIVE = 2
 
@@ -44,8 +43,8 @@ class SlowRank:
     rank: int
     cause: str  # "data" or "compute"
     own: float  # seconds per step that this rank spends on the cause
-    others: float  # the median of what the others would spend
-    share: float  # of every rank's step, lost by waiting
+    others: float  # the same for the others: their median, scaled to this rank's number of micro-batches
+    share: float  # fraction of a step that every rank loses by waiting
 
     def __str__(self) -> str:
         what = {"data": "waits for data", "compute": "computes"}[self.cause]
@@ -56,7 +55,7 @@ class SlowRank:
 
 
 def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micro_batches: int) -> list[float]:
-    """Return one rank's figures per step: seconds in the order of COLUMNS, and micro-batches.
+    """Return one rank's figures per step: seconds in the order of COLUMNS, then micro-batches.
 
     `before` and `now` are two readings of `Heartbeat.spent`.
     """
@@ -65,14 +64,14 @@ def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micr
 
 
 def unpack(values: Sequence[float]) -> list[dict[str, float]]:
-    """Return the figures of all ranks, one after another, as one row per rank."""
+    """Return one row per rank from the concatenated figures of all ranks."""
     return [
         dict(zip((*COLUMNS, "micro_batches"), values[i : i + WIDTH], strict=True)) for i in range(0, len(values), WIDTH)
     ]
 
 
 def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> SlowRank | None:
-    """Return the rank whose own work takes `threshold` times as long as that of the others, if they wait for it."""
+    """Return the rank whose own work takes `threshold` times as long as the others' if they wait for it."""
     if len(rows) < 2:
         return None
 
@@ -103,26 +102,26 @@ def _micro_batches(row: Mapping[str, float]) -> float:
 
 
 def _scale(slow: Mapping[str, float], row: Mapping[str, float]) -> float:
-    """Return the factor from a rank's time to the time it would take for the slow rank's micro-batches."""
+    # From a rank's time to the time that it would need for as many micro-batches as the slow rank has.
     return _micro_batches(slow) / _micro_batches(row)
 
 
 class SlowRankWatch:
-    """Names a rank that has been slow for a while, once; then it is silent for some minutes."""
+    """Reports a rank that has been slow for a while, once, and is then silent for some minutes."""
 
     def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
         self.threshold = threshold
         self._clock = clock
-        # The rank that is slow, for how many intervals without a gap, and since when.
+        # The slow rank (None: none is slow), for how many intervals in a row, and since when.
         self._rank: int | None = None
         self._intervals = 0
         self._since = 0.0
-        # The rank and the cause that were reported last.
-        self._reported: tuple[int, str] | None = None
+
+        self._reported: tuple[int, str] | None = None  # the rank and cause of the last report
         self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
-        """Take the figures of an interval, and return a slow rank if it is to be reported."""
+        """Take the figures of an interval, and return a slow rank if it should be reported now."""
         now = self._clock()
         slow = slowest(rows, self.threshold)
         rank = slow.rank if slow else None
@@ -131,10 +130,10 @@ class SlowRankWatch:
             self._intervals = 0
             self._since = now
         self._intervals += 1
+
         if slow is None:
             self._reported = None
             return None
-
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
         if not lasts or now < self._silent_until or (slow.rank, slow.cause) == self._reported:
             return None
@@ -145,7 +144,7 @@ class SlowRankWatch:
 
 
 class LateDataWatch:
-    """Reports once that all GPUs wait for data. If only one waits, that one is slow."""
+    """Reports once that all GPUs wait for data. (A single GPU that waits makes its rank a slow rank.)"""
 
     _intervals = 0
 
@@ -153,7 +152,7 @@ class LateDataWatch:
         """Take the figures of an interval, and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
-        # Once reported, the count only grows, so that it passes CONSECUTIVE once.
+        # After the report the count only grows, so that it equals CONSECUTIVE only once.
         if self._intervals >= CONSECUTIVE or share >= DATA_WAIT_SHARE:
             self._intervals += 1
         else:

@@ -1,4 +1,4 @@
-"""What a rank's memory holds, counted from live tensors, and which settings would need less of it."""
+"""Counts what a rank holds in memory, from live tensors, and lists settings that would need less."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.config.strategies import LEAST_MEMORY, STRATEGIES, Strategy
+from lockstep.config.strategies import LEAST_MEMORY, Strategy
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Footprint:
     gradients: int
     optimizer: int
     activations: int | None = None  # the rest at the peak; None where it is not measured (on a CPU)
-    to_come: int = 0  # optimizer state that its first step will allocate
+    to_come: int = 0  # optimizer state that the first step will allocate
 
     @property
     def state(self) -> int:
-        """Everything that stays from step to step."""
+        """Everything that is kept from step to step."""
         return self.parameters + self.gradients + self.optimizer + self.to_come
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Option:
-    """A setting to type, and about how many bytes of a rank it saves."""
+    """A setting to type, and about how many bytes it saves on a rank."""
 
     typed: str
     saves: int | None  # None: it helps, but the amount is not known
@@ -54,8 +54,8 @@ class Option:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' shards on this rank; memory that several names share counts once."""
-    # Views and tied parameters have the same address; empty shards all have address 0.
+    """Return the bytes of the tensors' shards on this rank, counting shared memory once."""
+    # Views and tied parameters have the same address, and all empty shards have address 0.
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -66,33 +66,33 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def options(
     held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int, on_host: bool = False
 ) -> list[Option]:
-    """Return the settings that would need less memory; those that cost least speed come first.
+    """Return settings that would need less memory, in the order of what they cost in speed.
 
     `on_host`: the host's memory ran out, so there is nothing to offload to.
     """
-    fitting = []
+    advice = []
 
-    # Fewer activations: half of the batch, or those of one block at a time.
+    # Fewer activations: those of half the micro-batch, or of one block at a time.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
-        fitting.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
+        advice.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
     if config.remat != "full" and blocks > 1:
-        fitting.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
+        advice.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
 
-    # Less state: on one process there are no ranks to share it with yet.
+    # Less state per rank: sharding it takes at least two ranks.
     more_ranks = " --nproc 2" if world == 1 else ""
-    strategy = STRATEGIES[config.strategy]
+    strategy = config.sharing
     if config.strategy != LEAST_MEMORY:
         saves = round(_replicated(held, strategy) * (1 - 1 / max(2, world)))
-        fitting.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
+        advice.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
     if not config.fsdp.offload and not on_host:
         choice = "" if strategy.shards_parameters and world > 1 else f"strategy={LEAST_MEMORY} "
-        fitting.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
-    return fitting
+        advice.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
+    return advice
 
 
 def _replicated(held: Footprint, strategy: Strategy) -> int:
-    """Return the bytes of state that several ranks hold a copy of."""
+    """Return the bytes of state that more than one rank holds."""
     # The optimizer's state may not be allocated yet when memory runs out in the first step.
     to_come = held.to_come if "optimizer" in strategy.replicates else 0
     return to_come + sum(getattr(held, name) for name in strategy.replicates)
@@ -103,9 +103,9 @@ def _fraction(count: int | None, share: float) -> int | None:
 
 
 def amount(count: float) -> str:
-    """`512 B`, `3.4 MiB`, `17.2 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    """Return `512 B`, `3.4 MiB` or `17.2 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    raise AssertionError
+    return f"{count:.1f} GiB"

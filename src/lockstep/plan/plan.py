@@ -1,4 +1,4 @@
-"""How a run will run: every derived value, with its reason, before anything starts."""
+"""Derives the numbers of a run from its configuration, each with its reason, before training starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
-# Micro-batches of a step under `exact`, unless micro_batch is set. They must not follow the number of ranks, which they
-# limit: eight is a full host.
+# Micro-batches of a step under `exact`, unless micro_batch is set. The number must not depend on the number of ranks,
+# which it limits: eight is a full host.
 EXACT_MICRO_BATCHES = 8
 
 
@@ -22,7 +22,7 @@ class Plan:
     global_batch: int
     micro_batch: int
     micro_batches: int  # of one full global step
-    accumulation: int  # most micro-batches any rank runs in a step
+    accumulation: int  # the most micro-batches that a rank runs in a step
     steps: int
     steps_per_epoch: int | None  # None: a stream, whose length is not known
     samples: int | None
@@ -36,8 +36,8 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     """Derive the plan of a run on `world` data-parallel ranks.
 
     samples  the length of the dataset; None for a stream
-    most     the largest micro-batch that fits into memory, if an earlier attempt has found out
-    depth    how many micro-batches the stages of a pipeline need to be busy
+    most     the largest micro-batch that fits into memory, if an earlier attempt has found it
+    depth    how many micro-batches keep the stages of a pipeline busy
     """
     if samples == 0:
         raise UserError("the dataset has no samples", "", "check the path or filter that it is made from")
@@ -47,8 +47,8 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     global_batch, reasons["global_batch"] = _global_batch(config, world)
     micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, world, most)
     if depth > 1 and config.micro_batch in (None, "auto"):
-        # Every stage of a pipeline needs a micro-batch to work on, if there are enough samples. A stream needs a size
-        # that divides the samples of one pipeline.
+        # Every stage of a pipeline should have a micro-batch to work on, if there are enough samples. For a stream the
+        # size must divide the samples of one pipeline.
         share = global_batch // world
         largest = max(1, share // depth)
         if micro_batch > largest:
@@ -68,7 +68,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     per_epoch = None
     if samples is not None:
         per_epoch = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
-    # Without this check a run would end before its first step, and look like a success.
+    # Such a run would end before its first step and look like a success.
     if per_epoch == 0:
         raise UserError(
             f"global_batch={global_batch} with tail=drop leaves no step: the dataset has {samples} samples",
@@ -80,9 +80,9 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
 
 
 def smaller_micro_batch(plan: Plan) -> int:
-    """Return half of the micro-batch, or the next size below that divides it, which a stream needs."""
+    """Return half of the micro-batch; for a stream its largest divisor that is no larger than half."""
     half = max(1, plan.micro_batch // 2)
-    # A map-style dataset takes any size: its last micro-batch is just smaller.
+    # A map-style dataset takes any size, because its last micro-batch may be smaller.
     return half if plan.samples is not None else _largest_divisor(plan.micro_batch, half)
 
 
@@ -98,7 +98,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
-    """Return the samples of a step. The two keys exclude each other, see config/conflicts.py."""
+    """Return the samples of a step. The two keys exclude each other (config/conflicts.py)."""
     if config.local_batch is not None:
         return config.local_batch * world, f"local_batch {config.local_batch} x {_ranks(world)}"
     if config.global_batch is None:
@@ -111,7 +111,7 @@ def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
 
 
 def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None) -> tuple[int, str]:
-    """Return the samples of a forward; every rank must get at least one micro-batch."""
+    """Return the samples of a forward, such that every rank gets at least one micro-batch."""
     if global_batch < world:
         raise UserError(
             f"global_batch={global_batch} cannot be split on {world} ranks",

@@ -1,4 +1,4 @@
-"""The causes that verify can name: what each means and how it is fixed. `diagnose.py` finds out which one it is.
+"""The causes that verify can name: what each means and how to fix it. `diagnose.py` finds out which one it is.
 
 To add one, add a row here, a rule in `diagnose.py`, and a broken task to tests/zoo/broken.py.
 """
@@ -149,8 +149,8 @@ _IN_OWN_LOOP = {
 }
 CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 
-# Words of messages with which the engine refuses a mistake itself -> the cause. A rank leaves only the text of its
-# error; tests/test_verify.py fails when a message no longer has its words.
+# Words of the messages with which the engine itself refuses a mistake -> the cause. All that a rank leaves is the text
+# of its error; tests/test_verify.py fails when a message no longer contains its words.
 _REFUSALS = {
     "the loss was computed without the model": "bypass",
     "after the model was wrapped": "changed-structure",
@@ -163,7 +163,6 @@ _REFUSALS = {
 
 
 def named(key: str, evidence: str = "") -> Cause:
-    """Return the cause, with what the runs have shown."""
     return replace(CAUSES[key], evidence=evidence)
 
 
@@ -172,6 +171,6 @@ def in_own_loop(cause: Cause) -> Cause:
 
 
 def refusal(message: str, for_user: bool) -> Cause:
-    """Return the cause that the text of a failure names."""
+    """Return the cause of a failure, by the words in its message."""
     unnamed = "refused" if for_user else "failed"
     return named(next((key for words, key in _REFUSALS.items() if words in message), unnamed), message)

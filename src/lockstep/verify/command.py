@@ -1,4 +1,4 @@
-"""`lockstep verify`: run the trials, compare, explain. Returns a Report; the command prints it."""
+"""`lockstep verify`: runs the trials, compares them, and explains the differences in a Report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lockstep.verify.causes import Cause, in_own_loop, named, refusal
 from lockstep.verify.compare import Comparison, Divergence, first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.record import Record
-from lockstep.verify.runner import Runner, Target
+from lockstep.verify.runner import Runner
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 
 WIDTH = 100  # characters of a line
@@ -30,11 +31,9 @@ COLUMNS = ("gradients", "parameters", "losses")
 
 @dataclass(frozen=True)
 class Row:
-    """One trial with its verdict."""
-
     trial: Trial
     role: str  # reference, again, rounding, world, split
-    verdict: str  # reference, ok, yardstick, not judged; in capitals what is bad: DIFFERS, REFUSED, FAILED
+    verdict: str  # reference, ok, yardstick, not judged; bad ones in capitals: DIFFERS, REFUSED, FAILED
     comparison: Comparison | None = None
 
 
@@ -55,17 +54,15 @@ class Report:
 
     @property
     def first(self) -> tuple[Row, Divergence] | None:
-        """What diverged first, in the first trial that did."""
-        for row in self.rows:
-            if row.verdict.isupper() and row.comparison and row.comparison.first:
-                return row, row.comparison.first
-        return None
+        """The first divergence of the first trial that has one."""
+        bad = [(row, row.comparison.first) for row in self.rows if row.verdict.isupper() and row.comparison]
+        return next(((row, first) for row, first in bad if first), None)
 
 
 def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: str | None) -> int:
     """Print the table; return 0 if all trials trained the same model, else 1."""
     if json_file:
-        _write(Path(json_file), "")  # fails now rather than after all the work
+        _write(Path(json_file), "")  # fail now rather than after all the work
 
     report = verify(target, layers, options)
     print(text_of(report))
@@ -86,11 +83,11 @@ def _write(path: Path, text: str) -> None:
 def verify(
     target: str, layers: Sequence[Layer], options: VerifyOptions = VerifyOptions(), runner: Runner | None = None
 ) -> Report:
-    """Verify a target. `runner` is one that has started already, for many verifications in a row."""
+    """Verify a target. To verify several, start one `runner` for all of them."""
     targets.check(target)
     check(options)
 
-    # A source of its own, so that a conflict with it names the option that was typed.
+    # The source is named after the option, so that a conflict with it names what was typed.
     layers = [*layers, ("--exact", {"exact": True})] if options.exact else list(layers)
     check_layers(layers)
 
@@ -103,23 +100,23 @@ def verify(
 def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> Report:
     began = time.monotonic()
 
-    # One step on one process tells the batch, the strategy and the device, from which the trials follow.
+    # One step on one process shows the batch, the strategy and the device, by which the trials are chosen.
     alone = Trial()
-    first = runner.run(Target(target, layers, steps=1), [alone])[alone]
+    first = runner.run(target, layers, 1, [alone])[alone]
     if not first.ranks:
         return _failed_alone(target, options, first, began)
 
-    # The batch is fixed: with local_batch it would follow the number of ranks.
+    # The batch is fixed: with local_batch it would depend on the number of ranks.
     matrix = choose(options, first.facts)
-    fixed = Target(target, [*layers, ("verify", {"global_batch": first.facts["global_batch"]})], options.steps)
-    case = Case(matrix, lambda trials: runner.run(fixed, trials))
+    fixed = [*layers, ("verify", {"global_batch": first.facts["global_batch"]})]
+    case = Case(matrix, partial(runner.run, target, fixed, options.steps))
 
     # Without a reference there is nothing to compare.
     case.need([matrix.reference, matrix.again, *matrix.nudged])
     if case.reference.failure:
         return _failed_alone(target, options, case.reference, began)
 
-    # All other trials at once, side by side; then the verdict, which may run a few more probes.
+    # All other trials run in parallel. Then comes the verdict, which may run a few more probes.
     splits, notes = _splits(case)
     worlds = _worlds(case)
     case.need([*worlds, *splits])
@@ -144,9 +141,10 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
 
 
 def _worlds(case: Case) -> list[Trial]:
-    """Return the trials with several ranks; those of a stream in eval mode, if the model draws random numbers.
+    """Return the trials with several ranks.
 
-    The ranks of a stream split it into other micro-batches than one process does, and so draw other numbers.
+    The ranks of a stream split it into other micro-batches than one process does. If the loss draws random numbers,
+    these would differ, and the trials are run in eval mode.
     """
     eval_mode = bool(case.reference.facts["stream"] and case.reference.drawn)
     return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
@@ -155,7 +153,7 @@ def _worlds(case: Case) -> list[Trial]:
 def _splits(case: Case) -> tuple[list[Trial], list[str]]:
     """Return the other splits of the batch, and a note if they cannot be compared.
 
-    Random numbers in the model follow the micro-batch. So splits are compared in eval mode, if it draws any.
+    Random numbers depend on the micro-batch, so splits are compared in eval mode if the loss draws any.
     """
     splits = list(case.matrix.splits)
     if not case.reference.drawn or not splits:
@@ -173,7 +171,7 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
 
 
 def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
-    """With --exact, return the first trial whose bits are not identical."""
+    """Return, with --exact, the first trial whose bits are not identical, as a cause."""
     for trial in (case.matrix.again, *worlds) if options.exact else ():
         comparison = case.compare(trial)
         if not comparison.bits:
@@ -188,7 +186,7 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
 
 
 def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:
-    """Return the rows of the table; one of the nudged runs stands for both."""
+    """Return the rows of the table, with one of the two nudged runs."""
     matrix = case.matrix
     return [
         Row(matrix.reference, "reference", "reference"),
@@ -205,7 +203,7 @@ def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
         return Row(trial, role, "REFUSED" if failure.for_user else "FAILED")
 
     comparison = case.itself() if role == "again" else case.compare(trial)
-    # Other splits add other terms together: identical bits are asked of worlds only.
+    # Other splits add in another order, so they need not have identical bits.
     inexact = options.exact and role != "split" and not comparison.bits
     verdict = "DIFFERS" if comparison.first or inexact else "ok"
     if role == "rounding":
@@ -216,7 +214,7 @@ def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
 
 
 def _about_splits(case: Case, first: Record) -> list[str]:
-    """Return a note for models with dropout, whose masks follow the micro-batch."""
+    """Return a note for models with dropout, whose masks depend on the micro-batch."""
     if not case.reference.drawn or first.facts["micro_batch_asked"]:
         return []
     return [
@@ -227,7 +225,7 @@ def _about_splits(case: Case, first: Record) -> list[str]:
 
 def _about_rounding(case: Case) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
-    nudged = case.need(list(case.matrix.nudged))
+    nudged = case.need(case.matrix.nudged)
     step = first_chaotic_step(case.reference, nudged) if case.repeatable else None
     if step is None:
         return []
@@ -238,14 +236,14 @@ def _about_rounding(case: Case) -> list[str]:
 
 
 def _failed_alone(target: str, options: VerifyOptions, record: Record, began: float) -> Report:
-    """Report that one process alone fails. A known cause is a result; another refusal is raised as it is."""
+    """Report that one process alone fails."""
     failure = record.failure
     assert failure is not None
 
-    # A refusal that verify knows, such as a forward around the wrapper, is the cause it was started to find.
+    # A mistake that the engine refuses, such as a forward around the wrapper, is a result. Other refusals are raised.
     cause = refusal(failure.message, failure.for_user)
     if cause.key == "refused":
-        # Its text is all that a rank leaves of a UserError.
+        # All that a rank leaves of a UserError is its text.
         head, _, fix = failure.message.partition("\n  do:    ")
         problem, _, found = head.partition("\n  found: ")
         raise UserError(problem, found, fix or "see above")
@@ -287,8 +285,7 @@ def text_of(report: Report) -> str:
     for cause in report.causes:
         paragraphs += [("cause", f"{cause.title} [{cause.key}]"), ("seen", cause.evidence), ("do", cause.fix)]
     for label, text in paragraphs:
-        words = " ".join(text.split())
-        lines += textwrap.wrap(f"{label:7}{words}", WIDTH, subsequent_indent=" " * 7)
+        lines += textwrap.wrap(f"{label:7}{' '.join(text.split())}", WIDTH, subsequent_indent=" " * 7)
 
     # The last line is the answer.
     verdict = "PASS  the same training in every layout, up to rounding"
@@ -302,9 +299,8 @@ def text_of(report: Report) -> str:
 def _line(row: Row, width: int) -> str:
     cells = ["-"] * len(COLUMNS)
     if row.comparison:
-        same = row.comparison.identical
         errors = row.comparison.errors
-        cells = ["identical" if same[column] else f"{errors[column]:.1e}" for column in COLUMNS]
+        cells = ["identical" if row.comparison.identical[name] else f"{errors[name]:.1e}" for name in COLUMNS]
     return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 

@@ -1,8 +1,9 @@
-"""Compare two records: where and by how much they differ, against what rounding alone does to the same model.
+"""Compares two records: where they differ, and whether by more than rounding alone changes the same model.
 
 The yardstick is measured. The reference is trained again with every weight moved, before every step, by up to one unit
-in the last place: rounding errors act like such changes. A tensor of another trial may be `FACTOR` times as far from
-the reference as the nudged runs are, or `FACTOR` units in the last place of its largest element, if that is more.
+in the last place, because rounding errors act like such changes. A tensor of another trial may be `FACTOR` times as far
+from the reference as these nudged runs are, or `FACTOR` units in the last place of its largest element, if that is
+more.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 from lockstep.verify.record import Record, Tensors
 
-# Room for what two nudged runs do not show: other orders of addition, and the tails of rounding errors. A wrong factor
-# of 1.0001 on one gradient is still found.
+# Leaves room for what two nudged runs do not show: other orders of addition, and rare large rounding errors. A wrong
+# factor of 1.0001 on one gradient is still found.
 FACTOR = 32.0
 EPS = float(np.finfo(np.float32).eps)  # sums over micro-batches and ranks are float32, whatever the compute format
 
-# What is compared, in the order in which a step computes it -> when a difference shows.
+# What is compared, in the order in which a step computes it -> when it is compared.
 KINDS = {
     "initial weights": "before the first step",
     "loss weight": "of step {step}",
@@ -37,7 +38,7 @@ ALWAYS = ("gradient", "parameter", "state")  # kinds in which a name of the refe
 
 @dataclass(frozen=True)
 class Divergence:
-    """Something that is further from the reference than rounding explains."""
+    """A value that is further from the reference than rounding explains."""
 
     step: int
     kind: str
@@ -57,8 +58,6 @@ class Divergence:
 
 @dataclass
 class Comparison:
-    """A record against the reference."""
-
     record: Record
     reference: Record
     identical: dict[str, bool] = field(default_factory=dict)  # gradients, parameters, losses
@@ -67,23 +66,22 @@ class Comparison:
 
     @property
     def bits(self) -> bool:
-        """Whether gradients, parameters and losses are identical."""
         return all(self.identical.values())
 
     @property
     def first(self) -> Divergence | None:
-        """The first divergence; among equals the largest one."""
+        """The first divergence; the largest one, if several come first."""
         kinds = list(KINDS)
         return min(
             self.divergences,
-            # The statistics of a BatchNorm say more than its counter, which comes with them.
+            # A BatchNorm's statistics say more than its counter, which diverges with them.
             key=lambda d: (d.step, kinds.index(d.kind), d.name.endswith("num_batches_tracked"), -d.gap / d.allowed),
             default=None,
         )
 
 
 def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Iterable[str] = KINDS) -> Comparison:
-    """Compare a record with the reference, judging `kinds`; `nudged` are the runs that measure rounding."""
+    """Compare a record with the reference in all `kinds`; `nudged` are the runs that measure rounding."""
     result = Comparison(record, reference)
     steps = min([record.steps, reference.steps, *(other.steps for other in nudged)])
 
@@ -94,7 +92,7 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
         size = max((_size(b) for _, _, b in pairs), default=0.0)
         result.errors[columns] = max((gap(a, b) for _, a, b in pairs), default=0.0) / (size or 1.0)
 
-    # The verdict: every tensor of every step by itself.
+    # The verdict: each tensor of each step is judged by itself.
     for step in range(steps):
         for kind in kinds:
             if kind != "number of steps" and (step == 0 or kind != "initial weights"):
@@ -105,7 +103,6 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
 
 
 def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequence[Record]) -> Iterator[Divergence]:
-    """Yield what is further from the reference than FACTOR times what rounding does."""
     noise: dict[str, float] = {}
     for other in nudged:
         for name, a, b in _pairs(kind, step, other, reference):
@@ -113,20 +110,20 @@ def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequ
 
     for name, a, b in _pairs(kind, step, record, reference):
         allowed = FACTOR * max(noise.get(name, 0.0), EPS * _size(b))
-        if not gap(a, b) <= allowed:  # written so that nan diverges
+        if not gap(a, b) <= allowed:  # true for nan as well
             yield Divergence(step, kind, name, gap(a, b), allowed or math.ulp(0.0))
 
 
 def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (name, value, value in the reference) of everything of one kind in one step."""
     values = _of(kind, step, record)
-    missing = np.empty(0)  # has another shape than anything, and so differs
+    missing = np.empty(0)  # its shape differs from that of any value, so it diverges
     expected = _of(kind, step, reference).items()
     return [(name, values.get(name, missing), b) for name, b in expected if kind in ALWAYS or name in values]
 
 
 def _of(kind: str, step: int, record: Record) -> Tensors:
-    """Return what a record has of one kind in one step. Snapshot `step + 1` was taken after step `step`."""
+    """Return the values of one kind in one step. Snapshot `step + 1` was taken after step `step`."""
     match kind:
         case "initial weights":
             return record.tensors("parameters", 0)
@@ -146,7 +143,7 @@ def _of(kind: str, step: int, record: Record) -> Tensors:
 
 
 def gap(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference of an element; infinity if they cannot be compared."""
+    """Return the largest difference of an element, or infinity if the shapes differ."""
     if a.shape != b.shape:
         return math.inf
 
@@ -159,13 +156,13 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays have the same bits: 0 and -0 differ, all nan are equal."""
+    """Return whether two arrays have the same bits; 0 and -0 differ, all nan are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype.kind != "f":
         return np.array_equal(a, b)
 
-    # Compared by value and sign rather than by bytes, which would tell nan from nan.
+    # Bytes would tell one nan from another, so values and signs are compared.
     alike = (a == b) & (np.signbit(a) == np.signbit(b))
     return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
 
@@ -173,7 +170,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | None:
     """Return the first step in which rounding may change the largest gradient by its own size, or None.
 
-    From that step on a comparison shows nothing.
+    From that step on, a comparison shows nothing.
     """
     for step in range(min(record.steps for record in (reference, *nudged))):
         pairs = [pair for other in nudged for pair in _pairs("gradient", step, other, reference)]
@@ -184,5 +181,4 @@ def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | Non
 
 
 def _size(tensor: np.ndarray) -> float:
-    """Return the largest absolute value of an element."""
     return float(np.abs(tensor.astype(np.float64)).max(initial=0.0))

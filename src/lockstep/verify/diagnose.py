@@ -1,13 +1,13 @@
-"""From a divergence to its cause: by what the ranks recorded, and by one more cheap trial where two causes look alike.
+"""Finds the cause of a divergence in what the ranks recorded, and by one more cheap trial where two causes look alike.
 
-The order of the questions is the order in which a mistake shows: data before losses, losses before gradients.
+The questions follow the order in which a mistake shows: data before losses, losses before gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,32 +17,28 @@ from lockstep.verify.compare import KINDS, Comparison, Divergence, compare
 from lockstep.verify.record import Micro, Record
 from lockstep.verify.trials import Matrix, Trial
 
-# Relative error below which two sums of the same terms, in another order, are equal. Losses of micro-batches are sums
-# of thousands of float32 terms; a mistake is seldom smaller than a part in a thousand.
+# Two sums of the same terms, added in another order, are equal if their relative error is no larger than this. The loss
+# of a micro-batch is a sum of thousands of float32 terms; a mistake seldom changes it by less than a thousandth.
 SAME = 1e-5
 
 
 @dataclass
 class Case:
-    """All trials that ran, and a way to run more.
-
-    Records and comparisons are cached: several questions may need the same trial.
-    """
+    """All trials that ran, and a way to run more. Records and comparisons are cached: several questions need them."""
 
     matrix: Matrix
     run: Callable[[list[Trial]], dict[Trial, Record]]
     records: dict[Trial, Record] = field(default_factory=dict)
     comparisons: dict[Trial, Comparison] = field(default_factory=dict)
 
-    def need(self, trials: list[Trial]) -> list[Record]:
-        """Return the records of the trials; those that have not been run yet are run side by side."""
+    def need(self, trials: Sequence[Trial]) -> list[Record]:
+        """Return the records of the trials. Those that have not been run yet are run now, in parallel."""
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
         return [self.records[trial] for trial in trials]
 
     def record(self, trial: Trial) -> Record:
-        """Return the record of a trial, which is run if it has not been."""
         return self.need([trial])[0]
 
     def probe(self, trial: Trial) -> Record | None:
@@ -55,32 +51,31 @@ class Case:
         return self.records[self.matrix.reference]
 
     def compare(self, trial: Trial) -> Comparison:
-        """Compare a trial with the reference of the same mode."""
+        """Compare a trial with the reference, in training or in eval mode as the trial is."""
         if trial not in self.comparisons:
             measures = (self.matrix.reference, *self.matrix.nudged)
             same_mode = [replace(measure, eval_mode=trial.eval_mode) for measure in measures]
             record, reference, *nudged = self.need([trial, *same_mode])
 
-            # Buffers and extra state of a model in eval mode are not those of training.
+            # In eval mode, buffers and extra state are not updated as in training.
             kinds = [kind for kind in KINDS if not trial.eval_mode or kind not in ("buffer", "state")]
             self.comparisons[trial] = compare(record, reference, nudged, kinds)
         return self.comparisons[trial]
 
     def itself(self) -> Comparison:
         """Compare the reference with its own repetition."""
-        # Kernels of a GPU may add in any order, and so get some room. On a CPU there is no excuse.
-        on_cpu = self.reference.facts["device"] == "cpu"
-        nudged = [] if on_cpu else self.need([*self.matrix.nudged])
+        # On a CPU nothing may differ. Kernels of a GPU may add in any order, so they are allowed rounding errors.
+        nudged = [] if self.reference.facts["device"] == "cpu" else self.need(self.matrix.nudged)
         return compare(self.record(self.matrix.again), self.reference, nudged)
 
     @property
     def repeatable(self) -> bool:
-        """Whether the reference is the same when it is repeated; otherwise no other trial can be judged by it."""
+        """Whether repeating the reference gives the same; if not, no other trial can be judged by it."""
         return self.record(self.matrix.again).failure is not None or self.itself().first is None
 
 
 def explain(case: Case, rows: list[Trial]) -> list[Cause]:
-    """Return the causes of what is wrong in `rows`, in the order in which they were found. It may return none."""
+    """Return the causes of what is wrong in `rows`, in the order in which they were found. There may be none."""
     if cause := _differs_from_itself(case):
         return [cause]
 
@@ -89,16 +84,15 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
     ordered = sorted(rows, key=lambda trial: trial.world == 1)
     for trial in (case.matrix.again, *case.matrix.nudged, *ordered):
         failure = case.record(trial).failure
+        first = case.compare(trial).first if trial in rows and not failure else None
         if failure:
             cause = refusal(failure.message, failure.for_user)
-        elif trial not in rows or not case.compare(trial).first:
-            continue
-        elif trial.world > 1:
-            cause = _of_world(case, trial)
-        elif causes.keys() <= {"buffer", "batchnorm"}:
-            cause = _of_split(case, trial)
+        elif first and trial.world > 1:
+            cause = _of_world(case, trial, first)
+        elif first and causes.keys() <= {"buffer", "batchnorm"}:
+            cause = _of_split(case, trial, first)
         else:
-            continue  # most likely a consequence
+            continue  # no divergence, or most likely a consequence of another cause
         causes.setdefault(cause.key, cause)  # each cause once, with its first evidence
 
     if cause := _untied(case, rows):
@@ -110,13 +104,13 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
 
 
 def _differs_from_itself(case: Case) -> Cause | None:
-    """Look for training that is not repeatable: then nothing that differs says anything about ranks or splits."""
+    """Look for training that is not repeatable, in which case no difference says anything about ranks or splits."""
     again = case.record(case.matrix.again)
     first = None if again.failure else case.itself().first
     if first is None:
         return None
 
-    # Samples that look different when they are read again come before any arithmetic.
+    # Samples that differ when they are read again come before any arithmetic.
     changed = _first_changed_sample(case.reference, again)
     if changed is not None and changed.ids:
         return named(
@@ -126,7 +120,7 @@ def _differs_from_itself(case: Case) -> Cause | None:
 
 
 def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
-    """Return the first micro-batch with the same ids and other contents."""
+    """Return the first micro-batch that has the same ids as in the reference, but other contents."""
     # One of the two may have ended early.
     for step in range(min(record.steps, reference.steps)):
         for micro, other in _matched(record, reference, step):
@@ -136,7 +130,7 @@ def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
 
 
 def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, Micro]]:
-    """Return the micro-batches of a step that both records have, with those of the reference."""
+    """Return (micro-batch, the same of the reference) for the micro-batches of a step that both have."""
     expected = {micro.index: micro for micro in reference.micros[step]}
     return [(micro, expected[micro.index]) for micro in record.micros[step] if micro.index in expected]
 
@@ -144,13 +138,11 @@ def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, 
 # ---- several ranks, the same split ----
 
 
-def _of_world(case: Case, trial: Trial) -> Cause:
-    """Name the cause of a divergence that several ranks have from one process."""
+def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
+    """Name the cause of a divergence between several ranks and one process."""
     comparison = case.compare(trial)
-    first = comparison.first
-    assert first is not None
 
-    # Settings, weights or samples that differ explain everything that follows from them.
+    # Settings, weights or samples that differ explain everything that follows.
     for check in (_settings_differ, _ranks_differ, _data_differs):
         if cause := check(comparison.record, comparison.reference, first.step):
             return cause
@@ -161,7 +153,7 @@ def _of_world(case: Case, trial: Trial) -> Cause:
             return _of_loss(case, comparison, first.step)
         case "gradient":
             return _of_gradient(comparison, first)
-        # BatchNorm is so common that it gets a cause, and a fix, of its own.
+        # BatchNorm is so common that it has its own cause and fix.
         case "buffer" if any(first.name.startswith(f"{n}.") for n in comparison.reference.facts["batchnorm"]):
             return _of_batchnorm(comparison, first.step)
     keys = {
@@ -175,7 +167,6 @@ def _of_world(case: Case, trial: Trial) -> Cause:
 
 
 def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
-    """Name the running statistics that differ, rather than the counter that comes first in the alphabet."""
     names = [d.name for d in comparison.divergences if d.kind == "buffer" and d.step == step]
     statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
     return named(
@@ -188,7 +179,7 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
 def _settings_differ(record: Record, reference: Record, step: int) -> Cause | None:
     """Look for a rank whose learning rate, momentum or decay is not that of the reference.
 
-    A difference in a later step than `step` would be a consequence, not the cause.
+    A difference after `step`, which diverged, would be a consequence and not the cause.
     """
     for number in range(min(step + 1, record.steps)):
         expected = reference.ranks[0]["steps"][number]["settings"]
@@ -205,12 +196,11 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
 
 
 def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
-    """Look for replicas that no longer hold the same weights."""
-    # Ranks that hold shards hold different things by design.
+    # Ranks that hold shards differ by design.
     if not record.facts["replicated"]:
         return None
 
-    # Snapshot `step + 1` is the state after the step that diverged.
+    # Snapshot `step + 1` was taken after the step that diverged.
     for number in range(min(step + 2, record.steps + 1)):
         when = f"after step {number - 1}" if number else "before the first step"
         for rank in range(record.trial.world):
@@ -223,12 +213,12 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
 def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
     """Look for samples that are repeated, skipped or changed."""
     world = record.trial.world
-    one = reference.facts["samples"]
-    many = record.facts["samples"]
-    if one != many:
-        return named("data", f"data() has {one} samples on one process, and {many} on each of {world}")
+    expected_samples = reference.facts["samples"]
+    samples = record.facts["samples"]
+    if samples != expected_samples:
+        return named("data", f"data() has {expected_samples} samples on one process, and {samples} on each of {world}")
 
-    # The samples of a step are compared by their contents, as a set with counts: which rank has one does not matter.
+    # The samples of a step are counted by their contents: it does not matter which rank has which.
     for number in range(min(step + 1, record.steps, reference.steps)):
         rows = Counter(row for micro in record.micros[number] for row in micro.rows)
         expected = Counter(row for micro in reference.micros[number] for row in micro.rows)
@@ -236,7 +226,7 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
             continue
         of_step = f"{(rows - expected).total()} of {rows.total()} samples of step {number}"
 
-        # Repeated samples; or the right ones, which look different; or others altogether.
+        # Samples are repeated, or they are the right ones but look different, or they are other ones.
         if any(row in expected for row in rows - expected):
             return named("data", f"{of_step} came more than once")
         if changed := _first_changed_sample(reference, record):
@@ -254,7 +244,7 @@ def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
     where = f"micro-batch {differing[0].index} of step {step}, on rank {rank}" if differing else f"step {step}"
     only_training = f"{where}: equal with the model in eval mode, different in training"
 
-    # What the records show by themselves comes before what needs another run.
+    # First what the records themselves show, then what needs another run.
     ratios = _ratios(record, reference, step)
     factor = next(iter(ratios), 0.0)
     if factor and not _close(factor, 1.0) and all(_close(ratio, factor) for ratio in ratios):
@@ -262,11 +252,11 @@ def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
     if own := reference.drawn & {"numpy", "random"}:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {where}")
 
-    # Torch's own generator is seeded per micro-batch, so drawing from it is no mistake by itself.
+    # Torch's own generator is seeded per micro-batch, so drawing from it is not a mistake in itself.
     if reference.drawn and _equal_in_eval_mode(case, record.trial, step):
         return named("randomness", only_training)
 
-    # A process that has no rank runs that rank's samples: does it get that rank's losses?
+    # Does a process without a rank get the same losses for that rank's samples?
     if step == 0 and rank and not reference.facts["stream"]:
         alone = case.probe(replace(case.matrix.reference, part=(rank, record.trial.world)))
         if alone and not _same_totals(alone, record):
@@ -277,7 +267,7 @@ def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
 
 
 def _equal_in_eval_mode(case: Case, trial: Trial, step: int) -> bool:
-    """Whether only what training adds (dropout, masks, noise) makes the losses of a step differ."""
+    """Return whether the losses of a step differ only because of what training adds: dropout, masks, noise."""
     record = case.probe(replace(trial, eval_mode=True))
     reference = case.probe(replace(case.matrix.reference, eval_mode=True))
     if record is None or reference is None or step >= min(record.steps, reference.steps):
@@ -288,7 +278,7 @@ def _equal_in_eval_mode(case: Case, trial: Trial, step: int) -> bool:
 def _carried(case: Case, where: str) -> Cause:
     """Name what the process carries from one micro-batch to the next.
 
-    It was found by elimination: the loss follows neither the samples, nor the rank, nor a random generator.
+    This is the cause by elimination: the loss depends on neither the samples, nor the rank, nor a random generator.
     """
     reference = case.reference
     before = reference.tensors("extra", 0)
@@ -311,22 +301,21 @@ def _differing_losses(record: Record, reference: Record, step: int) -> list[Micr
 
 
 def _same_totals(record: Record, reference: Record) -> bool:
-    """Whether the micro-batches of the first step have the losses that they have in the reference."""
+    """Return whether the losses of the first step are those of the reference, micro-batch by micro-batch."""
     return all(_close(a.total, b.total) for a, b in _matched(record, reference, 0))
 
 
 def _ratios(record: Record, reference: Record, step: int) -> list[float]:
-    """Return each loss of a step divided by that of the reference; losses of 0 say nothing and are left out."""
+    """Return the losses of a step divided by those of the reference, without those that are 0 there."""
     return [a.total / b.total for a, b in _matched(record, reference, step) if b.total]
 
 
 def _close(a: float, b: float) -> bool:
-    """Whether two sums of the same terms are equal up to rounding."""
     return a == b or abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
 def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
-    """Tell a parameter that was left out of the all-reduce from a mistake that all gradients share."""
+    """Tell parameters that were left out of the all-reduce from a mistake that all gradients share."""
     wrong = sum(d.kind == "gradient" and d.step == first.step for d in comparison.divergences)
     number = len(comparison.reference.tensors("gradients", first.step))
     if wrong < number:
@@ -337,17 +326,14 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
 # ---- one process, another split ----
 
 
-def _of_split(case: Case, trial: Trial) -> Cause:
-    """Name the cause of a divergence that another split of the same batch has on one process."""
-    comparison = case.compare(trial)
-    record = comparison.record
-    reference = comparison.reference
-    first = comparison.first
-    assert first is not None
+def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
+    """Name the cause of a divergence between two splits of the same batch, on one process."""
+    record = case.compare(trial).record
+    reference = case.compare(trial).reference
     step = first.step
     evidence = f"{first.text} ({trial.text})"
 
-    # BatchNorm explains any difference that is gone without its statistics.
+    # BatchNorm explains any difference that disappears without its statistics.
     if record.facts["batchnorm"] and not trial.eval_mode:
         without = case.compare(replace(trial, eval_mode=True)).first
         if without is None or without.step > 0 or without.kind == "metric":
@@ -357,7 +343,7 @@ def _of_split(case: Case, trial: Trial) -> Cause:
     if cause := _settings_differ(record, reference, step):
         return cause
 
-    # The same samples must weigh the same, however they are split.
+    # The same samples must have the same weight, however they are split.
     if not _close(record.weight(step), reference.weight(step)):
         weights = {micro.weight for micro in (*record.micros[step], *reference.micros[step])}
         return named(
@@ -366,11 +352,11 @@ def _of_split(case: Case, trial: Trial) -> Cause:
             "in two splits of the same samples",
         )
 
-    # The weights agree and the sums do not: a probe tells why, but a stream cannot be read twice for it.
+    # The weights agree and the sums do not. A probe tells why, except for a stream, which cannot be read twice.
     if first.kind == "loss" and not record.facts["stream"]:
         return _of_sum(case, evidence)
     if first.kind == "loss":
-        # Sums of means are in proportion to the number of micro-batches.
+        # A sum of means is proportional to the number of micro-batches.
         expected = len(record.micros[step]) / len(reference.micros[step])
         ratio = record.total(step) / (reference.total(step) or 1.0)
         return named("mean-for-sum" if math.isclose(ratio, expected, rel_tol=0.25) else "loss-weight", evidence)
@@ -385,7 +371,7 @@ def _of_split(case: Case, trial: Trial) -> Cause:
 
 
 def _of_sum(case: Case, evidence: str) -> Cause:
-    """Run every sample twice in each micro-batch: a sum doubles, a mean stays."""
+    """Run every sample twice in each micro-batch: a sum doubles, a mean stays the same."""
     single = case.probe(replace(case.matrix.reference, eval_mode=True))
     doubled = case.probe(replace(case.matrix.reference, eval_mode=True, twice=True))
     if single is None or doubled is None or not single.total(0):
@@ -399,7 +385,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
             "batch-coupled", f"{evidence}; with every sample twice, the loss is {ratios[0]:.3g} times as large"
         )
 
-    # It is a sum. Does a micro-batch depend on the ones before it? Half of them, run alone, show it.
+    # It is a sum. Half of the micro-batches, run alone, show whether one depends on those before it.
     half = case.probe(replace(case.matrix.reference, part=(1, 2)))
     if half and not _same_totals(half, case.reference):
         return _carried(case, evidence)
@@ -412,7 +398,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
 
 
 def _untied(case: Case, rows: list[Trial]) -> Cause | None:
-    """Look for tied weights that wrapping the model has untied, or that were never tied."""
+    """Look for tied weights that wrapping has untied, and for weights that should have been tied."""
     tied = case.reference.facts["tied"]
 
     # Wrapping, sharding or moving a model may copy a parameter that two modules share.
@@ -425,10 +411,10 @@ def _untied(case: Case, rows: list[Trial]) -> Cause | None:
 
 
 def _copied(reference: Record) -> Cause | None:
-    """Look for two matrices of different kinds of modules that start as the same random numbers, and part.
+    """Look for two matrices, of modules of different kinds, that start as the same random numbers and then diverge.
 
     An embedding and a linear layer that start equal were probably meant to be tied. Layers of the same kind may start
-    equal, and so may anything that is filled by a formula.
+    equal on purpose.
     """
     start = reference.tensors("parameters", 0)
     end = reference.tensors("parameters", reference.steps)
@@ -436,7 +422,7 @@ def _copied(reference: Record) -> Cause | None:
     first_with: dict[str, str] = {}  # digest -> the first parameter that has it
     for name in reference.facts["trainable"]:
         if start[name].ndim < 2 or np.ptp(start[name]) == 0:
-            continue  # biases and norms start as constants, which are equal everywhere
+            continue  # biases and norms start as constants
         twin = first_with.setdefault(reference.digests(0, 0)[name], name)
         if owners[twin] != owners[name] and not np.array_equal(end[twin], end[name]):
             return named("untied", f"{twin} and {name} start as the same numbers, and are not equal after training")

@@ -23,13 +23,12 @@ class Micro:
 
     rank: int
     index: int
-    samples: int
     padding: bool
     ids: list[int]
     rows: list[str]  # a digest of every sample
     total: float
     weight: float
-    metrics: dict[str, list[float]]
+    metrics: dict[str, list[float]]  # name -> [sum, weight]
     drawn: list[str]  # the global generators that its loss has drawn from
 
 
@@ -45,7 +44,7 @@ class Record:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What rank 0 has recorded about the run: batch, device, strategy, ..."""
+        """The facts that rank 0 has recorded about the run: batch, device, strategy, ..."""
         return self.ranks[0]["facts"]
 
     @property
@@ -56,12 +55,12 @@ class Record:
     def tensors(self, kind: str, step: int) -> Tensors:
         """Return tensors of rank 0.
 
-        `kind` is "gradients" (which the step applied), "parameters", "buffers" or "extra" (what the task keeps besides
-        the model), each before the step.
+        `kind` is "gradients" (those that the step applied), or the state before the step: "parameters", "buffers" or
+        "extra" (what the task keeps besides the model).
         """
         from safetensors.numpy import load_file
 
-        # Every comparison reads the tensors of the reference again, so they stay in memory.
+        # They stay in memory, because every comparison needs those of the reference.
         name = f"{kind}-{step}"
         if name not in self._loaded:
             self._loaded[name] = load_file(str(self.folder / f"{name}.safetensors"))
@@ -75,7 +74,7 @@ class Record:
 
     @cached_property
     def micros(self) -> list[list[Micro]]:
-        """The micro-batches of every step, all ranks together, ordered by index. Padding is left out."""
+        """The micro-batches of every step, of all ranks together, ordered by index. Padding is left out."""
         return [self._micros_of(step) for step in range(self.steps)]
 
     def _micros_of(self, step: int) -> list[Micro]:
@@ -88,11 +87,9 @@ class Record:
         return sorted(micros, key=lambda micro: (micro.index, micro.rank))
 
     def total(self, step: int) -> float:
-        """Return the sum of the losses of a step."""
         return float(sum(micro.total for micro in self.micros[step]))
 
     def weight(self, step: int) -> float:
-        """Return the sum of the loss weights of a step."""
         return float(sum(micro.weight for micro in self.micros[step]))
 
     def loss(self, step: int) -> float:
@@ -116,8 +113,7 @@ class Record:
 
 
 def read_record(folder: Path, trial: Trial, failure: Failure | None) -> Record:
-    """Read what the ranks of a trial have written to `folder`."""
+    """Read what the ranks of a trial have written to `folder`; without a record of every rank, nothing."""
     paths = [folder / f"record-{rank}.json" for rank in range(trial.world)]
     ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
-    # Without the record of every rank there is nothing to compare.
     return Record(folder, trial, ranks if len(ranks) == trial.world else [], failure)

@@ -1,4 +1,4 @@
-"""What one rank of a trial does: the user's training, for a few steps, with everything recorded.
+"""One rank of a trial: it runs a few steps of the user's training and records everything.
 
 The run is a real one, started as `lockstep train` starts it. Only `Run` and its builder are replaced in this process,
 by subclasses that record every step. Tensors go to safetensors files (rank 0), numbers to JSON (every rank).
@@ -38,7 +38,7 @@ SHORT = 16  # characters of a digest that are kept: enough to tell samples apart
 
 def work(spec: dict[str, Any]) -> None:
     """Train the target of `spec` with a Run that records."""
-    # `api` looks the class up when a run starts, so replacing it here reaches fit and start alike.
+    # `api` looks the class up when a run starts, so replacing it here affects fit and start alike.
     RecordedBuilder.orders = spec["orders"]
     setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
@@ -55,10 +55,20 @@ class RecordedBuilder(RunBuilder):
         self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
     ) -> ModelSetup:
         self._task = task
-        before = {"tied": _tied(model), "own_loop": task is None}  # wrapping might untie them
+        tied = _tied(model)  # wrapping might untie them
         wrapped = super().setup_model(model, optimizers, task, data)
-        after = {"tied_after": _tied(model), "batchnorm": _batchnorms(model), "owners": _owners(model)}
-        self._facts: dict[str, Any] = before | after
+        self._facts = {
+            "own_loop": task is None,
+            "tied": tied,
+            "tied_after": _tied(model),
+            # The BatchNorm modules that take statistics.
+            "batchnorm": [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training],
+            # Parameter -> the class of the module that holds it.
+            "owners": {
+                name: type(model.get_submodule(name.rpartition(".")[0])).__name__
+                for name, _ in model.named_parameters()
+            },
+        }
         return wrapped
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -69,16 +79,16 @@ class RecordedBuilder(RunBuilder):
         return run
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure. `step_batches` ends a trial with SystemExit, which is not one."""
+        """Record a failure, but not the SystemExit with which `step_batches` ends a trial."""
         if not isinstance(error, SystemExit) or error.code:
             super().fail(error)
 
 
 class RecordedRun(Run):
-    """A Run that records what every step read and computed, and ends after a few steps."""
+    """A Run that records what every step reads and computes, and ends after a few steps."""
 
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
-        """Record the facts from which the trials are chosen, and prepare to record the steps."""
+        """Collect the facts from which the trials are chosen, and prepare to record the steps."""
         self.orders = orders
         self._folder = Path(orders["folder"])
         self._task = task
@@ -97,7 +107,7 @@ class RecordedRun(Run):
             "trainable": trainable(self.driver.model)[0],
         }
 
-        # Probes: one rank's share of the samples on one process; every sample twice.
+        # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
             source.world = World(*orders["part"])
         if isinstance(source, MapSource) and orders["twice"]:
@@ -128,28 +138,24 @@ class RecordedRun(Run):
             if number + 1 == self.orders["steps"]:
                 break
 
-        # There is nothing more to compare: no evaluation, no saving, no sample at the end.
+        # Nothing more is compared, so there is no evaluation, no checkpoint and no sample at the end.
         self._snapshot(len(self._steps))
         self.runtime.collectives.final_barrier()
         raise SystemExit(0)
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Record the gradients and settings of a step, before anything else happens after it."""
-        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
+        """Record the gradients and settings of a step, before anything can change them."""
+        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
         assert result is not None
-        grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.grad is not None}
-        self._put(f"gradients-{len(self._steps)}", {name: full_tensor(grad) for name, grad in grads.items()})
-        self._steps.append(
-            {
-                "micros": self._micros,
-                "settings": [_plain(group) for o in self.optimizers.all for group in o.param_groups],
-            }
-        )
+        parameters = self.driver.model.named_parameters()
+        grads = {name: full_tensor(p.grad) for name, p in parameters if p.grad is not None}
+        self._put(f"gradients-{len(self._steps)}", grads)
+        settings = [_plain(group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
+        self._steps.append({"micros": self._micros, "settings": settings})
         super().finish(batches, result)
 
     def maintain(self, evaluation_due: bool = False) -> None:
-        """Check the structure of the model after every step."""
-        self.guard.check_structure()  # before a checkpoint would fail for that reason
+        self.guard.check_structure()  # after every step, before a checkpoint fails for that reason
         super().maintain(evaluation_due)
 
     def save_weights(self) -> None:
@@ -164,19 +170,24 @@ class RecordedRun(Run):
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Record which samples each micro-batch holds, on their way to the step."""
         for micro in batches:
-            note = {"index": micro.index, "samples": micro.samples, "padding": micro.padding}
-            self._micros.append(note | {"ids": [int(i) for i in micro.ids], "rows": _rows(micro.data, micro.samples)})
+            self._micros.append(
+                {
+                    "index": micro.index,
+                    "padding": micro.padding,
+                    "ids": [int(i) for i in micro.ids],
+                    "rows": _rows(micro.data, micro.samples),
+                }
+            )
             yield micro
 
     def _begin_micro(self, micro: MicroBatch, control: Any) -> None:
-        """Remember the generators, after the engine has seeded them and before the loss draws from them."""
+        """Note the state of the generators after the engine has seeded them and before the loss draws from them."""
         self._before_forward(micro, control)
-        # The source may be ahead of the step, so the newest note is not always the one of this micro-batch.
+        # The source may be ahead of the step, so the newest note need not belong to this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
     def _record_loss(self, loss: Loss, control: Any) -> None:
-        """Record what the loss returned, and which generators it has drawn from."""
         states = _generators()
         self._backward(loss, control)
         self._note |= {
@@ -196,18 +207,18 @@ class RecordedRun(Run):
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
 
-        # The numbers of this rank so far. A rank that is killed here leaves the last complete record.
+        # A rank that is killed while it writes leaves the last complete record.
         path = self._folder / f"record-{self.runtime.world.rank}.json"
         staged = path.with_suffix(".tmp")
         staged.write_text(json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
         staged.replace(path)
 
     def _extra(self) -> dict[str, Tensor]:
-        """Return what the task, or the script, keeps besides the model: registered state and the task's attributes."""
+        """Return what the task or the script keeps besides the model: registered state and the task's attributes."""
         others = self.checkpoints.state.others
         own: dict[str, Any] = {f"state.{name}": stateful.state_dict() for name, stateful in others.items()}
 
-        # A moving average is often an attribute that no state_dict names: that is the mistake to find.
+        # A moving average is often an attribute that no state_dict names, which is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
             state = value.state_dict() if isinstance(value, nn.Module) else value
             if value is not self.driver.model and isinstance(state, dict | Tensor | int | float):
@@ -220,7 +231,7 @@ class RecordedRun(Run):
             packed: dict[str, Tensor] = {}
             try:
                 plain = pack(value, name, packed)
-            except UserError:  # not tensors and plain values: nothing to compare
+            except UserError:  # more than tensors and plain values: it cannot be compared
                 continue
             if sum(t.nbytes for t in packed.values()) <= most:
                 tensors |= packed | dict(_numbers(plain, name))
@@ -228,7 +239,7 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
-        # Compute formats differ from storage: tf32 keeps 10 bits of a float32.
+        # The compute format may differ from that of storage: tf32 keeps 10 bits of a float32.
         precision = self.stepper.context.precision
         size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
         with torch.no_grad():
@@ -270,19 +281,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return sorted(names for names in groups.values() if len(names) > 1)
 
 
-def _owners(model: nn.Module) -> dict[str, str]:
-    """Return parameter -> the class of the module that holds it."""
-    parameters = model.named_parameters()
-    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in parameters}
-
-
-def _batchnorms(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm modules that take statistics."""
-    return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-
-
 def _generators() -> dict[str, Any]:
-    """Return the state of every global generator; it changes when a number is drawn."""
     numpy_state: Any = np.random.get_state()
     states = {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
@@ -295,8 +294,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _rows(data: Any, samples: int) -> list[str]:
-    """Return a digest of every sample, or of the full batch if it is not made of rows."""
-    # A batch is made of rows if every tensor in it has one for each sample.
+    """Return a digest of every sample, or one of the full batch if not every tensor has a row for each sample."""
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
     if tensors and all(t.dim() and len(t) == samples for t in tensors):
         return [digest([t[i] for t in tensors])[:SHORT] for i in range(samples)]
@@ -305,5 +303,8 @@ def _rows(data: Any, samples: int) -> list[str]:
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group that may follow a schedule."""
-    numbers = {key: value for key, value in group.items() if isinstance(value, int | float | tuple | Tensor)}
-    return {key: float(v) if isinstance(v, Tensor) else v for key, v in numbers.items()}
+    return {
+        key: float(value) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if isinstance(value, int | float | tuple | Tensor)
+    }

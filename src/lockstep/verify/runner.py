@@ -1,4 +1,4 @@
-"""Run trials: their ranks are forked from one process that has imported torch, and each writes a record."""
+"""Runs trials: their ranks are forked from one process that has imported torch, and each writes a record."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
 from lockstep.verify.trials import Trial
 
-LIMIT = timedelta(minutes=5)  # timeout of a trial, or TIMES as long as the longest so far, if that is more
+LIMIT = timedelta(minutes=5)  # timeout of a trial, or TIMES the duration of the longest so far, if that is more
 TIMES = 30
 AFTER_FAILURE_S = 3.0  # how long the other ranks of a trial may take to notice that one has failed
-PAUSE_S = 0.2  # between two looks at the clock; reports of the zygote are taken in at once
 
-# Settings of a run that ends after a few steps, and is only there to be compared.
+# Settings of a run that ends after a few steps and is only compared.
 SETTINGS = {
     "resume": "never",
     "compile": False,
@@ -46,24 +45,13 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to train: a TARGET as for `lockstep train`, its settings, and how many steps."""
-
-    name: str
-    layers: Sequence[Layer]
-    steps: int
-
-
 @dataclass
 class RunningTrial:
-    """A trial whose ranks have been forked."""
-
     trial: Trial
     folder: Path
     lifeline: BinaryIO  # the writing end of a pipe: the ranks exit when it is closed
-    ranks: list[int]  # their numbers in the zygote, which counts the ranks of all trials
-    codes: dict[int, int] = field(default_factory=dict)
+    ranks: Sequence[int]  # their numbers in the zygote, which counts the ranks of all trials
+    codes: dict[int, int] = field(default_factory=dict)  # exit codes of the ranks that have ended
     began: float = field(default_factory=time.monotonic)
     failed: float | None = None  # when the first rank failed
     hung: bool = False
@@ -73,9 +61,9 @@ class RunningTrial:
         return len(self.codes) == len(self.ranks)
 
     def late(self, limit_s: float) -> bool:
-        """Whether its ranks have run out of time."""
+        """Return whether its ranks have run out of time."""
         now = time.monotonic()
-        # The others wait for a rank that has failed, in a collective that may never notice.
+        # The others may wait for a rank that has failed, in a collective that never notices.
         if self.failed is not None:
             return now - self.failed > AFTER_FAILURE_S
         self.hung = self.hung or now - self.began > limit_s
@@ -88,7 +76,7 @@ class Runner:
     def __init__(self, preload: Sequence[str] = (), limit: timedelta = LIMIT) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
 
-        # Under torchrun or our own launcher this process may be a rank itself: its ranks must not inherit that.
+        # Under torchrun or our own launcher this process is a rank itself, which the ranks it forks must not inherit.
         inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
         env = {name: value for name, value in os.environ.items() if name not in inherited} | {"OMP_NUM_THREADS": "1"}
 
@@ -106,8 +94,11 @@ class Runner:
         self._zygote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, target: Target, trials: Sequence[Trial]) -> dict[Trial, Record]:
-        """Run the trials, side by side as far as there are cores (or GPUs) for them."""
+    def run(self, target: str, layers: Sequence[Layer], steps: int, trials: Sequence[Trial]) -> dict[Trial, Record]:
+        """Run each trial for `steps`, in parallel as far as there are cores (or GPUs).
+
+        `target` and `layers` say what to train, as for `lockstep train`.
+        """
         slots = max(available_cores(), visible_gpus())
         waiting = list(trials)
         running: list[RunningTrial] = []
@@ -116,7 +107,7 @@ class Runner:
         while waiting or running:
             busy = sum(started.trial.world for started in running)
             if waiting and (not running or busy + waiting[0].world <= slots):
-                running.append(self._start(target, waiting.pop(0)))
+                running.append(self._start(target, layers, steps, waiting.pop(0)))
                 continue
 
             self._watch(running)
@@ -127,26 +118,26 @@ class Runner:
 
     # ---- one trial ----
 
-    def _start(self, target: Target, trial: Trial) -> RunningTrial:
+    def _start(self, target: str, layers: Sequence[Layer], steps: int, trial: Trial) -> RunningTrial:
         self._trials += 1
         folder = self._folder / f"{self._trials:03}"
         (folder / "attempt").mkdir(parents=True)
 
-        # The settings of the trial are the strongest layer; `orders` is what no setting can say.
+        # The settings of the trial are the strongest layer; `orders` holds what no setting can express.
         layout = {"micro_batch": trial.micro_batch, "strategy": trial.strategy}
         settings = SETTINGS | {"run_dir": str(folder / "run")} | {key: value for key, value in layout.items() if value}
         spec = {
-            "target": target.name,
-            "layers": json.loads(json.dumps([*target.layers, ("verify", settings)], default=str)),
+            "target": target,
+            "layers": json.loads(json.dumps([*layers, ("verify", settings)], default=str)),
             "path": sys.path,
-            "orders": asdict(trial) | {"steps": target.steps, "folder": str(folder)},
+            "orders": asdict(trial) | {"steps": steps, "folder": str(folder)},
         }
 
         reading, writing = os.pipe()
         ranks = range(self._ranks, self._ranks + trial.world)
         self._ranks += trial.world
 
-        # Rank 0 inherits the listening socket, so that no other process can take the port in between.
+        # Rank 0 inherits the listening socket, so that no other process can take the port meanwhile.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             shared = self._zygote.env | {
                 "WORLD_SIZE": str(trial.world),
@@ -160,11 +151,12 @@ class Runner:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", fds)
         os.close(reading)
-        return RunningTrial(trial, folder, os.fdopen(writing, "wb"), list(ranks))
+        return RunningTrial(trial, folder, os.fdopen(writing, "wb"), ranks)
 
     def _watch(self, running: list[RunningTrial]) -> None:
-        """Take in what the zygote reports, and end the trials that have run out of time."""
-        select.select([self._zygote.fileno()], [], [], PAUSE_S)
+        """Note which ranks have ended, and end the trials that have run out of time."""
+        # A report of the zygote ends the wait at once; without one, the clock is checked again.
+        select.select([self._zygote.fileno()], [], [], 0.2)
         for report in self._zygote.poll():
             if "code" not in report:
                 continue  # it has started
@@ -181,14 +173,14 @@ class Runner:
     def _end(self, ended: RunningTrial) -> Record:
         ended.lifeline.close()
 
-        # A slow model gets more time, measured by the trials that went well.
+        # A slow model gets more time, as measured in the trials that went well.
         if not ended.failed:
             self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - ended.began))
         return read_record(ended.folder, ended.trial, _failure(ended))
 
 
 def _failure(ended: RunningTrial) -> Failure | None:
-    """Return the first failure that a rank has recorded; ranks that only lost a peer record theirs later."""
+    """Return the first failure that a rank has recorded; ranks that only lost a peer fail later."""
     if not any(ended.codes.values()):
         return None
     if ended.hung:

@@ -1,4 +1,4 @@
-"""Which trials are run: world sizes at one split of the batch, splits on one process, and their reference."""
+"""Chooses the trials: several world sizes with one split of the batch, other splits on one process, a reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config.strategies import STRATEGIES, with_trait
 from lockstep.errors import UserError
 
-# Three is there because it divides few batches: ranks get different numbers of micro-batches.
+# Three divides few batches, so that ranks get different numbers of micro-batches.
 WORLDS = (1, 2, 3, 4)
 STEPS = 4
 NUDGES = 2  # runs whose weights are moved by one unit in the last place, to measure the effect of rounding
@@ -17,7 +17,7 @@ NUDGES = 2  # runs whose weights are moved by one unit in the last place, to mea
 
 @dataclass(frozen=True)
 class Trial:
-    """A few steps of training in one layout. The fields after the first three are for comparisons and probes."""
+    """A few steps of training in one layout; the fields after the first three are for comparisons and probes."""
 
     world: int = 1
     micro_batch: int | None = None  # None: as configured
@@ -26,7 +26,7 @@ class Trial:
     nudge: int = 0  # seed of the changes in the last place; 0: none
     eval_mode: bool = False  # the model in eval mode: no dropout, no batch statistics
     part: tuple[int, int] | None = None  # (rank, world): only that rank's micro-batches, on one process
-    twice: bool = False  # every sample of a micro-batch two times
+    twice: bool = False  # every sample twice in its micro-batch
 
     @property
     def text(self) -> str:
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The trials that are run in any case."""
+    """The trials that are always run."""
 
     reference: Trial
     again: Trial
@@ -52,7 +52,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The options of the command; None: by default."""
+    """The options of the command; None means the default."""
 
     worlds: tuple[int, ...] | None = None
     strategies: tuple[str, ...] | None = None
@@ -79,7 +79,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check(options: VerifyOptions) -> None:
-    """Raise what is wrong with the options, as far as it can be known before anything runs."""
+    """Refuse options that can be known to be wrong before anything runs."""
     comparable = with_trait("comparable")
     exact = with_trait("exact")
     strategies = options.strategies or ()
@@ -110,11 +110,11 @@ def check(options: VerifyOptions) -> None:
 
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
-    """Return the trials to run. `facts` are those of a first run on one process."""
+    """Return the trials to run. `facts` comes from a first run on one process."""
     strategy = facts["strategy"]
     worlds, notes = _worlds(options, facts)
 
-    # One micro-batch size for all worlds: then they compute the same sums, and dropout draws the same masks.
+    # With one micro-batch size all worlds compute the same sums, and dropout draws the same masks.
     micro_batch = _micro_batch(facts, max(worlds, default=1), options)
     reference = Trial(1, micro_batch, strategy)
 
@@ -140,7 +140,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _fits(world: int, facts: dict[str, Any]) -> bool:
-    """Whether every rank has samples in every step; ranks of a stream take the same number."""
+    """Return whether every rank has samples in every step; in a stream each needs the same number."""
     batch = facts["global_batch"]
     return batch % world == 0 if facts["stream"] else batch >= world
 
@@ -154,7 +154,7 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
         return fitting, []
 
     problem = f"a global batch of {facts['global_batch']} samples cannot be divided among {_listed(left_out)} processes"
-    # Left out silently only if they were not asked for.
+    # World sizes that were asked for are not left out silently.
     if options.worlds is not None:
         raise UserError(
             f"--worlds {_listed(options.worlds)} cannot be used: {problem}",
@@ -165,20 +165,20 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
 
 
 def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> int:
-    """Return the micro-batch of the reference and of all worlds: the user's own, if that gives every rank one."""
+    """Return the size for the reference and all worlds: the user's own, if it gives every rank a micro-batch."""
     batch = facts["global_batch"]
     asked = facts["micro_batch_asked"] or batch
     even = batch // most
     if not facts["stream"]:
         return asked if -(-batch // asked) >= most else even
 
-    # Every rank of a stream takes full micro-batches: the size must divide the share of a rank in every world.
+    # Ranks of a stream take full micro-batches, so the size must divide a rank's share in every world.
     shares = [batch // world for world in options.worlds or WORLDS if _fits(world, facts)]
     return next(size for size in range(min(asked, even), 0, -1) if all(share % size == 0 for share in shares))
 
 
 def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> list[int]:
-    """Return other splits of the same batch, not larger than the user allows: in one, and with a ragged rest."""
+    """Return other micro-batch sizes: those asked for, or two that are no larger than the user's micro_batch."""
     batch = facts["global_batch"]
     if options.splits is not None:
         large = [size for size in options.splits if size > batch]
@@ -190,7 +190,7 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
             )
         return [size for size in options.splits if size != micro_batch]
 
-    # In the order of preference: all at once, a ragged rest, half of it, single samples.
+    # In order of preference: all at once, with a smaller last micro-batch, halves, single samples.
     most = facts["micro_batch_asked"] or batch
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
     usable = [size for size in sizes if size >= 1 and size != micro_batch]

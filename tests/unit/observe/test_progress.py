@@ -17,7 +17,7 @@ import pytest
 from start_record import START
 
 from lockstep.errors import UserError
-from lockstep.observe.console import RECENT_STEPS, Tracker, event_line, fact_lines, make_progress
+from lockstep.observe.console import RECENT_STEPS, Display, event_line, fact_lines, make_progress
 from lockstep.task import Task
 
 RECORD: dict[str, Any] = {
@@ -39,20 +39,20 @@ RECORD: dict[str, Any] = {
 
 
 def test_the_time_left_is_the_median_of_recent_steps_without_the_first_record():
-    tracker = Tracker(total_steps=400, unit="token")
-    assert tracker.seconds_left is None
-    tracker.update({"step": 10, "step_s": 9.0})
-    assert tracker.seconds_left is None, "one slow record says nothing"
-    tracker.update({"step": 20, "step_s": 0.5})
-    assert tracker.seconds_left == pytest.approx(380 * 0.5)
-    tracker.update({"step": 30, "step_s": 60.0})  # a recompilation
-    tracker.update({"step": 40, "step_s": 0.25})
-    assert tracker.seconds_left == pytest.approx(360 * 0.5)
+    display = Display(400, "token", io.StringIO())
+    assert display.seconds_left is None
+    display.track({"step": 10, "step_s": 9.0})
+    assert display.seconds_left is None, "one slow record says nothing"
+    display.track({"step": 20, "step_s": 0.5})
+    assert display.seconds_left == pytest.approx(380 * 0.5)
+    display.track({"step": 30, "step_s": 60.0})  # a recompilation
+    display.track({"step": 40, "step_s": 0.25})
+    assert display.seconds_left == pytest.approx(360 * 0.5)
     for step in range(50, 50 + 10 * RECENT_STEPS, 10):  # older records no longer count
-        tracker.update({"step": step, "step_s": 0.1})
-    assert tracker.seconds_left == pytest.approx((400 - step) * 0.1)
-    tracker.update({"step": 500, "step_s": 0.1})
-    assert tracker.seconds_left == 0
+        display.track({"step": step, "step_s": 0.1})
+    assert display.seconds_left == pytest.approx((400 - step) * 0.1)
+    display.track({"step": 500, "step_s": 0.1})
+    assert display.seconds_left == 0
 
 
 def plain_lines(*calls: tuple[str, Any], unit: str = "token") -> list[str]:

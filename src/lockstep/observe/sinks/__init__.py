@@ -1,7 +1,8 @@
 """Sinks: where the records of a run go.
 
-A sink gets every record of rank 0: metrics, and events, which have a key `event`. `metrics.jsonl` and `events.jsonl`
-are always written. Further sinks are chosen by name (`log.sinks=[csv]`); a new one is a class and an entry in SINKS.
+A sink gets every record of rank 0: metrics, and events, which have the key `event`. `metrics.jsonl` and
+`events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[csv]`). To add one, write a class and
+enter it in SINKS.
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
 
 
 class Sink(Protocol):
-    """Takes records. It may raise: it is then reported once and dropped."""
+    """Receives records. A sink that raises is reported once and dropped."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take one record. It must not be changed."""
+        """Take one record, without changing it."""
 
     def close(self) -> None:
-        """End the sink. No record follows."""
+        """Release what the sink holds. No record follows."""
 
 
-# name -> function of the run folder
-SINKS: dict[str, Callable[[Path], Sink]] = {
-    "csv": CsvSink,
-}
+SINKS: dict[str, Callable[[Path], Sink]] = {"csv": CsvSink}  # name -> function of the run folder
 
 
 class SinkList:
@@ -39,7 +37,7 @@ class SinkList:
     def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
         """Open the sinks. `report` gets one line for each sink that fails later.
 
-        Without `run_dir` the names are only checked: all ranks must refuse an unknown one, and one of them writes.
+        Without `run_dir` the names are only checked: all ranks must refuse an unknown one, but only rank 0 writes.
         """
         self._report = report
         self._sinks: dict[str, Sink] = {}
@@ -61,6 +59,6 @@ class SinkList:
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:
-                # A service that is down would cost its timeout at every record: it is not asked again.
+                # It is not called again: a service that is down would cost its timeout at every record.
                 del self._sinks[name]
                 self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")

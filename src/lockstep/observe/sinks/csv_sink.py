@@ -14,7 +14,7 @@ from lockstep.observe.formats import flat
 class CsvSink:
     """Appends rows to `metrics.csv` in the run folder. Nested keys are dotted: `metrics.accuracy`.
 
-    A key that appears for the first time is a new column at the right: the file is then written again.
+    A new key becomes a new column on the right; the file is then rewritten.
     """
 
     def __init__(self, run_dir: Path):
@@ -23,7 +23,7 @@ class CsvSink:
         self._columns = next(iter(self._rows()), [])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one row. The file is opened for each: a reader sees whole rows at any time."""
+        """Append one row. The file is opened and closed each time, so that a reader always sees whole rows."""
         if "event" in record:
             return
 
@@ -39,14 +39,13 @@ class CsvSink:
         """Do nothing: the file is not kept open between two records."""
 
     def _rows(self) -> list[list[str]]:
-        """Return the header and all rows, or nothing if there is no file yet."""
         if not self.path.exists():
             return []
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.reader(file))
 
     def _add_columns(self, new: list[str]) -> None:
-        """Write the file again with a longer header. A reader never sees half of it."""
+        # A reader never sees half of the new file.
         self._columns = [*self._columns, *new]
         staged = self.path.with_suffix(".csv.tmp")
         with staged.open("w", newline="", encoding="utf-8") as file:

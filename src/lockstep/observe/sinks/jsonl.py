@@ -1,11 +1,11 @@
 """JSON lines on disk: `metrics.jsonl` and `events.jsonl`.
 
-One record is one `write` to a file opened for appending. A reader therefore sees whole lines, and a process
-that dies loses nothing it wrote (a machine that loses power may: an fsync would cost milliseconds a record).
+One record is one `write` to a file opened for appending. A reader therefore sees whole lines, and a process that dies
+loses nothing that it wrote. (A machine that loses power may: an fsync would cost milliseconds per record.)
 
-JSON has no NaN and no infinity. The rule here: such a number is written as `null`, and the record gains a key
-`_nonfinite` that says what each one was, by dotted path: `{"loss": null, "_nonfinite": {"loss": "nan"}}`.
-Any JSON reader can read that; `read_jsonl` puts the numbers back.
+JSON has no NaN and no infinity. Such a number is written as `null`, and the record gains a key `_nonfinite` that says
+what it was, by dotted path: `{"loss": null, "_nonfinite": {"loss": "nan"}}`. Any JSON reader can read that, and
+`read_jsonl` puts the numbers back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lockstep.errors import UserError
 
 NONFINITE = "_nonfinite"
 
-# Bytes that are read at a time, from the end of a file, to find its last line.
-CHUNK = 65536
+CHUNK = 65536  # bytes that are read at a time, from the end of a file, to find its last line
 
 
 class RunJsonl:
@@ -42,16 +41,16 @@ class RunJsonl:
 
 
 class JsonlSink:
-    """Appends records to `path`, which is created if it is not there; its folder must be."""
+    """Appends records to `path`. The file is created if necessary; its folder must exist."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        # O_APPEND: launcher and rank 0 may write to one file, each of them whole lines.
+        # O_APPEND: the launcher and rank 0 may write whole lines to the same file.
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._file = os.fdopen(fd, "ab", buffering=0)
         _truncate_partial_line(fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record. Objects with `.item()` (numpy scalars) become numbers, everything else becomes text."""
+        """Append one record. Objects with `.item()` (numpy scalars) become numbers, other objects text."""
         line = (_encode(record) + "\n").encode()
         try:
             # A signal or a disk that fills up may split a write.
@@ -63,7 +62,6 @@ class JsonlSink:
             raise
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -94,7 +92,6 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """Return a value that JSON can hold for one that it cannot."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
@@ -103,14 +100,14 @@ _strict = json.JSONEncoder(allow_nan=False, separators=(", ", ": "), default=_pl
 
 
 def _encode(record: Mapping[str, Any]) -> str:
-    # The usual case pays nothing for the rare one.
+    # Only a record with a non-finite number pays for the search for it.
     try:
         return _strict.encode(record)
     except ValueError:
         marks: dict[str, str] = {}
 
         def mark(path: str, value: Any) -> Any:
-            # A numpy scalar may be non-finite.
+            # A numpy scalar may be non-finite as well.
             if value is not None and not isinstance(value, str | int | float):
                 value = _plain(value)
             if isinstance(value, float) and not math.isfinite(value):
@@ -131,9 +128,9 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 
 def _truncate_partial_line(fd: int) -> None:
-    """End the file with a whole line, so that the next record starts a new one.
+    """Make the file end with a whole line, so that the next record starts a new one.
 
-    What an earlier process left half written was never a record (readers pass over it) and is truncated.
+    A partial record of an earlier process is removed; readers skip it anyway.
     """
     size = start = os.fstat(fd).st_size
     tail = b""
