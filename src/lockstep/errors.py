@@ -33,7 +33,7 @@ class UserError(Exception):
         return "\n".join(lines)
 
 
-# ---- kinds of errors ----------------------------------------------------------------------------------
+# ---- kinds of errors ----
 
 
 class ConfigError(UserError):
@@ -87,11 +87,7 @@ def some_names(names: list[str], most: int = 5) -> str:
 
 
 def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
-    """Return the error for a setting whose value should be a name of a registry, and is not."""
+    """Return the error for a setting whose value is not one of the `known` names."""
     names = list(known)
-    near = get_close_matches(str(name), names, 1, 0.0)
-    return UserError(
-        f"{key}={name} is not known",
-        f"{key} takes {', '.join(names)}",
-        f"type {key}={near[0]}",
-    )
+    (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
+    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"type {key}={nearest}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import block_of, like, local, mesh_of
+from lockstep.runtime.layout import like, local, mesh_of, shard_of
 from lockstep.runtime.seeds import derive
 
 # Elements that are updated at once.
@@ -245,17 +245,17 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
         return torch.arange(parameter.numel(), dtype=torch.int32, device=device).view(parameter.shape)
 
     # Row-major indices, built up from the last dimension.
-    block = block_of(parameter)  # pyrefly: ignore[bad-argument-type]
-    dims = len(block.shape)
+    shard = shard_of(parameter)  # pyrefly: ignore[bad-argument-type]
+    dims = len(shard.shape)
     indices = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(dims)):
-        here = torch.arange(block.local.shape[dim], device=device) + block.offset[dim]
+        here = torch.arange(shard.local.shape[dim], device=device) + shard.offset[dim]
         trailing = [1] * (dims - 1 - dim)
         indices = indices + (here * stride).view(-1, *trailing)
-        stride *= block.shape[dim]
+        stride *= shard.shape[dim]
 
-    return indices.to(torch.int32).view(block.local.shape)
+    return indices.to(torch.int32).view(shard.local.shape)
 
 
 def _scrambled(indices: Tensor, key: int) -> Tensor:
