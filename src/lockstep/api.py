@@ -72,33 +72,34 @@ class RunResult:
 # ---- lockstep train TARGET ----
 
 
-@dataclass(frozen=True)
-class Processes:
-    """How many processes to start, and where, as typed on the command line."""
+def train(
+    target: str,
+    layers: list[Layer],
+    again: ResumeCommand,
+    nproc: str | int | None = None,
+    nnodes: str | None = None,
+    join: str | None = None,
+) -> int:
+    """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code.
 
-    nproc: str | int | None = None
-    nnodes: str | None = None
-    join: str | None = None
-
-
-def train(target: str, layers: list[Layer], processes: Processes, again: ResumeCommand) -> int:
-    """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code."""
+    `nproc`, `nnodes` and `join` are as typed on the command line.
+    """
     # Misspelt targets and keys are reported before torch is imported, which takes seconds.
     targets.check(target)
     check(layers)
     check_names(layers)
-    nproc = parse_nproc(processes.nproc)
-    nnodes = parse_nnodes(processes.nnodes)
+    processes = parse_nproc(nproc)
+    nodes = parse_nnodes(nnodes)
 
     # Without a launcher this process trains, alone or as a rank of torchrun. `--nproc 1` does ask for a launcher, which
     # restarts that one rank.
-    if processes.nproc is None and processes.nnodes is None:
+    if nproc is None and nnodes is None:
         with _resume_hint(again):
             run_target(target, layers)
         return 0
 
     if World.launched():
-        option = "--nnodes" if processes.nproc is None else "--nproc"
+        option = "--nnodes" if nproc is None else "--nproc"
         raise UserError(
             f"{option} cannot be used here: another launcher has already made this process a rank",
             "RANK and WORLD_SIZE in the environment",
@@ -106,10 +107,11 @@ def train(target: str, layers: list[Layer], processes: Processes, again: ResumeC
         )
 
     # The folder is chosen before the task is imported, so only what was typed counts.
-    resume = _last(layers, "resume") or "never"
-    run_dir = _agree_on_run_dir(_last(layers, "run_dir"), resume, targets.name_of(target), layers)
+    run_dir = _agree_on_run_dir(
+        _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
+    )
     spec = {"target": target, "layers": layers, "again": again(run_dir)}
-    return _launch(spec, run_dir, nproc, nnodes, processes.join).code
+    return _launch(spec, run_dir, processes, nodes, join).code
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -213,6 +215,7 @@ def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
             f"{culprit.kind}: {culprit.message}",
             f"fix that; {run_dir / 'logs'} holds the output of all ranks",
         )
+
     if ending.code:
         # Only the exit code tells which signal it was, and only the checkpoints tell how far the run has come.
         signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
@@ -238,6 +241,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     _check_launcher_folder(layers)
     resolved = resolve(layers)
     check_names(layers)
+
     for key in ("preset", "task"):
         if getattr(resolved.config, key):
             raise UserError(
@@ -256,6 +260,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 raise
             regular_exit = error  # sys.exit() inside the loop is a regular end
         own.close()
+
     if regular_exit is not None:
         raise regular_exit
 
@@ -356,6 +361,7 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
     """Refuse a folder that is set in the code: the launcher has already chosen one, without running that code."""
     if not any(source == FROM_LAUNCHER for source, _ in layers):
         return
+
     # The launcher already knows `--resume` and `run_dir=` from the command line.
     in_code = [values for source, values in layers if source in ("argument", "task default")]
     for key, option in (("run_dir", "run_dir="), ("resume", "--resume ")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lockstep
@@ -30,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Settings that follow an option, as in `train char_lm --nproc 2 steps=10`, are in `rest`.
     overrides = [*getattr(options, "overrides", []), *rest]
+
     try:
-        return VERBS[options.verb](options, overrides)
+        return VERBS[options.verb](options, overrides) or 0
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
@@ -137,9 +138,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    processes = api.Processes(options.nproc, options.nnodes, options.join)
     again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
-    return api.train(options.target, layers, processes, again)
+    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -152,15 +152,14 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return command.main(options.target, layers, asked, options.json)
 
 
-def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.launch.run_dir import ask_for_size
 
     ask_for_size(options.run_dir, options.count)
     print(f"requested {options.count} processes: the launcher of {options.run_dir} prints what it does about it")
-    return 0
 
 
-def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.config import describe, read_layers, resolve_for
     from lockstep.config.values import typed
     from lockstep.registries import check_names
@@ -172,16 +171,15 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Raise what training would refuse.
     check_names([("task default", kind.defaults), *layers])
     targets.make_task(kind, resolved.config.task)
+
     for key, value, source in describe(resolved.config, resolved.sources):
         print(f"{key:32} {typed(value):24} {source}")
-    return 0
 
 
-def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.observe.report import write_report
 
     print(write_report(options.run_dir))
-    return 0
 
 
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -198,17 +196,18 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             text, code = inspect.show(options.path)
         case _:
             text, code = inspect.verify(options.path)
+
     print(text)
     return code
 
 
-def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     for name, text in targets.recipes().items():
         print(f"{name:16} {text}")
-    return 0
 
 
-VERBS = {
+# Each function returns an exit code, or None for success.
+VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "train": _train,
     "verify": _verify,
     "resize": _resize,

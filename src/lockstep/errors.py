@@ -26,23 +26,20 @@ class UserError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        lines = [self.problem]
-        if self.found:
-            lines.append(f"  found: {self.found}")
-        lines.append(f"  do:    {self.fix}")
-        return "\n".join(lines)
+        found = f"\n  found: {self.found}" if self.found else ""
+        return f"{self.problem}{found}\n  do:    {self.fix}"
 
 
 # ---- kinds of errors ----
 
 
 class ConfigError(UserError):
-    """All problems of a configuration, reported together instead of one run at a time. A single one is the headline."""
+    """All problems of a configuration, reported together instead of one per attempt."""
 
     def __init__(self, problems: list[UserError]):
-        one = len(problems) == 1
+        single = len(problems) == 1
         super().__init__(
-            problems[0].problem if one else f"the configuration has {len(problems)} problems",
+            problems[0].problem if single else f"the configuration has {len(problems)} problems",
             "; ".join(problem.found for problem in problems if problem.found),
             "; ".join(problem.fix for problem in problems),
         )
@@ -64,7 +61,7 @@ class RanksFailed(UserError):
 
 
 class SmallerMicroBatch(Exception):
-    """The device ran out of memory under micro_batch=auto, and a smaller size was recorded: a restart makes sense."""
+    """The device ran out of memory under micro_batch=auto. A smaller size was recorded, so a restart makes sense."""
 
 
 class Preempted(SystemExit):

@@ -90,10 +90,9 @@ class Fault:
         if wanted_phase not in (None, phase) or self.rank not in (None, rank) or self.step not in (None, step):
             return False
 
-        # All ranks compete for the `times`.
-        if self.times is None:
-            return True
-        return any(self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+        # All ranks compete for the `times`: who creates the file has the fault.
+        claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+        return self.times is None or any(claims)
 
 
 def _created(path: Path) -> bool:
@@ -133,8 +132,11 @@ def from_text(text: str) -> list[Fault]:
     try:
         return [Fault(**values) for values in json.loads(text)]
     except (ValueError, TypeError) as error:
-        fix = f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'"""
-        raise UserError(f"{VARIABLE}={text} is not a list of faults", str(error), fix) from None
+        raise UserError(
+            f"{VARIABLE}={text} is not a list of faults",
+            str(error),
+            f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'""",
+        ) from None
 
 
 @cache

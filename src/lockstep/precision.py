@@ -131,10 +131,12 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
         )
 
     _refuse_sharded_layers(config)
+
     if find_spec("torchao") is None:
         raise UserError(
             "precision=fp8 cannot be used: torchao is not installed", "", "pip install 'lockstep-train[fp8]'"
         )
+
     if config.compile is False:
         raise UserError(
             "precision=fp8 with compile=false would be slow",
@@ -240,12 +242,9 @@ def check_storage(model: nn.Module) -> None:
 
 def check_statistics(model: nn.Module, precision: Precision) -> None:
     """Refuse BatchNorm on a CPU: torch's kernels do not take float32 statistics with bfloat16 weights there."""
-    if precision.device_type != "cpu":
-        return
-
     kind = nn.modules.batchnorm._BatchNorm
     names = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
-    if names:
+    if names and precision.device_type == "cpu":
         raise UserError(
             f"precision={precision.name} cannot be used with BatchNorm ({names[0]!r}) on a CPU",
             "its statistics stay in float32, which torch's CPU kernels do not take with bf16 weights",
@@ -297,10 +296,12 @@ class DynamicScaler:
         if overflowed:
             self.clean_steps = 0
             self.overflows_left -= 1
+
             # Hysteresis: a rare overflow need not halve the scale.
             if self.overflows_left <= 0:
                 self.value = max(self.value * config.backoff, config.minimum)
                 self.overflows_left = config.hysteresis
+
             return
 
         # Now and then a larger scale is tried: only an overflow shows where the limit is.
@@ -346,9 +347,7 @@ class LossScale:
     @property
     def value(self) -> float:
         """The factor on the sum of a micro-batch's losses."""
-        if self.scaler is None:
-            return 1.0
-        return self.scaler.value / (self.scaler.reference_weight or 1.0)
+        return self.scaler.value / (self.scaler.reference_weight or 1.0) if self.scaler else 1.0
 
     @property
     def logarithm(self) -> float:

@@ -46,6 +46,7 @@ def check(target: str) -> None:
     """Raise for everything wrong with a target that can be known without importing it."""
     # The last colon counts: a path may hold others.
     path, colon, class_name = target.rpartition(":")
+
     if is_script(target):
         _check_file(target, Path(target))
         _check_script(target)
@@ -114,6 +115,7 @@ def load_class(target: str) -> type[Any]:
             "",
             f"type {target}:CLASS, or look at config.yaml in its run folder",
         )
+
     path, colon, class_name = target.rpartition(":")
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
@@ -152,6 +154,7 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
             "",
             f"type {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
         )
+
     near = difflib.get_close_matches(class_name, tasks, n=1)
     return UserError(
         f"the file {path} has no class {class_name}",

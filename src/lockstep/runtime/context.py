@@ -23,7 +23,6 @@ from lockstep.runtime.machine import available_cores
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.world import World
 
-LEAST_TIMEOUT = timedelta(minutes=30)  # of a collective; compiling may take longer than NCCL's default
 _DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
 
 
@@ -84,8 +83,9 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         _check_joined(world)
         backend = dist.get_backend()
     else:
-        # No collective gives up sooner than the launcher, which knows what each rank does.
-        timeout = max(LEAST_TIMEOUT, timedelta(seconds=config.hang.first + 60))
+        # No collective gives up sooner than the launcher, which knows what each rank does; nor during a compilation,
+        # which may take longer than NCCL's default timeout.
+        timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, timeout=timeout)
 
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -55,9 +56,8 @@ class ControlWordCodec:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device = device
         self.dtype = dtype
-        self._turn = 0
         count = PINNED_BUFFERS if device.type == "cuda" else 0
-        self._pinned = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)]
+        self._pinned = cycle([torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)])
 
     def pack(self, word: ControlWord, times: float) -> Tensor:
         """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
@@ -75,10 +75,12 @@ class ControlWordCodec:
         # Numbers that the GPU is still computing are filled in there.
         if isinstance(word.loss, Tensor):
             packed[LOSS] = word.loss * times
+
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
             terms = [exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]
             packed[WEIGHT] = torch.stack(terms) * times
+
         return packed
 
     def unpack(self, values: list[float]) -> ControlWord:
@@ -104,11 +106,10 @@ class ControlWordCodec:
         return packed[LOSS] / self.weight(packed)
 
     def _to_device(self, values: list[float]) -> Tensor:
-        if not self._pinned:
+        if self.device.type != "cuda":
             return torch.tensor(values, dtype=self.dtype)
 
         # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
-        self._turn = (self._turn + 1) % PINNED_BUFFERS
-        buffer = self._pinned[self._turn]
+        buffer = next(self._pinned)
         buffer.numpy()[:] = values
         return buffer.to(self.device, non_blocking=True)

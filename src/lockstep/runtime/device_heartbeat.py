@@ -35,6 +35,7 @@ class DeviceHeartbeat(Heartbeat):
         self._read()
         begin = self._entered
         self._entered = None
+
         if (begin or phase in TIMED) and len(self._unread) < MOST:
             # One event is the end of a phase and the beginning of the next.
             now = self._free.pop() if self._free else self._event()

@@ -79,11 +79,10 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
     # From the leftmost axis to the rightmost, with one exception: FSDP's axis stands to the left of tp's, and FSDP
     # shards what tp has sharded already.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
-    sharded.sort(key=lambda pair: isinstance(pair[1], _StridedShard))
 
     shape = list(tensor.shape)
     splits = []
-    for axis, placement in sharded:
+    for axis, placement in sorted(sharded, key=lambda pair: isinstance(pair[1], _StridedShard)):
         dim = placement.dim  # pyrefly: ignore[missing-attribute]
         size = shape[dim]
         start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))

@@ -48,6 +48,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     handled = SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         handled = ()
+
     before = {number: signal.signal(number, notice.receive) for number in handled}
     try:
         yield notice

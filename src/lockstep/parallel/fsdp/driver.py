@@ -55,6 +55,8 @@ class FSDPDriver(ShardedDriver):
                 broadcast_model(model, runtime.collectives)
             for block in alone:
                 shard(block)
+
+        # What lies outside the blocks.
         shard(model)
         prepare(model)
 
@@ -167,6 +169,7 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
     }
     obstacle = next((setting for setting, is_set in obstacles.items() if is_set), None)
     scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
+
     if obstacle and scalar:
         raise UserError(
             f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
@@ -183,6 +186,7 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
             "",
             "leave fsdp.offload out",
         )
+
     if config.offload and runtime.world.alone:
         raise UserError(
             "fsdp.offload=true has no effect on one rank: nothing is sharded", "", "start two ranks: --nproc 2"
@@ -200,6 +204,7 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
     kind, size = runtime.device.type, runtime.world.size
     if not config.sharing.replica_groups:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:
         # Propose the fewest replicas that fit, if the number of ranks has a divisor at all.
@@ -209,4 +214,5 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
             f"{size} is not a multiple of {replicas}",
             f"type fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "type strategy=ddp",
         )
+
     return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))

@@ -17,6 +17,7 @@ shows what torch does without this module, and fails when torch no longer needs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3  # the steps that are compared over nccl
 END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
+VERBS = ("is done", "is about to use", "has a gradient for")
 
 
 class UniformUse:
@@ -89,8 +91,10 @@ class UniformUse:
         dist.all_gather(list(intents.unbind()), intent, group=self.among.group)
 
         if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
-            verb, names = self._describe(action, number, has_gradient)
-            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, verb, names]), self._in_mesh)
+            names = [] if action == END else self.groups[number]
+            if action == REDUCE:
+                names = list(compress(names, has_gradient))
+            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
     def _compare_before_reducing(self, group: Any, number: int) -> None:
         # torch's private hook reduces the gradients that this rank has, whatever the others have.
@@ -104,15 +108,6 @@ class UniformUse:
             original(*unused)
 
         group.post_backward = post_backward
-
-    def _describe(self, action: int, number: int, has_gradient: tuple[bool, ...]) -> tuple[str, list[str]]:
-        """Return a verb, and the parameters that this rank does it with."""
-        if action == END:
-            return "is done", []
-        if action == GATHER:
-            return "is about to use", self.groups[number]
-        names = zip(self.groups[number], has_gradient, strict=True)
-        return "has a gradient for", [name for name, has in names if has]
 
 
 class _ComparedGather(DefaultAllGather):

@@ -54,6 +54,7 @@ def make_stages(
             "only its forward knows what runs after what, and it has no list of modules of one class to split between",
             WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
         )
+
     # A user's own loop has no data to look at.
     if data is None:
         raise UserError(

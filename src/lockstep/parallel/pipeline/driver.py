@@ -87,16 +87,20 @@ class PipelineDriver(ShardedDriver):
             apply_plan(model, local_plan, axes, runtime)
             for stage in local_stages:
                 explain_mixtures(stage)
+
         if compiled:
             for stage in local_stages:
                 stage.compile()
+
         facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
         self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
         super().__init__(model, runtime)
         self._held = [name in held for name in self.names]
-        self._users = [len(pp_ranks[name]) or ranks for name in self.names]  # stages that hold each parameter
+        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
         self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
+
+        # A tensor that no stage has used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.placement = replace(
             self.placement,
@@ -133,6 +137,7 @@ class PipelineDriver(ShardedDriver):
             control.micro = micros[0]
             loss = self._flow.forward(loss_fn, micros[0].data)
             control.find_reference_weight(0.0 if loss is None else loss.weight)
+
         self._flow.run(micros, loss_fn, control)
         control.backwards_done = batches.count
         self._reduce(control.word())
@@ -154,6 +159,7 @@ class PipelineDriver(ShardedDriver):
         holders = self.placement.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
+
         # The ranks of other stages have only a placeholder, and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
@@ -213,8 +219,8 @@ class PipelineDriver(ShardedDriver):
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
-            users = torch.tensor([self._users[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_terms([*trained.values()]) / users
+            copies = torch.tensor([self._copies[n] for n in trained], device=squared.device)
+            squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _sum_gradients(self, used: list[bool]) -> None:
@@ -226,6 +232,8 @@ class PipelineDriver(ShardedDriver):
         for p in trained:
             redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+        # FSDP has summed over the replicas already.
         if not self._sharded:
             sum_gradients(trained, self._replicas)
 
@@ -258,12 +266,14 @@ def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -
             "",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
+
     if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with strategy={config.strategy}",
             "its stages need their parameters in full from forward to backward",
             "type pp.schedule=1f1b, or strategy=pp",
         )
+
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",

@@ -66,19 +66,17 @@ class ForeignTensors:
     def check(self, anywhere: Sequence[bool]) -> None:
         """Raise an error if any tensor in `stages` was misused; `anywhere` combines `used` over all ranks."""
         names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
-        if not names:
-            return
-
-        # One name is enough to find the line of code.
-        stages = " and ".join(map(str, self.stages[names[0]]))
-        more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
-        raise UserError(
-            f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
-            f"only stage {stages} holds it",
-            "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
-            "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, or "
-            "strategy=zero1",
-        )
+        if names:
+            # One name is enough to find the line of code.
+            stages = " and ".join(map(str, self.stages[names[0]]))
+            more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
+            raise UserError(
+                f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
+                f"only stage {stages} holds it",
+                "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
+                "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, "
+                "or strategy=zero1",
+            )
 
 
 class _ReadRecorder(TorchDispatchMode):

@@ -219,6 +219,7 @@ class Pipeline:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = _PreparedSchedule(self, self._stage_inputs[shape], count)
+
         return self._prepared[key]
 
     def _set_mode(self) -> None:

@@ -25,8 +25,6 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
 
-aten = torch.ops.aten
-
 
 class TensorDriver(ShardedDriver):
     """Sums gradients over the replicas along dp, after the last backward."""
@@ -67,11 +65,11 @@ def _register_cpu_attention() -> None:
     """Register how attention is sharded by heads on a CPU. torch knows it for its GPU kernels only."""
     placements: list[Placement] = [Shard(1), Replicate()]  # along heads, or not at all
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
     def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 2, [place] * 3 + [None] * len(rest)) for place in placements]
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in placements]
 
@@ -87,6 +85,7 @@ def explain_mixtures(model: nn.Module) -> None:
             # torch has no error class of its own for this; all other errors pass through unchanged.
             if not any(word in str(error) for word in ("DTensor", "sharding strategy", "unevenly sharded")):
                 raise
+
             raise UserError(
                 f"torch cannot shard an operation between two sharded layers of {type(model).__name__} (mesh.tp)",
                 str(error).splitlines()[0],
@@ -101,9 +100,11 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     """Sum gradients over `replicas`. A parameter that no rank has used keeps none, as in a single process."""
     if replicas.world.alone or not parameters:
         return
+
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     users = replicas.sum_(used.to(replicas.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
+
     # Zeros where this rank has not used a parameter that another one has.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -117,6 +118,7 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
     """
     if replicas.world.alone:
         return
+
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]

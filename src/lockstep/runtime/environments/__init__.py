@@ -13,10 +13,8 @@ from dataclasses import replace
 from lockstep.runtime.environments import slurm, torchrun
 from lockstep.runtime.world import World
 
-Reader = Callable[[Mapping[str, str]], World | None]
-
 # The most explicit first: inside a Slurm job, the variables of our own launcher and of torchrun win.
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Mapping[str, str]], World | None]] = {
     "torchrun": torchrun.read,
     "slurm": slurm.read,
 }
