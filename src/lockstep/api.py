@@ -148,7 +148,7 @@ def fit(
 
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
-    With `nproc` it starts that many ranks (or "auto") and returns when they are done; inside a rank (ours or
+    With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
     torchrun's) it trains in this process. A script with a command line of its own passes `again`: `again(run_dir)`
     returns what to type to resume a run.
     """

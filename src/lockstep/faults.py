@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -32,8 +32,6 @@ PLACES = (
 
 # Faults that only the caller of `fire` can carry out, and the point at which each happens.
 RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
-
-HOW = ("kill", "stop", "term", "raise", "hang", "slow", "exit", "segfault", *RETURNED)
 
 
 @dataclass
@@ -170,7 +168,7 @@ def fire(phase: str, step: int) -> str | None:
             if fault.how in RETURNED:
                 returned = fault.how
             else:
-                _carry_out(fault)
+                ACTS[fault.how](fault)
 
     return returned
 
@@ -184,22 +182,39 @@ def install(heartbeat: Any) -> None:
         heartbeat.hook = lambda step, phase: fire(phase, step)
 
 
-def _carry_out(fault: Fault) -> None:
-    match fault.how:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        case "raise":
-            raise RuntimeError("injected")
-        case "hang":
-            while True:
-                time.sleep(3600)
-        case "slow":
-            time.sleep(fault.seconds or 0.0)
-        case "exit":
-            os._exit(3)
-        case "segfault":
-            ctypes.string_at(0)
+def _signal(number: int) -> Callable[[Fault], None]:
+    return lambda fault: os.kill(os.getpid(), number)
+
+
+def _raise(fault: Fault) -> None:
+    raise RuntimeError("injected")
+
+
+def _hang(fault: Fault) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _slow(fault: Fault) -> None:
+    time.sleep(fault.seconds or 0.0)
+
+
+def _exit(fault: Fault) -> None:
+    os._exit(3)
+
+
+def _segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+ACTS: dict[str, Callable[[Fault], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "term": _signal(signal.SIGTERM),
+    "raise": _raise,
+    "hang": _hang,
+    "slow": _slow,
+    "exit": _exit,
+    "segfault": _segfault,
+}
+HOW = (*ACTS, *RETURNED)

@@ -134,7 +134,6 @@ def read(path: Path) -> View | None:
     if len(data) < SIZE:
         return None
     beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
-    # Zeros: no beat yet. A phase that we do not know: a rank of another version.
     if not beats or phase >= len(PHASES):
         return None
 

@@ -73,9 +73,9 @@ class ForeignTensors:
             raise UserError(
                 f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
                 f"only stage {stages} holds it",
-                "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
-                "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, "
-                "or strategy=zero1",
+                "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter "
+                "in the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type "
+                "strategy=ddp, or strategy=zero1",
             )
 
 
