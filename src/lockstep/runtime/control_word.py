@@ -65,9 +65,17 @@ class ControlWordCodec:
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
         integer = math.floor(weight)
         values = (
-            *(integer - integer % LOW, integer % LOW, weight % 1.0),
-            *(word.stop, word.exhausted, word.step, word.scale),
-            *(word.new_metrics, word.save, word.preempt, word.save_failed),
+            integer - integer % LOW,
+            integer % LOW,
+            weight % 1.0,
+            word.stop,
+            word.exhausted,
+            word.step,
+            word.scale,
+            word.new_metrics,
+            word.save,
+            word.preempt,
+            word.save_failed,
             loss,
         )
         packed = self._to_device([value * times for value in values])

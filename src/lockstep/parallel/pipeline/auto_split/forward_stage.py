@@ -34,7 +34,7 @@ def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_receive
     """Return an output like the traced one, full of NaN.
 
     The micro-batch may have other sizes than the traced one. They follow from what this stage received: a dimension
-    that had the same size as that of `traced_received` in the trace has the same size as that of `received` now.
+    that was as long as the same dimension of `traced_received` in the trace is as long as that of `received` now.
     """
     tensors = []
     for number, tensor in enumerate(output[0]):

@@ -151,7 +151,7 @@ class _Trace:
         return [stops[number - 1] for number in balance(sizes, count)]
 
     def tensors_used(self, start: int, stop: int) -> list[Tensor]:
-        """Return the tensors that a stage of the segments from `start` up to `stop` needs.
+        """Return the tensors that a stage with the segments from `start` to before `stop` needs.
 
         One that no segment has used is needed by all stages: the next batch may use it.
         """
@@ -183,9 +183,8 @@ def _dry_run(
         # NaN in the output: a tensor of another stage has come in through a path that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
-            raise _cannot_split(
-                model, f"what comes after {block} depends on more than what that block returns; or on NaN"
-            )
+            why = f"what comes after {block} depends on more than what that block returns; or on NaN"
+            raise _cannot_split(model, why)
 
 
 def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], Any]:
