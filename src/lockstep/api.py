@@ -173,15 +173,9 @@ def fit(
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
     command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
 
-    # Ranks are separate processes: they get the task, and the options it was made with, in a private file, and leave
-    # their results in the run folder. cloudpickle stores classes of a script or notebook by value: the ranks could not
-    # import them.
-    import cloudpickle
-
-    with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
-        path = Path(folder) / "task"
-        path.write_bytes(cloudpickle.dumps((task, resolved.config.task)))
-        ending = _launch({"task": str(path), "layers": layers, "again": command}, run_dir, count)
+    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
+    with _pickled(task, resolved.config.task) as path:
+        ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
     _raise_unless_done(ending, run_dir, count)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -205,6 +199,20 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
             )
 
     return resolved.without_options()
+
+
+@contextmanager
+def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
+    """Write the task, and the options it was made with, to a private file for the ranks.
+
+    cloudpickle stores classes of a script or notebook by value: the ranks could not import them.
+    """
+    import cloudpickle
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
+        path = Path(folder) / "task"
+        path.write_bytes(cloudpickle.dumps((task, options)))
+        yield str(path)
 
 
 def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:

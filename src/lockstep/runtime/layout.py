@@ -25,7 +25,7 @@ class LocalShard:
     local: Tensor  # shares the DTensor's memory
     shape: tuple[int, ...]  # of the full tensor
     offset: tuple[int, ...]  # where the shard starts in the full tensor
-    first_copy: bool  # whether this is the first of the ranks that hold the same shard: that one saves it
+    first_copy: bool  # whether this rank is the first of those that hold the same shard: that one saves it
 
 
 def local(tensor: Tensor) -> Tensor:

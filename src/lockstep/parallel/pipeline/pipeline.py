@@ -82,7 +82,8 @@ def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
         # Everything before the call of the model (masks, shifted targets) runs; the rest of the loss does not.
         loss_fn(StandIn(model, record), data)
     except _ModelCalled as call:
-        return call.args  # pyrefly: ignore[bad-return]
+        args, kwargs = call.args
+        return args, kwargs
 
     raise _not_one_call("not at all")
 
