@@ -3,7 +3,7 @@
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
 parameters that the rank itself has used, and never compares: if only some ranks use a part of the model, gloo aborts,
-and nccl waits for ever or adds gradients of different parameters. So before each of these collectives the ranks compare
+and nccl waits forever or adds gradients of different parameters. So before each of these collectives the ranks compare
 what they are about to do: over gloo always; over nccl, where the host must wait for the answer, in the first steps.
 
 A part that no rank uses in a step is fine: it is not gathered, and gets no gradient. In a pipeline "all ranks" are the

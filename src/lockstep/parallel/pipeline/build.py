@@ -38,7 +38,7 @@ def make_stages(
     """Return `count` stages, and the tensors that each uses.
 
     model: in full, and on the CPU
-    data: returns the samples, two of which are read if the model is split automatically; None: there are none
+    data: returns the samples; an automatic split reads two of them. None: there are no samples
     device: where the stages will run
     """
     # The user's own list comes first, then the structure of the model, then a trace of its forward.
