@@ -6,14 +6,13 @@ imported only by a process that trains.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
     from lockstep.engine.setup import RunBuilder
     from lockstep.task import Task
 
-# From the folder of a run that ended early to what to type to resume it.
+# Takes the folder of a run that ended early, and returns what to type to resume it.
 ResumeCommand = Callable[[Path], str]
 
-# Environment variable with the configuration of the command line, for a script that calls `lockstep.start`.
+# The environment variable that carries the settings of the command line to a script that calls `lockstep.start`.
 LAYERS = "LOCKSTEP_LAYERS"
 
 
@@ -70,41 +69,37 @@ class RunResult:
         return model
 
 
-# ---- lockstep train TARGET ------------------------------------------------------------------------------
+# ---- lockstep train TARGET ----
 
 
-@dataclass(frozen=True)
-class Processes:
-    """How many processes to start, and where, as typed on the command line."""
+def train(
+    target: str,
+    layers: list[Layer],
+    again: ResumeCommand,
+    nproc: str | int | None = None,
+    nnodes: str | None = None,
+    join: str | None = None,
+) -> int:
+    """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code.
 
-    nproc: str | int | None = None
-    nnodes: str | None = None
-    join: str | None = None
-
-    # `--nproc 1` is supervised, too: a launcher restarts that one rank.
-    @property
-    def supervised(self) -> bool:
-        """Whether a launcher starts, watches and restarts the ranks. Otherwise this process trains by itself."""
-        return self.nproc is not None or self.nnodes is not None
-
-
-def train(target: str, layers: list[Layer], processes: Processes, again: ResumeCommand) -> int:
-    """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code."""
+    `nproc`, `nnodes` and `join` are as typed on the command line.
+    """
     # Misspelt targets and keys are reported before torch is imported, which takes seconds.
     targets.check(target)
     check(layers)
     check_names(layers)
-    nproc = parse_nproc(processes.nproc)
-    nnodes = parse_nnodes(processes.nnodes)
+    processes = parse_nproc(nproc)
+    nodes = parse_nnodes(nnodes)
 
-    # One process needs no launcher. It may be a rank of torchrun, too.
-    if not processes.supervised:
+    # Without a launcher this process trains, alone or as a rank of torchrun. `--nproc 1` does ask for a launcher, which
+    # restarts that one rank.
+    if nproc is None and nnodes is None:
         with _resume_hint(again):
             run_target(target, layers)
         return 0
 
     if World.launched():
-        option = "--nnodes" if processes.nproc is None else "--nproc"
+        option = "--nnodes" if nproc is None else "--nproc"
         raise UserError(
             f"{option} cannot be used here: another launcher has already made this process a rank",
             "RANK and WORLD_SIZE in the environment",
@@ -116,7 +111,7 @@ def train(target: str, layers: list[Layer], processes: Processes, again: ResumeC
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
     spec = {"target": target, "layers": layers, "again": again(run_dir)}
-    return _launch(spec, run_dir, nproc, nnodes, processes.join).code
+    return _launch(spec, run_dir, processes, nodes, join).code
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -124,7 +119,7 @@ def run_target(target: str, layers: list[Layer]) -> None:
     if targets.is_script(target):
         import runpy
 
-        # As `python script.py` would: its own folder comes first on the path.
+        # As with `python script.py`, the script's own folder comes first on the path.
         os.environ[LAYERS] = json.dumps(layers)
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
@@ -134,11 +129,11 @@ def run_target(target: str, layers: list[Layer]) -> None:
     _check_launcher_folder([("task default", kind.defaults), *layers])
     resolved = resolve_for(kind.defaults, kind.presets, layers)
 
-    # Options of the task are checked after all keys: the constructor may take a while.
+    # The task is made last: its constructor may take a while, and a misspelt key is reported before that.
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
 
 
-# ---- lockstep.fit(task, config) -------------------------------------------------------------------------
+# ---- lockstep.fit(task, config) ----
 
 
 def fit(
@@ -153,9 +148,9 @@ def fit(
 
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
-    With `nproc` above 1 (or "auto") it starts its own ranks and returns when they are done; inside a rank
-    (ours or torchrun's) it trains in this process. `again(run_dir)` returns what to type to resume a run, for
-    scripts with a command line of their own.
+    With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
+    torchrun's) it trains in this process. A script with a command line of its own passes `again`: `again(run_dir)`
+    returns what to type to resume a run.
     """
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -174,10 +169,11 @@ def fit(
         with _resume_hint(again):
             return _fit_here(task, resolved, name)
 
-    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
     run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
     command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
+
+    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
         ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
     _raise_unless_done(ending, run_dir, count)
@@ -185,23 +181,23 @@ def fit(
 
 
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
-    """Return the configuration of a task object, whose options were fixed when it was made.
+    """Return the configuration of a task object, without the options that were fixed when it was made.
 
-    Options that were asked for here would be ignored, so they are refused. Those of a default preset are dropped,
-    so that they are not recorded as if they had been used.
+    Options that `layers` ask for could not be applied, so they are refused. Those of a default preset are dropped, so
+    that they are not recorded as if they had been used.
     """
     preset_asked = any(values.get("preset") for _, values in layers)
+    name = type(task).__name__
     for option, value in resolved.config.task.items():
         source = resolved.sources.get(f"task.{option}", "argument")
-        from_preset = source.startswith("preset")
-        if (from_preset and not preset_asked) or source == "task default":
-            continue
-        name = type(task).__name__
-        raise UserError(
-            f"task.{option} = {value} ({source}) cannot be applied to a {name} object",
-            "an object, whose options were set when it was made",
-            f"pass the class, lockstep.fit({name}, ...), which makes an object with these options",
-        )
+        is_default = source == "task default" or (source.startswith("preset") and not preset_asked)
+        if not is_default:
+            raise UserError(
+                f"task.{option} = {value} ({source}) cannot be applied to a {name} object",
+                "an object, whose options were set when it was made",
+                f"pass the class, lockstep.fit({name}, ...), which makes an object with these options",
+            )
+
     return resolved.without_options()
 
 
@@ -209,7 +205,7 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
     """Write the task, and the options it was made with, to a private file for the ranks.
 
-    cloudpickle stores classes of a script or notebook by value, which the ranks could not import.
+    cloudpickle stores classes of a script or notebook by value: the ranks could not import them.
     """
     import cloudpickle
 
@@ -220,22 +216,23 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 
 
 def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
-    """Raise what ended the ranks of `fit` early, as a run in this process would have."""
+    """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
         raise RanksFailed(
             f"lockstep.fit on {count} processes: rank {culprit.rank} failed first",
             f"{culprit.kind}: {culprit.message}",
             f"fix that; {run_dir / 'logs'} holds the output of all ranks",
         )
+
     if ending.code:
-        checkpoint = latest(run_dir / "checkpoints")
+        # Only the exit code tells which signal it was, and only the checkpoints tell how far the run has come.
         signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
-        # Which signal it was is known only from the exit code, and where the run stands from its checkpoints.
+        checkpoint = latest(run_dir / "checkpoints")
         step = latest_step(run_dir / "checkpoints") or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
 
 
-# ---- lockstep.start() -----------------------------------------------------------------------------------
+# ---- lockstep.start() ----
 
 
 @contextmanager
@@ -247,11 +244,12 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     from lockstep.engine.own_loop import OwnRun
 
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
-    # What was typed wins over the script: its arguments are defaults there.
+    # What was typed on the command line wins over the script's own arguments.
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
     _check_launcher_folder(layers)
     resolved = resolve(layers)
     check_names(layers)
+
     for key in ("preset", "task"):
         if getattr(resolved.config, key):
             raise UserError(
@@ -270,11 +268,12 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 raise
             regular_exit = error  # sys.exit() inside the loop is a regular end
         own.close()
+
     if regular_exit is not None:
         raise regular_exit
 
 
-# ---- a rank of our launcher -----------------------------------------------------------------------------
+# ---- a rank of our launcher ----
 
 
 def work(spec: dict[str, Any]) -> None:
@@ -282,32 +281,25 @@ def work(spec: dict[str, Any]) -> None:
     # A rank is forked from a process that was started elsewhere: it needs the paths of the launcher.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
-    if "task" in spec:
-        _fit_pickled(spec["task"], layers)
-    else:
+    if "target" in spec:
         sys.argv = [spec["target"]]
         run_target(spec["target"], layers)
+        return
 
-
-def _fit_pickled(path: str, layers: list[Layer]) -> None:
-    """Train the task that the parent process of `fit` has written to `path`."""
     import cloudpickle
 
-    with open(path, "rb") as file:
-        task, options = cloudpickle.load(file)
+    task, options = cloudpickle.loads(Path(spec["task"]).read_bytes())
     resolved = resolve_for(task.defaults, task.presets, layers)
-
     # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
     _fit_here(task, resolved, type(task).__name__.lower())
 
 
-# ---- training in this process ---------------------------------------------------------------------------
+# ---- training in this process ----
 
 
 def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
-    """Train `task` in this process, which may be one of many ranks."""
     from lockstep.engine import loop
 
     with _running(resolved, name, task.unit) as builder:
@@ -334,7 +326,7 @@ def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Ru
             raise
 
 
-# ---- the launcher, and the folder that all ranks must share ---------------------------------------------
+# ---- the launcher, and the folder that all ranks must share ----
 
 
 def _launch(
@@ -344,7 +336,8 @@ def _launch(
     # The folder must be ours before a process is started.
     prepare(run_dir)
     (run_dir / "resize").unlink(missing_ok=True)  # a request that an earlier job did not live to see
-    held = lock(run_dir)  # raises if another job trains there: a second launcher must not write into its record
+    # This raises if another job trains there: a second launcher must not write into its record.
+    held = lock(run_dir)
     if held is not None:
         held.close()
 
@@ -356,16 +349,16 @@ def _launch(
         return ending
 
     # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
+    cause = f"rank {culprit.rank}: {culprit.message}"
     with JsonlSink(run_dir / "events.jsonl") as events:
-        cause = f"rank {culprit.rank}: {culprit.message}"
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
-    with contextlib.suppress(OSError):  # on a full disk the report is the least of the problems
+    with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
     return ending
 
 
 def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
-    """Return the run folder. If the launcher chooses it, a layer is added from which the ranks learn it."""
+    """Return the run folder. If the user has not named one, add a layer that tells the ranks which it is."""
     run_dir = choose_run_dir(asked, resume, name)
     if not asked:
         layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
@@ -376,38 +369,36 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
     """Refuse a folder that is set in the code: the launcher has already chosen one, without running that code."""
     if not any(source == FROM_LAUNCHER for source, _ in layers):
         return
+
     # The launcher already knows `--resume` and `run_dir=` from the command line.
-    for key in ("run_dir", "resume"):
-        for source, values in layers:
-            if source not in ("argument", "task default") or not values.get(key):
-                continue
-            value = values[key]
-            typed = f"--resume {value}" if key == "resume" else f"run_dir={value}"
+    in_code = [values for source, values in layers if source in ("argument", "task default")]
+    for key, option in (("run_dir", "run_dir="), ("resume", "--resume ")):
+        value = next((values[key] for values in in_code if values.get(key)), None)
+        if value:
             raise UserError(
                 f"{key}={value} is set in the code, where the launcher cannot see it",
                 "a launcher that has already chosen the run folder",
-                f"type it too: {typed}",
+                f"type it too: {option}{value}",
             )
 
 
 def _last(layers: list[Layer], key: str) -> Any:
     """Return the value of the strongest layer that sets `key`, or None."""
-    given = [values[key] for _, values in layers if values.get(key)]
-    return given[-1] if given else None
+    return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 
 
-# ---- what to type to resume -----------------------------------------------------------------------------
+# ---- what to type to resume ----
 
 
 def resume_command(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> ResumeCommand:
-    """Return a function from a run folder to the command that was typed, with that folder and the words `resume`."""
+    """Return a function that takes a run folder and returns the typed command, with that folder and `resume` added."""
 
     def again(run_dir: Path) -> str:
         words = list(arguments)
         # An older --resume, with its value, gives way to the new one.
         while resume[0] in words:
-            at = words.index(resume[0])
-            del words[at : at + len(resume)]
+            start_of_old = words.index(resume[0])
+            del words[start_of_old : start_of_old + len(resume)]
         if not any(word.startswith("run_dir=") for word in words):
             words.append(f"run_dir={run_dir}")
         return shlex.join([*command, *words, *resume])

@@ -1,14 +1,15 @@
-"""The command `lockstep`: verb -> function. No logic here, and no torch until a verb needs it."""
+"""The command `lockstep`: every verb calls one function. No logic here, and no torch until a verb needs it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lockstep
+from lockstep import targets
 from lockstep.errors import UserError
 
 
@@ -20,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Kept for the command that resumes a run.
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
 
-    # argparse takes no positional arguments after an option, so it must not judge what is left: we do.
-    unknown = [item for item in rest if item.startswith("-")]
+    # argparse takes no positional arguments after an option, so we judge what it has left over.
+    unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
     if rest and not hasattr(options, "overrides"):
@@ -29,13 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Settings that follow an option, as in `train char_lm --nproc 2 steps=10`, are in `rest`.
     overrides = [*getattr(options, "overrides", []), *rest]
+
     try:
-        return options.run(options, overrides)
+        return VERBS[options.verb](options, overrides) or 0
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of a pipe has closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail, too.
+        # The reader of a pipe has closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -43,11 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-# ---- arguments ------------------------------------------------------------------------------------------
+# ---- arguments ----
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Build the parser; each verb sets `run`, the function that does it."""
     parser = argparse.ArgumentParser(
         prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."
     )
@@ -61,21 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     resize = verbs.add_parser("resize", help="let a running job continue with another number of processes")
     resize.add_argument("run_dir", type=Path, metavar="RUN")
     resize.add_argument("count", type=int, metavar="N")
-    resize.set_defaults(run=_resize)
 
     config = verbs.add_parser("config", help="show the resolved configuration and where each value came from")
     config.add_argument("action", choices=["show"])
     _add_target(config)
-    config.set_defaults(run=_config)
 
     report = verbs.add_parser("report", help="write report.html for a run folder")
     report.add_argument("run_dir", type=Path)
-    report.set_defaults(run=_report)
 
     _add_ckpt(verbs.add_parser("ckpt", help="list, show, verify, export or prune the checkpoints of a run"))
 
-    recipes = verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
-    recipes.set_defaults(run=_recipes)
+    verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
     return parser
 
 
@@ -93,7 +90,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
     parser.add_argument("--join", metavar="HOST:PORT", help="rendezvous of the machines: the address of one of them")
     parser.add_argument("--resume", metavar="auto|PATH|never", help="resume from a checkpoint (default never)")
-    parser.set_defaults(run=_train)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +99,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--splits", metavar="8,5", help="other micro-batches to try (default: the whole, a ragged one)")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="steps to train in each layout (default 4)")
     parser.add_argument("--exact", action="store_true", help="require identical bits (exact=true)")
-    parser.add_argument("--json", metavar="F", help="write the result to a file, too")
-    parser.set_defaults(run=_verify)
+    parser.add_argument("--json", metavar="F", help="also write the result to a file")
 
 
 def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    # Every action takes one path: a run, whose newest checkpoint is meant, or a checkpoint.
+    # Every action takes one path: a checkpoint, or a run, which stands for its newest checkpoint.
     def add(name: str, metavar: str, text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text)
         action.add_argument("path", type=Path, metavar=metavar)
@@ -127,12 +122,11 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     prune = add("prune", "RUN", "delete all but the newest")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many to keep (default 3)")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    parser.set_defaults(run=_ckpt)
 
 
-# ---- verbs ----------------------------------------------------------------------------------------------
+# ---- verbs ----
 #
-# Each imports what it needs: `lockstep --help` must not wait for torch.
+# Each imports what it needs: `lockstep --help` must wait neither for torch nor for pydantic.
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -144,9 +138,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    processes = api.Processes(options.nproc, options.nnodes, options.join)
     again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
-    return api.train(options.target, layers, processes, again)
+    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -159,16 +152,14 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return command.main(options.target, layers, asked, options.json)
 
 
-def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.launch.run_dir import ask_for_size
 
     ask_for_size(options.run_dir, options.count)
     print(f"requested {options.count} processes: the launcher of {options.run_dir} prints what it does about it")
-    return 0
 
 
-def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep import targets
+def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.config import flatten, read_layers, resolve_for
     from lockstep.config.schema import typed
     from lockstep.registries import check_names
@@ -180,16 +171,15 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Raise what training would refuse.
     check_names([("task default", kind.defaults), *layers])
     targets.make_task(kind, resolved.config.task)
+
     for key, value in flatten(resolved.config).items():
         print(f"{key:32} {typed(value):24} {resolved.sources.get(key, 'default')}")
-    return 0
 
 
-def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.observe.report import write_report
 
     print(write_report(options.run_dir))
-    return 0
 
 
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -206,16 +196,26 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             text, code = inspect.show(options.path)
         case _:
             text, code = inspect.verify(options.path)
+
     print(text)
     return code
 
 
-def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep import targets
-
+def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     for name, text in targets.recipes().items():
         print(f"{name:16} {text}")
-    return 0
+
+
+# Each function returns an exit code, or None for success.
+VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
+    "train": _train,
+    "verify": _verify,
+    "resize": _resize,
+    "config": _config,
+    "report": _report,
+    "ckpt": _ckpt,
+    "recipes": _recipes,
+}
 
 
 if __name__ == "__main__":

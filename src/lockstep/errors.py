@@ -26,23 +26,20 @@ class UserError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        lines = [self.problem]
-        if self.found:
-            lines.append(f"  found: {self.found}")
-        lines.append(f"  do:    {self.fix}")
-        return "\n".join(lines)
+        found = f"\n  found: {self.found}" if self.found else ""
+        return f"{self.problem}{found}\n  do:    {self.fix}"
 
 
-# ---- kinds of errors ----------------------------------------------------------------------------------
+# ---- kinds of errors ----
 
 
 class ConfigError(UserError):
-    """All problems of a configuration, reported together instead of one run at a time. A single one is the headline."""
+    """All problems of a configuration, reported together instead of one per attempt."""
 
     def __init__(self, problems: list[UserError]):
-        one = len(problems) == 1
+        single = len(problems) == 1
         super().__init__(
-            problems[0].problem if one else f"the configuration has {len(problems)} problems",
+            problems[0].problem if single else f"the configuration has {len(problems)} problems",
             "; ".join(problem.found for problem in problems if problem.found),
             "; ".join(problem.fix for problem in problems),
         )
@@ -64,7 +61,7 @@ class RanksFailed(UserError):
 
 
 class SmallerMicroBatch(Exception):
-    """The device ran out of memory under micro_batch=auto, and a smaller size was recorded: a restart makes sense."""
+    """The device ran out of memory under micro_batch=auto. A smaller size was recorded, so a restart makes sense."""
 
 
 class Preempted(SystemExit):
@@ -87,11 +84,7 @@ def some_names(names: list[str], most: int = 5) -> str:
 
 
 def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
-    """Return the error for a setting whose value should be a name of a registry, and is not."""
+    """Return the error for a setting whose value is not one of the `known` names."""
     names = list(known)
-    near = get_close_matches(str(name), names, 1, 0.0)
-    return UserError(
-        f"{key}={name} is not known",
-        f"{key} takes {', '.join(names)}",
-        f"type {key}={near[0]}",
-    )
+    (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
+    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"type {key}={nearest}")

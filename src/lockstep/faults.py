@@ -1,19 +1,19 @@
-"""Injected faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
+"""Inject faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
 
-The description travels in the environment, since the ranks are other processes. How often a fault has already
-happened is kept in files, since a rank that was killed comes back knowing nothing.
+The description travels in an environment variable, since the ranks are other processes. Files keep count of how often a
+fault has happened, since a rank that was killed comes back knowing nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ PLACES = (
     "committed",  # everything about a checkpoint is done
 )
 
-# Faults that only the calling code can carry out: `fire` returns them, and each belongs to one point.
+# Faults that only the caller of `fire` can carry out, and the point at which each happens.
 RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
 
 
@@ -64,12 +64,12 @@ class Fault:
                 'give seconds=0.5 to how="slow", and to no other',
             )
 
-        home = RETURNED.get(self.how)
-        if home and self.phase not in (None, home):
+        only_phase = RETURNED.get(self.how)
+        if only_phase and self.phase not in (None, only_phase):
             raise UserError(
-                f"the fault how={self.how!r} can only happen in phase={home!r}",
+                f"the fault how={self.how!r} can only happen in phase={only_phase!r}",
                 f"phase={self.phase!r}",
-                f"leave phase out, or use phase={home!r}",
+                f"leave phase out, or use phase={only_phase!r}",
             )
 
         if self.times is not None and self.times < 1:
@@ -83,21 +83,19 @@ class Fault:
 
     def due(self, phase: str, step: int, rank: int) -> bool:
         """Return whether the fault happens now, and count it if so."""
-        # A returned kind has one home, whether the phase is given or not.
-        home = RETURNED.get(self.how, self.phase)
-        here = home in (None, phase) and self.rank in (None, rank) and self.step in (None, step)
-        return here and self._claim()
+        # A fault in RETURNED has its own phase, even if none was given.
+        wanted_phase = RETURNED.get(self.how, self.phase)
+        if wanted_phase not in (None, phase) or self.rank not in (None, rank) or self.step not in (None, step):
+            return False
 
-    def _claim(self) -> bool:
-        """Take one of the `times`, in competition with all other ranks."""
-        if self.times is None:
-            return True
-        return any(self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+        # All ranks compete for the `times`: who creates the file has the fault.
+        claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+        return self.times is None or any(claims)
 
 
 def _created(path: Path) -> bool:
-    """Create the file. Returns whether it was this process that did."""
-    # Exclusive creation is atomic between processes, also over restarts.
+    """Create the file, and return True; or return False if another process has done so before."""
+    # Exclusive creation is atomic between processes, even across restarts.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
@@ -107,7 +105,7 @@ def _created(path: Path) -> bool:
     return True
 
 
-# The environment variable
+# ---- the environment variable ----
 
 
 def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
@@ -124,52 +122,48 @@ def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
 
 def to_text(faults: Collection[Fault]) -> str:
     """Return the environment variable's value: a JSON list of objects with the fields of `Fault`."""
-    names = [spec.name for spec in dataclasses.fields(Fault) if spec.init]
+    names = [spec.name for spec in fields(Fault) if spec.init]
     return json.dumps([{name: getattr(fault, name) for name in names} for fault in faults])
 
 
 def from_text(text: str) -> list[Fault]:
     try:
-        return [Fault(**fields) for fields in json.loads(text)]
+        return [Fault(**values) for values in json.loads(text)]
     except (ValueError, TypeError) as error:
-        fix = f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'"""
-        raise UserError(f"{VARIABLE}={text} is not a list of faults", str(error), fix) from None
+        raise UserError(
+            f"{VARIABLE}={text} is not a list of faults",
+            str(error),
+            f"""write a list like {VARIABLE}='[{{"how": "kill", "rank": 1, "step": 5}}]'""",
+        ) from None
 
 
-# None: the environment has not been read.
-_faults: list[Fault] | None = None
+@cache
+def planned() -> list[Fault]:
+    """Return the faults of the environment, which is read once."""
+    return from_text(os.environ.get(VARIABLE) or "[]")
 
 
 def reset() -> None:
     """Read the environment again at the next `fire`."""
-    global _faults
-    _faults = None
+    planned.cache_clear()
 
 
-def planned() -> list[Fault]:
-    """Return the faults of the environment, which is read once."""
-    global _faults
-    if _faults is None:
-        _faults = from_text(os.environ.get(VARIABLE) or "[]")
-
-    return _faults
-
-
-# In the ranks
+# ---- in the ranks ----
 
 
 def fire(phase: str, step: int) -> str | None:
     """Carry out the faults that are due in this phase of this step.
 
-    A kind that only the caller can carry out (`RETURNED`) is returned; it can only be one that belongs to `phase`.
+    One that only the caller can carry out (`RETURNED`) is returned; it is always one of this `phase`.
     """
     # The usual case, in every phase of every step: no faults, and no time lost.
-    if _faults == []:
+    faults = planned()
+    if not faults:
         return None
 
     rank = int(os.environ.get("RANK", "0"))
     returned = None
-    for fault in planned():
+    for fault in faults:
         if fault.due(phase, step, rank):
             if fault.how in RETURNED:
                 returned = fault.how

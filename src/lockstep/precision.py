@@ -1,16 +1,16 @@
-"""Precision: in which number format a run stores, computes, reduces and optimizes; and the loss scale of fp16.
+"""Precision: the number formats in which a run stores, computes, reduces and optimizes; and the loss scale of fp16.
 
-Every value of `precision` but `auto` is one record in PRECISIONS. Its hooks do nothing by default, so that a new
-format says only how it differs from float32.
+Every value of `precision` except `auto` is one record in PRECISIONS. By default a record means float32 throughout, so a
+new one says only how it differs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,56 +23,32 @@ from lockstep.runtime.context import Runtime
 
 
 def _fits_everywhere(config: RunConfig, device: torch.device) -> None:
-    """Refuse nothing: the format works with any configuration on any device."""
-
-
-@dataclass(frozen=True)
-class NumberFormat:
-    """What is special about a precision. The defaults store and compute in float32."""
-
-    # The dtype of autocast; float32 means that there is no autocast.
-    compute: torch.dtype = torch.float32
-    # How updates of parameters that are stored in bfloat16 are not lost: `master`, `stochastic` or `compensated` (see
-    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, as they come.
-    rounding: str | None = None
-    # Whether the loss is multiplied by a dynamic scale.
-    scaled: bool = False
-    # Whether matrix products and convolutions that stay in float32 may use TF32 on a GPU.
-    allows_tf32: bool = True
-    # How the compute is described, where its dtype does not say it.
-    compute_text: str = ""
-    # How the optimizer of parameters that are stored in bfloat16 is described.
-    optimizer_text: str = "float32"
-    # Raises a UserError where the format cannot work.
-    check: Callable[[RunConfig, torch.device], None] = _fits_everywhere
+    """Refuse nothing: the precision works with any configuration on any device."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A number format by its name, on a kind of device: the dtype contract of a run.
+    """The number formats of a run. By default everything stays in the model's own float32."""
 
-    Parameters, gradients and optimizer state stay in the model's own float32, unless another way to store them was
-    asked for by name.
-    """
+    # The dtype of matrix products under autocast; float32 means that there is no autocast.
+    compute: torch.dtype = torch.float32
+    # How small updates of parameters that are stored in bfloat16 survive: `master`, `stochastic` or `compensated` (see
+    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, as they come.
+    rounding: str | None = None
+    # Whether the loss is multiplied by a dynamic scale.
+    needs_scaler: bool = False
+    # Whether matrix products and convolutions that stay in float32 may use TF32 on a GPU.
+    allows_tf32: bool = True
+    # Describes the compute where its dtype does not.
+    compute_text: str = ""
+    # Describes the optimizer of parameters that are stored in bfloat16.
+    optimizer_text: str = "float32"
+    # Raises a UserError where this precision cannot work.
+    check: Callable[[RunConfig, torch.device], None] = _fits_everywhere
 
-    name: str
-    format: NumberFormat
-    device_type: str
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        return self.format.compute
-
-    @property
-    def rounding(self) -> str | None:
-        """How bfloat16 parameters are updated; None: parameters are stored as they come."""
-        return self.format.rounding
-
-    @property
-    def needs_scaler(self) -> bool:
-        """Whether the loss is multiplied by a dynamic scale."""
-        return self.format.scaled
+    # `choose` sets these two.
+    name: str = ""
+    device_type: str = "cpu"
 
     @property
     def casts(self) -> bool:
@@ -80,30 +56,24 @@ class Precision:
         return self.compute in (torch.bfloat16, torch.float16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for forwards."""
-        if not self.casts:
-            return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.compute)
+        return torch.autocast(self.device_type, dtype=self.compute) if self.casts else nullcontext()
 
     def set_tf32(self) -> None:
-        """Set torch's global switches for float32 on a GPU. Only a run that asks for fp32 by name has it everywhere."""
+        """Set torch's global switches for TF32 on a GPU. Only precision=fp32, asked for by name, turns it off."""
         if self.device_type == "cuda":
-            torch.set_float32_matmul_precision("high" if self.format.allows_tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = self.format.allows_tf32
+            torch.set_float32_matmul_precision("high" if self.allows_tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.allows_tf32
 
     def contract(self, stored: torch.dtype) -> str:
-        """Return one line about all formats.
-
-        `stored` is the dtype of the parameters, in which gradients are reduced and the optimizer works.
-        """
+        """Return one line about all formats. `stored` is the dtype of the parameters."""
         own = _dtype_name(stored)
         if stored == torch.float64 and not self.casts:
             return "everything float64"
 
         # Gradients of bfloat16 parameters are added in float32, and rounded once.
-        compute = self.format.compute_text or _dtype_name(self.compute)
+        compute = self.compute_text or _dtype_name(self.compute)
         if self.rounding:
-            return f"stored {own}, computed {compute}, reduced float32, optimizer {self.format.optimizer_text}"
+            return f"stored {own}, computed {compute}, reduced float32, optimizer {self.optimizer_text}"
 
         return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
 
@@ -113,24 +83,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose(config: RunConfig, device: torch.device) -> Precision:
-    """Return the precision of a run: bf16 where the hardware has it, fp32 on a CPU.
+    """Return the precision of a run. By default that is bf16 where a GPU has it, and fp32 on a CPU.
 
-    A format that was asked for by name is never changed silently: it is used, or refused.
+    A precision that was asked for by name is never changed silently: it is used, or refused.
     """
     name = config.precision
-    if name == "auto":
-        name = _usual(device)
+    if name == "auto" and device.type != "cuda":
+        name = "fp32"
+    elif name == "auto":
+        name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+
     PRECISIONS[name].check(config, device)
-    return Precision(name, PRECISIONS[name], device.type)
+    return replace(PRECISIONS[name], name=name, device_type=device.type)
 
 
-def _usual(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-
-
-# ---- where a format cannot work -------------------------------------------------------------------------
+# ---- where a precision cannot work ----
 
 
 def _check_tf32(config: RunConfig, device: torch.device) -> None:
@@ -148,12 +115,12 @@ def _check_bf16(config: RunConfig, device: torch.device) -> None:
 
 
 def _check_fp8(config: RunConfig, device: torch.device) -> None:
-    """Matrix units for float8 came with compute capability 8.9 (Ada, Hopper)."""
     if device.type != "cuda":
         raise UserError(
             f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "type precision=bf16"
         )
 
+    # Matrix units for float8 came with compute capability 8.9 (Ada, Hopper).
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         raise UserError(
@@ -164,10 +131,12 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
         )
 
     _refuse_sharded_layers(config)
+
     if find_spec("torchao") is None:
         raise UserError(
             "precision=fp8 cannot be used: torchao is not installed", "", "pip install 'lockstep-train[fp8]'"
         )
+
     if config.compile is False:
         raise UserError(
             "precision=fp8 with compile=false would be slow",
@@ -197,11 +166,8 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
 def _refuse_sharded_layers(config: RunConfig) -> None:
     # The strategies, and the axes of a mesh that do the same.
     sharding = [f"strategy={config.strategy}"] if config.sharing.axis else []
-    for axis in ("tp", "pp"):
-        size = getattr(config.mesh, axis)
-        if size and size > 1:
-            sharding.append(f"mesh.{axis}={size}")
-
+    axes = {"tp": config.mesh.tp, "pp": config.mesh.pp}
+    sharding += [f"mesh.{axis}={size}" for axis, size in axes.items() if size and size > 1]
     if sharding:
         raise UserError(
             f"precision={config.precision} with {sharding[0]} is not supported",
@@ -210,28 +176,27 @@ def _refuse_sharded_layers(config: RunConfig) -> None:
         )
 
 
-# ---- the table ------------------------------------------------------------------------------------------
-
+# ---- the table ----
 
 PRECISIONS = {
-    "fp32": NumberFormat(allows_tf32=False),
-    "tf32": NumberFormat(compute_text="tf32", check=_check_tf32),
-    "bf16": NumberFormat(torch.bfloat16, check=_check_bf16),
-    "fp16": NumberFormat(torch.float16, scaled=True),
-    "fp8": NumberFormat(torch.bfloat16, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
-    "bf16-master": NumberFormat(
+    "fp32": Precision(allows_tf32=False),
+    "tf32": Precision(compute_text="tf32", check=_check_tf32),
+    "bf16": Precision(torch.bfloat16, check=_check_bf16),
+    "fp16": Precision(torch.float16, needs_scaler=True),
+    "fp8": Precision(torch.bfloat16, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
+    "bf16-master": Precision(
         torch.bfloat16,
         rounding="master",
         optimizer_text="float32 on float32 master weights",
         check=_check_bf16_storage,
     ),
-    "bf16-pure-stochastic": NumberFormat(
+    "bf16-pure-stochastic": Precision(
         torch.bfloat16,
         rounding="stochastic",
         optimizer_text="float32, new weights rounded up or down at random",
         check=_check_bf16_storage,
     ),
-    "bf16-pure-compensated": NumberFormat(
+    "bf16-pure-compensated": Precision(
         torch.bfloat16,
         rounding="compensated",
         optimizer_text="float32, what rounding a weight cuts off kept in bfloat16",
@@ -239,15 +204,15 @@ PRECISIONS = {
     ),
 }
 
-# Formats whose parameters and gradients are stored in bfloat16.
-BF16_STORED = tuple(name for name, found in PRECISIONS.items() if found.rounding)
+# Those that store parameters and gradients in bfloat16.
+BF16_STORED = tuple(name for name, precision in PRECISIONS.items() if precision.rounding)
 
 
-# ---- the model ------------------------------------------------------------------------------------------
+# ---- the model ----
 
 
 def store(module: nn.Module, precision: str) -> None:
-    """Store parameters as `precision` wants them: most formats leave them alone. They stay the same objects."""
+    """Convert parameters to bfloat16, in place, if `precision` stores them so."""
     if precision not in BF16_STORED:
         return
 
@@ -263,7 +228,7 @@ def store(module: nn.Module, precision: str) -> None:
 
 
 def check_storage(model: nn.Module) -> None:
-    """Refuse trainable weights below float32: they lose small updates silently, and must be asked for by name."""
+    """Refuse trainable weights below float32: they would lose small updates silently."""
     half = (torch.bfloat16, torch.float16)
     low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in half]
     if low:
@@ -277,38 +242,30 @@ def check_storage(model: nn.Module) -> None:
 
 def check_statistics(model: nn.Module, precision: Precision) -> None:
     """Refuse BatchNorm on a CPU: torch's kernels do not take float32 statistics with bfloat16 weights there."""
-    if precision.device_type != "cpu":
-        return
-
     kind = nn.modules.batchnorm._BatchNorm
-    found = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
-    if found:
+    names = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
+    if names and precision.device_type == "cpu":
         raise UserError(
-            f"precision={precision.name} cannot be used with BatchNorm ({found[0]!r}) on a CPU",
+            f"precision={precision.name} cannot be used with BatchNorm ({names[0]!r}) on a CPU",
             "its statistics stay in float32, which torch's CPU kernels do not take with bf16 weights",
             "use GroupNorm, or type precision=bf16",
         )
 
 
-@contextmanager
-def full_precision(precision: Precision) -> Iterator[None]:
-    """Run a backward outside autocast: it repeats the forward's dtypes by itself."""
-    if not precision.casts:
-        yield
-        return
-    with torch.autocast(precision.device_type, enabled=False):
-        yield
+def full_precision(precision: Precision) -> AbstractContextManager[Any]:
+    """Return the context for backwards, which use the dtypes of their forward without autocast."""
+    return torch.autocast(precision.device_type, enabled=False) if precision.casts else nullcontext()
 
 
-# ---- the loss scale of fp16 -----------------------------------------------------------------------------
+# ---- the loss scale of fp16 ----
 
 
 class DynamicScaler:
     """The fp16 loss scale: large enough that small gradients survive, halved when any rank overflows.
 
-    It holds no tensor and asks no other rank: gradients are summed over ranks before they are judged, so an
-    overflow anywhere is an overflow everywhere, and equal inputs give an equal scale. The step compares the
-    scales of all ranks once per step all the same (they are part of the control word).
+    It holds no tensor and asks no other rank: gradients are summed over ranks before they are judged, so an overflow
+    anywhere is an overflow everywhere, and all ranks arrive at the same scale. Every step checks that they have: the
+    scale is part of the control word.
     """
 
     VERSION = 1
@@ -333,19 +290,21 @@ class DynamicScaler:
         torch._foreach_mul_(grads, 1.0 / self.value)
 
     def update(self, overflowed: bool) -> None:
-        """Adapt the scale, once per step, to the outcome that all ranks share."""
+        """Adapt the scale to the outcome of a step, which is the same on all ranks."""
         config = self.config
         self.history.append((self.value, overflowed))
         if overflowed:
             self.clean_steps = 0
             self.overflows_left -= 1
+
             # Hysteresis: a rare overflow need not halve the scale.
             if self.overflows_left <= 0:
                 self.value = max(self.value * config.backoff, config.minimum)
                 self.overflows_left = config.hysteresis
+
             return
 
-        # Growth is how the scale finds its limit again.
+        # Now and then a larger scale is tried: only an overflow shows where the limit is.
         self.clean_steps += 1
         if self.clean_steps >= config.interval:
             self.value = min(self.value * config.growth, config.maximum)
@@ -364,7 +323,6 @@ class DynamicScaler:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of `get_state`."""
         if state.get("version") != self.VERSION:
             raise UserError(
                 f"the state of the loss scaler is of version {state.get('version')!r}, not {self.VERSION}",
@@ -380,7 +338,7 @@ class DynamicScaler:
 
 
 class LossScale:
-    """The factor that a backward starts with: 1, or for fp16 the scaler's value, on which all ranks agree."""
+    """The factor that a backward starts with: 1, or under fp16 the scaler's value, the same on all ranks."""
 
     def __init__(self, scaler: DynamicScaler | None, runtime: Runtime):
         self.scaler = scaler
@@ -389,9 +347,7 @@ class LossScale:
     @property
     def value(self) -> float:
         """The factor on the sum of a micro-batch's losses."""
-        if self.scaler is None:
-            return 1.0
-        return self.scaler.value / (self.scaler.reference_weight or 1.0)
+        return self.scaler.value / (self.scaler.reference_weight or 1.0) if self.scaler else 1.0
 
     @property
     def logarithm(self) -> float:
@@ -409,11 +365,11 @@ class LossScale:
         We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
         comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
         """
-        # Padding and stages without a loss would distort the mean: they add nothing.
         assert self.scaler is not None
+        # Padding and stages without a loss would distort the mean: they add nothing.
         counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
-        mine = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
-        total, seen = self.runtime.collectives.sum_(mine).tolist()
+        sums = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        total, seen = self.runtime.collectives.sum_(sums).tolist()
 
         per_step = total / max(1.0, seen) * global_batch
         self.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))

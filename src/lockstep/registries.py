@@ -24,15 +24,15 @@ REGISTRIES: dict[str, Collection[str]] = {
 
 
 def check_names(layers: Sequence[Layer]) -> None:
-    """Raise all names in the layers that are in no registry. The layers must be valid otherwise."""
+    """Refuse names that are in no registry, all of them at once. The layers must be valid otherwise."""
     settings: dict[str, Any] = {}
     for _, values in layers:
         settings |= flatten(values)
 
     problems = []
     for key, known in REGISTRIES.items():
-        given = settings.get(key) or []
-        names = [given] if isinstance(given, str) else given
+        value = settings.get(key) or []
+        names = [value] if isinstance(value, str) else value
         problems += [unknown_name(key, name, known) for name in names if name not in known]
     if problems:
         raise ConfigError(problems)

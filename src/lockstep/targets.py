@@ -1,10 +1,9 @@
-"""What a TARGET names: a recipe, `file.py:Class`, or a script with its own loop; and the task that it stands for."""
+"""Find what a TARGET names: a recipe, `file.py:Class`, or a script with its own loop; and make the task."""
 
 from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -16,22 +15,22 @@ from lockstep.errors import ConfigError, UserError
 
 RECIPES = Path(__file__).parent / "recipes"
 
-# What every task has, see task.py. A class need not be derived from Task.
+# What every task has, see task.py.
 CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")
 
 
 def recipes() -> dict[str, str]:
-    """Return name -> first line of the description of every recipe, without importing any."""
+    """Return the name of every recipe with the first line of its description."""
     # The source is parsed: importing a recipe would import torch.
-    found = {}
+    descriptions = {}
     for package in sorted(RECIPES.glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(package.read_text())) or ""
-        found[package.parent.name] = text.partition("\n")[0]
-    return found
+        descriptions[package.parent.name] = text.partition("\n")[0]
+    return descriptions
 
 
 def is_script(target: str) -> bool:
-    """Whether the target is a script, which calls `lockstep.start` or `lockstep.fit` itself."""
+    """Return whether the target is a script, which calls `lockstep.start` or `lockstep.fit` itself."""
     return target.endswith(".py")
 
 
@@ -40,13 +39,14 @@ def name_of(target: str) -> str:
     return Path(target.rpartition(":")[2]).stem.lower()
 
 
-# ---- checks without an import ---------------------------------------------------------------------------
+# ---- checks without an import ----
 
 
 def check(target: str) -> None:
     """Raise for everything wrong with a target that can be known without importing it."""
-    # The last colon: a path may hold others.
+    # The last colon counts: a path may hold others.
     path, colon, class_name = target.rpartition(":")
+
     if is_script(target):
         _check_file(target, Path(target))
         _check_script(target)
@@ -56,8 +56,13 @@ def check(target: str) -> None:
             raise UserError(
                 f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"type {path}:MyTask"
             )
-    else:
-        _check_recipe(target)
+    elif target not in recipes():
+        near = difflib.get_close_matches(target, recipes(), n=1)
+        raise UserError(
+            f"the target {target} is not a recipe",
+            f"the recipes are {', '.join(recipes())}",
+            f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+        )
 
 
 def _check_file(target: str, file: Path) -> None:
@@ -72,28 +77,14 @@ def _check_file(target: str, file: Path) -> None:
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
     source = Path(target).read_text()
-    # Crude, but never wrong about a script that trains: the calls may be named in many ways.
-    if "start(" in source or "fit(" in source:
-        return
-
-    tasks = [f"{target}:{name}" for name in _task_names(source)]
-    raise UserError(
-        f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
-        "",
-        f"type {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
-    )
-
-
-def _check_recipe(target: str) -> None:
-    names = recipes()
-    if target in names:
-        return
-    near = difflib.get_close_matches(target, names, n=1)
-    raise UserError(
-        f"the target {target} is not a recipe",
-        f"the recipes are {', '.join(names)}",
-        f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
-    )
+    # Crude, but it never refuses a script that trains, however the script has imported the two functions.
+    if "start(" not in source and "fit(" not in source:
+        tasks = [f"{target}:{name}" for name in _task_names(source)]
+        raise UserError(
+            f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
+            "",
+            f"type {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
+        )
 
 
 def _task_names(source: str) -> list[str]:
@@ -103,21 +94,20 @@ def _task_names(source: str) -> list[str]:
     except SyntaxError:
         return []
 
-    # A class counts if a base is called Task, with or without a module before it, or counts itself.
-    known = ["Task"]
+    # Derived from Task, with or without a module before it, or from a class above that is.
+    tasks = ["Task"]
     for node in body:
         if isinstance(node, ast.ClassDef):
-            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-            if bases & {*known}:
-                known.append(node.name)
-    return known[1:]
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            if not set(tasks).isdisjoint(bases):
+                tasks.append(node.name)
+    return tasks[1:]
 
 
-# ---- the class ------------------------------------------------------------------------------------------
+# ---- the class ----
 
 
 def load_class(target: str) -> type[Any]:
-    """Import the class of a task."""
     check(target)
     if is_script(target):
         raise UserError(
@@ -125,22 +115,23 @@ def load_class(target: str) -> type[Any]:
             "",
             f"type {target}:CLASS, or look at config.yaml in its run folder",
         )
+
     path, colon, class_name = target.rpartition(":")
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
 
     module = _load_file(Path(path))
-    found = getattr(module, class_name, None)
-    if _is_task(found):
-        return cast(type, found)
+    kind = getattr(module, class_name, None)
+    if _is_task(kind):
+        return cast(type, kind)
 
     # Classes that the file only imports would be odd advice.
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    raise _not_a_task(path, class_name, found, [value.__name__ for value in own if _is_task(value)])
+    raise _not_a_task(path, class_name, kind, [value.__name__ for value in own if _is_task(value)])
 
 
 def _is_task(value: Any) -> bool:
-    """Whether `value` is a class that is derived from Task, or has all that a task has."""
+    """Return whether `value` is a class with everything that a task has, derived from Task or not."""
     return isinstance(value, type) and all(hasattr(value, name) for name in CONTRACT)
 
 
@@ -155,14 +146,15 @@ def check_is_task(value: Any) -> None:
         )
 
 
-def _not_a_task(path: str, class_name: str, found: Any, tasks: Sequence[str]) -> UserError:
-    if isinstance(found, type):
-        missing = ", ".join(name for name in CONTRACT if not hasattr(found, name))
+def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) -> UserError:
+    if isinstance(value, type):
+        missing = ", ".join(name for name in CONTRACT if not hasattr(value, name))
         return UserError(
             f"the class {class_name} in {path} is not a task: it lacks {missing}",
             "",
             f"type {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
         )
+
     near = difflib.get_close_matches(class_name, tasks, n=1)
     return UserError(
         f"the file {path} has no class {class_name}",
@@ -187,16 +179,15 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-# ---- the object -----------------------------------------------------------------------------------------
+# ---- the object ----
 
 
 def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
-    """Construct the task with `task.*` as keyword arguments; raise all wrong ones at once."""
+    """Construct the task with `task.*` as keyword arguments; raise the problems of all of them at once."""
     parameters = _signature(kind).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return kind(**options)  # only the constructor knows what it takes
 
-    # Names and types are checked against the signature, so that all problems come at once.
     problems = []
     values = {}
     for key, value in options.items():
@@ -220,7 +211,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
 
 def _signature(kind: type[Any]) -> inspect.Signature:
-    """Return the signature of the constructor, with types in place of their names where they can be found."""
+    # With types in place of their names, where they can be found.
     try:
         return inspect.signature(kind, eval_str=True)
     except NameError:  # annotations whose names only a type checker imports
@@ -257,8 +248,8 @@ def _wrong_type(key: str, value: Any, wanted: Any) -> UserError:
     name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
     problem = f"task.{key}={value!r} must be of type {name}, not {type(value).__name__}"
 
-    # Words such as none, off, yes and numbers were meant as text, perhaps, but YAML reads them as something else.
-    takes_text = any(one is str or isinstance(one, str) for one in (wanted, *get_args(wanted)))
+    # Perhaps a text was meant: YAML reads words such as none, off and yes, and numbers, as something else.
+    takes_text = any(kind is str or isinstance(kind, str) for kind in (wanted, *get_args(wanted)))
     if takes_text and isinstance(value, (type(None), bool, int, float)):
         word = {"None": "none", "True": "on", "False": "off"}.get(repr(value), repr(value))
         return UserError(

@@ -19,7 +19,7 @@ Weight = int | float | Tensor
 Metric = Tensor | float | tuple[Tensor | float, Weight]
 
 
-# ---- what a task computes -------------------------------------------------------------------------------
+# ---- what a task computes ----
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Loss:
 
     `total` () is the SUM over the micro-batch's terms, `weight` the number of those terms (tokens, samples, ...).
     Lockstep adds both over micro-batches and ranks, and divides once.
-    `metrics` are sums too. One without a weight of its own, `(sum, weight)`, is divided by the loss's weight.
+    `metrics` are sums as well, each divided by the loss's weight, or by its own if it is a pair `(sum, weight)`.
     """
 
     total: Tensor
@@ -36,7 +36,7 @@ class Loss:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-# ---- where its batches come from ------------------------------------------------------------------------
+# ---- where its batches come from ----
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class MicroBatch:
     samples: int
     epoch: int = 0
     ids: Any = ()  # which samples (int64); empty if the source does not know
-    padding: bool = False  # only there because all ranks must run the same number: its weight must be 0
+    padding: bool = False  # it only fills up this rank's number of micro-batches, so its weight must be 0
     first: int = 0  # position of its first sample in the global step, if the source knows it
 
 
@@ -72,7 +72,7 @@ class StepResult:
     """The outcome of one step, the same on every rank."""
 
     # What happened.
-    step: int  # counts all steps from 0, skipped ones too
+    step: int  # counts all steps from 0, including skipped ones
     applied: bool  # False: neither the optimizer nor the schedule advanced
     weight: float  # of all ranks together
     grad_norm: float  # of the weighted mean's gradient, before clipping
@@ -124,7 +124,7 @@ class SourceContext:
     add: Callable[[Tensor], Tensor]  # all-reduces a tensor in place (sum); collective
 
 
-# ---- the task -------------------------------------------------------------------------------------------
+# ---- the task ----
 
 
 class Task:
@@ -134,25 +134,20 @@ class Task:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`.
     """
 
+    # What a loss weight of 1 counts, such as "token": shown in rates. By default rates count samples.
     unit: str = "sample"
-    """What a loss weight of 1 counts, such as "token": shown in rates. By default rates count samples."""
-
+    # Values of the run's configuration that suit this task; files and the command line override them.
     defaults: dict[str, Any] = {}
-    """Values of the run's configuration that suit this task; files and the command line override them."""
-
+    # Named sets of values, chosen by `preset=tiny`, for example.
     presets: dict[str, dict[str, Any]] = {}
-    """Named sets of values: `preset=tiny`."""
-
+    # Settings that a resumed run must keep, such as "global_batch", because the task's own state depends on them.
     lasting: tuple[str, ...] = ()
-    """Settings that a resumed run must keep, such as "global_batch", because the task's own state depends on them."""
-
+    # Names of the model's buffers that training changes: `exact` is then refused before the first step.
     changing_buffers: tuple[str, ...] = ()
-    """Names of the model's buffers that training changes: `exact` is then refused before the first step."""
-
+    # What to do if a checkpoint holds only digests of the frozen weights, and they differ from the model's.
     frozen_advice: str = "build the model with the same frozen weights"
-    """What to do if a checkpoint holds only digests of the frozen weights, and they differ from the model's."""
 
-    # -- required --
+    # ---- required ----
 
     def model(self) -> nn.Module:
         """Return a new model.
@@ -172,13 +167,13 @@ class Task:
         """Return the SUM of the loss over `batch`, and its weight. Call `model(...)` itself, not a part of it."""
         raise NotImplementedError(f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)")
 
-    # -- optional --
+    # ---- optional ----
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         """Return fused AdamW that decays matrices, and no vectors (biases, norms)."""
         trainable = [p for p in model.parameters() if p.requires_grad]
 
-        # Decay is for matrices and embeddings; of a bias or a norm it would only shrink the scale.
+        # Decay is for matrices and embeddings; biases and norms would only lose their scale.
         groups = [
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""For your own tests: make a rank fail at a chosen moment, and see that your training survives it.
+"""Make a rank fail at a chosen moment, in tests of your own, and see that your training survives it.
 
     with lockstep.testing.fail_at(rank=1, step=5, phase="exchange", how="kill"):
         lockstep.fit(task, nproc=2)
@@ -50,23 +50,25 @@ def fail_at(
 
     # Ranks are other processes: the faults reach them in the environment, and their count is kept in files.
     with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as marks:
-        added = _marked([fault], Path(marks))
-        os.environ[faults.VARIABLE] = faults.to_text([*earlier, *added])
+        os.environ[faults.VARIABLE] = faults.to_text([*earlier, *_marked([fault], Path(marks))])
         faults.reset()
         try:
             yield
         finally:
-            _restore(before)
+            if before is None:
+                del os.environ[faults.VARIABLE]
+            else:
+                os.environ[faults.VARIABLE] = before
+            faults.reset()
 
-        happened = any(Path(marks).rglob("fired-*"))
-        if fault.times is not None and not happened:
+        if fault.times is not None and not any(Path(marks).rglob("fired-*")):
             raise AssertionError(f"the fault never happened: no rank came to {_moment(fault)}")
 
 
 def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
     """Return the faults as environment variables, for a process that you start yourself.
 
-    `marks` is a folder of yours that keeps how often each fault has happened; use a new one for every test.
+    `marks` is a folder in which the ranks count how often each fault has happened; use a new one for every test.
     """
     return {faults.VARIABLE: faults.to_text(_marked(list(planned), marks))}
 
@@ -85,12 +87,3 @@ def _moment(fault: Fault) -> str:
     wanted = {"rank": fault.rank, "step": fault.step, "phase": fault.phase}
     parts = [f"{name} {value}" for name, value in wanted.items() if value is not None]
     return ", ".join(parts) or "any phase"
-
-
-def _restore(before: str | None) -> None:
-    if before is None:
-        del os.environ[faults.VARIABLE]
-    else:
-        os.environ[faults.VARIABLE] = before
-
-    faults.reset()

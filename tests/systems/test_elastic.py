@@ -147,35 +147,35 @@ READERS, SPLIT = ["--elastic_reader_gb", "25", "25"], ["cuda:+0", "cuda:1"]
 )
 def test_flags_become_settings(words, expected, monkeypatch):
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0)
+    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append((layers, nproc)) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert main("latent_wire", [*words, "preset=tiny"], readers=2) == 0
     assert "WORLD_SIZE" not in os.environ  # never made up: a rank that believes in others waits for them
-    layers, asked = called[0]
+    layers, nproc = called[0]
     merged = {key: value for _, values in layers for key, value in values.items()}
-    assert asked.nproc == expected[0]
+    assert nproc == expected[0]
     assert merged.items() >= expected[1].items()
 
 
 def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
     """That launcher would not start them again with a smaller size."""
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, asked, again: called.append((layers, asked)) or 0)
+    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append((layers, nproc)) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert main("latent_wire", ["--elastic_gpu", "preset=tiny"], readers=2) == 0
-    layers, asked = called[0]
-    assert asked.nproc is None
+    layers, nproc = called[0]
+    assert nproc is None
     assert not any("micro_batch" in values for _, values in layers)
 
 
 def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
     """16 samples on three machines of two processes: none of them has a whole number."""
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, asked, again: called.append(layers) or 0)
+    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append(layers) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -9,7 +9,7 @@ from torch import nn
 from lockstep import precision
 from lockstep.config import KEYS, ScalerConfig, resolve
 from lockstep.errors import UserError
-from lockstep.precision import BF16_STORED, PRECISIONS, DynamicScaler, NumberFormat, check_storage, choose, store
+from lockstep.precision import BF16_STORED, PRECISIONS, DynamicScaler, Precision, check_storage, choose, store
 from lockstep.runtime import context
 from lockstep.runtime.context import start
 from lockstep.runtime.world import World
@@ -110,7 +110,7 @@ def test_the_table_has_every_precision_of_the_configuration():
 def test_a_precision_is_one_record(monkeypatch):
     """Whatever it does not say is as in fp32."""
     refused = []
-    plain = NumberFormat(compute_text="int8 in blocks", check=lambda config, device: refused.append(device))
+    plain = Precision(compute_text="int8 in blocks", check=lambda config, device: refused.append(device))
     monkeypatch.setitem(PRECISIONS, "tf32", plain)
     found = choose(config(precision="tf32"), CPU)
     assert refused == [CPU]

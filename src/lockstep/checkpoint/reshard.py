@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.runtime.layout import block_of, laid_out, like, only_rows
+from lockstep.runtime.layout import laid_out, like, only_rows, shard_of
 
 # ---- writing ----
 
@@ -50,7 +50,7 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
     slices = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            shard = block_of(tensor)
+            shard = shard_of(tensor)
             if shard.first_copy and shard.local.numel():
                 slices.append(Slice(name, shard.local, shard.shape, shard.offset))
 
@@ -99,7 +99,7 @@ def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
     """Read this rank's shard of `target` (any shape), or all of it if it is replicated, into its memory."""
     with torch.no_grad():
         if isinstance(target, DTensor):
-            shard = block_of(target)
+            shard = shard_of(target)
             shard.local.copy_(reader.read_slice(name, shard.offset, tuple(shard.local.shape)))
         else:
             target.copy_(reader.read(name))
@@ -116,7 +116,7 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
         return reader.read(name)
 
     # A moment, for example.
-    shard = block_of(parameter)
+    shard = shard_of(parameter)
     if shape == tuple(parameter.shape):
         return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 

@@ -130,7 +130,7 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
         layers.insert(0, elastic)
 
     again = api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"])
-    return api.train(target, layers, api.Processes(count), again)
+    return api.train(target, layers, again, count)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:

@@ -139,7 +139,7 @@ class OwnRun:
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
-        return self._builder.runtime.collectives.any(value)
+        return any(self._builder.runtime.collectives.gather_json(bool(value)))
 
     def stop(self) -> None:
         """End the run after the next gradient all-reduce, on all ranks, even if only this one calls it."""

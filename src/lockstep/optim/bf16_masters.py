@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.optim.optimizers import GroupPart, only_these
-from lockstep.runtime.layout import block_of, by_mesh, like, local
+from lockstep.runtime.layout import by_mesh, like, local, shard_of
 from lockstep.runtime.seeds import derive
 
 AT_ONCE = 2**24  # elements that are updated at once
@@ -213,10 +213,10 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
         return torch.arange(parameter.numel(), dtype=torch.int32, device=device).view(parameter.shape)
 
     # Row-major indices: each dimension adds its own, and broadcasting does the rest.
-    block = block_of(parameter)  # pyrefly: ignore[bad-argument-type]
+    shard = shard_of(parameter)  # pyrefly: ignore[bad-argument-type]
     indices = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, (length, offset) in enumerate(zip(block.local.shape, block.offset, strict=True)):
-        along = torch.arange(offset, offset + length, device=device) * math.prod(block.shape[dim + 1 :])
+    for dim, (length, offset) in enumerate(zip(shard.local.shape, shard.offset, strict=True)):
+        along = torch.arange(offset, offset + length, device=device) * math.prod(shard.shape[dim + 1 :])
         indices = indices.unsqueeze(-1) + along
     return indices.to(torch.int32)
 

@@ -1,7 +1,7 @@
-"""The kernels that `scaled_dot_product_attention` uses on a GPU.
+"""Choose the kernels that `scaled_dot_product_attention` uses.
 
-They are chosen once for the whole run: a choice around every call would take host time, and compiled code looks at
-the choice only once.
+They are chosen once for the whole run: choosing around every call would take host time, and compiled code sees only the
+choice at the time when it was compiled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 
-HOPPER = (9, 0)
-
-# The order on Hopper: a call that one kernel cannot do goes to the next.
+# The order on Hopper, which has compute capability 9.0. A call that one kernel cannot handle goes to the next.
 BEST = ("cudnn", "flash", "efficient", "math")
 
 
@@ -36,7 +34,7 @@ def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> t
 
         return (asked,)
 
-    return BEST if capability == HOPPER and not repeatable else None
+    return BEST if capability == (9, 0) and not repeatable else None
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         yield
         return
 
-    # Imported late: most runs leave the choice to torch.
+    # Imported here: most runs leave the choice to torch.
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {
@@ -57,9 +55,10 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    # What torch.compile caches, on disk and in this process, contains the kernels it was compiled for, and torch does
-    # not compare them with those wanted now. So the choice becomes part of the key on disk; and a run that chooses by
-    # name begins and ends with nothing compiled in the process. (`auto` is the same in every run of a machine.)
+    # torch.compile caches code on disk and in this process. That code contains the kernels it was compiled for, and
+    # torch does not compare them with those wanted now. So the choice becomes part of the key on disk; and a run that
+    # chooses by name begins and ends with nothing compiled in the process. (`auto` is the same in every run on a
+    # machine.)
     by_name = config.attention != "auto"
     settings = torch.compiler.config
     tag = settings.cache_key_tag

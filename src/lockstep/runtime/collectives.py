@@ -1,4 +1,4 @@
-"""Small collectives outside the gradient all-reduce. Every rank must call them; a world of one returns at once."""
+"""Small collectives outside the gradient all-reduce. In a world of one rank they return at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-SMALL = 2**16  # bytes; for a smaller tensor the message costs more than its contents, so several travel together
+SMALL = 2**16  # bytes; the overhead of a message outweighs a tensor below this size, so small ones travel together
 
 
 class Collectives:
-    """Collectives over all ranks, or over those of a `group`, which are then the `world`.
+    """Collectives between the ranks of `world`: all ranks of the job, or those of a `group`.
 
-    Every rank must call the same methods in the same order.
+    Each of these ranks must call the same methods in the same order.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Collectives:
             return [value]
 
         with self._waiting_in("gather_json"):
-            # Lengths first: ranks do not know how much the others have to say.
+            # Lengths first: no rank knows how much the others have to say.
             data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
             lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
             dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
@@ -116,16 +116,12 @@ class Collectives:
             raise error or UserError(*words)
         return result
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return any(self.gather_json(bool(flag)))
-
     def final_barrier(self) -> None:
         """Wait for all ranks, as the last collective of a run.
 
-        Works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has ended,
-        and need the GIL for it; if the interpreter is already shutting down, the process aborts. A barrier carries no
-        tensor, and the pause gives the threads time for the collectives before it.
+        This works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has
+        ended, and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier
+        carries no tensor, and the pause gives the threads time to release those of earlier collectives.
         """
         if not self.world.alone:
             with self._waiting_in("final_barrier"):
@@ -135,7 +131,7 @@ class Collectives:
 
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors into messages: all small ones together, and each large one by itself, which saves a copy of it."""
+    """Group tensors into messages: all small ones together, and each large one alone, which saves copying it."""
     # A tensor without elements needs no message.
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]

@@ -23,15 +23,12 @@ from lockstep.runtime.machine import available_cores
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.world import World
 
-START_TIMEOUT = timedelta(minutes=5)
-
-LEAST_TIMEOUT = timedelta(minutes=30)  # of a collective; compiling may take longer than NCCL's default
-_DEVICE_CHECKS = count()  # how often the ranks have compared their devices, for a fresh name in the store each time
+_DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything about this process that the layers above need."""
+    """This process: its rank, its device, and how it reaches the other ranks."""
 
     world: World
     device: torch.device
@@ -48,13 +45,13 @@ class Runtime:
     def store_barrier(self, name: str, timeout: timedelta) -> bool:
         """Wait for all ranks through the store; return False on timeout.
 
-        It works while other ranks wait in a collective. A name can be used again, also by the next run in a process
-        group that outlives this one.
+        It works while other ranks wait in a collective. A name can be used again, even by a later run in the same
+        process group.
         """
         if self.world.alone:
             return True
 
-        # Each rank counts its own visits: the n-th visit of one meets the n-th visit of all others.
+        # Each rank counts its own visits: its n-th visit meets the n-th visit of all others.
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
@@ -76,18 +73,19 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _set_numerics(config, device)
-    # How a kernel adds depends on the number of threads: under `exact` it must not follow the number of ranks.
+    # The order in which a kernel adds depends on its threads: under `exact` the number of ranks must not change it.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
     heartbeat.beat("join")
-    # A script may have made the process group itself. It will also destroy it.
+    # A script that has made the process group itself also destroys it.
     joined = dist.is_initialized()
     if joined:
         _check_joined(world)
         backend = dist.get_backend()
     else:
-        # No collective gives up sooner than the launcher, which knows what each rank does.
-        timeout = max(LEAST_TIMEOUT, timedelta(seconds=config.hang.first + 60))
+        # No collective gives up sooner than the launcher, which knows what each rank does; nor during a compilation,
+        # which may take longer than NCCL's default timeout.
+        timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, timeout=timeout)
 
     try:
@@ -139,7 +137,7 @@ def join(
             world.master_port,
             world.size,
             is_master=world.rank == 0 and not agent_hosts_store,
-            timeout=timeout or START_TIMEOUT,
+            timeout=timeout or timedelta(minutes=5),
             master_listen_fd=world.listen_fd,
         )
         # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
@@ -162,10 +160,10 @@ def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
     if device.type != "cuda":
         return "gloo"
 
-    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory. With more ranks than GPUs that
-    # this one sees, they share some, or each was given one of its own to see.
-    doubtful = world.local_size > torch.cuda.device_count()
-    return "gloo" if doubtful and share_devices(world, device_name(device), store) else "nccl"
+    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory. If this rank sees fewer GPUs
+    # than this machine has ranks, then either ranks share a GPU, or each rank sees only its own.
+    may_share = world.local_size > torch.cuda.device_count()
+    return "gloo" if may_share and share_devices(world, device_name(device), store) else "nccl"
 
 
 def share_devices(world: World, name: str, store: dist.Store) -> bool:
@@ -183,12 +181,11 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
 
 def _check_joined(world: World) -> None:
     # If the group and the environment disagreed, ranks would train alone or wait forever.
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    if (rank, size) != (world.rank, world.size):
+    if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
         raise UserError(
             "the process group that the script has made disagrees with the environment",
-            f"rank {rank} of {size} there, RANK={world.rank} of WORLD_SIZE={world.size} in the environment",
+            f"rank {dist.get_rank()} of {dist.get_world_size()} there, RANK={world.rank} of WORLD_SIZE={world.size} in "
+            "the environment",
             "start the ranks with torchrun, or leave init_process_group() to Lockstep",
         )
 
@@ -220,7 +217,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
     than the work.
     """
-    # The two streams wait for each other at both ends, so that no work overtakes other work.
+    # At both ends one stream waits for the other, so that work stays in order.
     before = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)
     own.wait_stream(before)
@@ -251,7 +248,7 @@ def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> N
 
 
 def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
-    """Have the ranks of one CPU divide its cores, unless the user decided. Returns this rank's number of threads."""
+    """Divide the cores between the ranks of one CPU, unless the user decided. Returns this rank's number of threads."""
     if asked is not None:
         torch.set_num_threads(asked)
     elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
@@ -267,5 +264,5 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
     if same_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # It costs time and changes no result: only for `deterministic`, which asks for it by name.
+        # It costs time and changes no result of correct code, so only `deterministic` pays for it.
         torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class ControlWord:
     weight: float | Tensor = 0.0
     stop: int = 0
     exhausted: int = 0
-    step: int = 0  # modulo STEP_MODULUS; equal on all ranks, or they are out of step
+    step: int = 0  # modulo STEP_MODULUS; if it differs between ranks, they are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     new_metrics: int = 0  # this rank has seen a metric that not all ranks know
     save: int = 0  # a checkpoint is due
@@ -42,38 +43,52 @@ STOP, EXHAUSTED, STEP, SCALE = 3, 4, 5, 6
 REQUESTS = slice(7, LOSS)  # new_metrics, save, preempt, save_failed
 
 LOW = 4096.0  # a weight is split into a multiple of this, the rest, and the fraction
-PINNED_BUFFERS = 4  # used in turn: the host is never that many steps ahead of the GPU
+PINNED_BUFFERS = 4  # used in turn; the host never runs this many steps ahead of the GPU
 
 
 class ControlWordCodec:
     """Packs control words into tensors that can be summed over ranks, without making the host wait for a GPU.
 
-    An all-reduce may multiply by a rounded 1/N on the way, so integers are rounded back. A weight travels as a multiple
-    of LOW, the integer rest and the fraction: each part is exact in float32, far beyond 2**24.
+    An all-reduce may multiply by a rounded 1/N on the way, so integers are rounded back. A weight travels as three
+    numbers, a multiple of LOW, the integer rest and the fraction, so that float32 carries it exactly far beyond 2**24.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device = device
         self.dtype = dtype
-        self._turn = 0
         count = PINNED_BUFFERS if device.type == "cuda" else 0
-        self._pinned = [torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)]
+        self._pinned = cycle([torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)])
 
     def pack(self, word: ControlWord, times: float) -> Tensor:
         """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
-        flags = (word.stop, word.exhausted, word.step, word.scale)
-        requests = (word.new_metrics, word.save, word.preempt, word.save_failed)
-        packed = self._to_device([value * times for value in (*_split(weight), *flags, *requests, loss)])
+        integer = math.floor(weight)
+        values = (
+            integer - integer % LOW,
+            integer % LOW,
+            weight % 1.0,
+            word.stop,
+            word.exhausted,
+            word.step,
+            word.scale,
+            word.new_metrics,
+            word.save,
+            word.preempt,
+            word.save_failed,
+            loss,
+        )
+        packed = self._to_device([value * times for value in values])
 
         # Numbers that the GPU is still computing are filled in there.
         if isinstance(word.loss, Tensor):
             packed[LOSS] = word.loss * times
+
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
             terms = [exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]
             packed[WEIGHT] = torch.stack(terms) * times
+
         return packed
 
     def unpack(self, values: list[float]) -> ControlWord:
@@ -99,16 +114,10 @@ class ControlWordCodec:
         return packed[LOSS] / self.weight(packed)
 
     def _to_device(self, values: list[float]) -> Tensor:
-        if not self._pinned:
+        if self.device.type != "cuda":
             return torch.tensor(values, dtype=self.dtype)
 
         # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
-        self._turn = (self._turn + 1) % PINNED_BUFFERS
-        buffer = self._pinned[self._turn]
+        buffer = next(self._pinned)
         buffer.numpy()[:] = values
         return buffer.to(self.device, non_blocking=True)
-
-
-def _split(weight: float) -> tuple[float, float, float]:
-    integer = math.floor(weight)
-    return integer - integer % LOW, integer % LOW, weight % 1.0

@@ -14,11 +14,11 @@ from torch.cuda import Event
 
 from lockstep.runtime.heartbeat import Heartbeat
 
-# Phases of every step. `data` is then the time for which the device was idle because its batch was late; the time that
-# a host which runs ahead waits for does not count.
+# The phases of every step. The time in `data` is how long the device was idle because its batch was late, and not how
+# long a host that runs ahead has waited for the batch.
 TIMED = frozenset({"data", "compute", "exchange", "update", "collective", "user code"})
 
-MOST = 512  # how many phases may wait to be read: a device that is further behind hangs
+MOST = 512  # phases that may wait to be read; a device that is further behind hangs
 
 
 class DeviceHeartbeat(Heartbeat):
@@ -26,8 +26,8 @@ class DeviceHeartbeat(Heartbeat):
 
     def __init__(self, path: Path | None = None, event: Callable[[], Event] = lambda: Event(enable_timing=True)):
         self._event = event
-        self._free: list[Event] = []  # to be used again
-        self._entered: Event | None = None  # when the device began the present phase; None: it is not timed
+        self._free: list[Event] = []  # for reuse
+        self._entered: Event | None = None  # when the device began the current phase; None: it is not timed
         self._unread: deque[tuple[str, Event, Event]] = deque()  # phases it has not finished yet: name, begin, end
         super().__init__(path)
 
@@ -35,6 +35,7 @@ class DeviceHeartbeat(Heartbeat):
         self._read()
         begin = self._entered
         self._entered = None
+
         if (begin or phase in TIMED) and len(self._unread) < MOST:
             # One event is the end of a phase and the beginning of the next.
             now = self._free.pop() if self._free else self._event()
@@ -61,6 +62,6 @@ class DeviceHeartbeat(Heartbeat):
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000
             self._free.append(begin)
-            still_used = end is self._entered or (self._unread and end is self._unread[0][1])
-            if not still_used:
+            begins_next = end is self._entered or (self._unread and end is self._unread[0][1])
+            if not begins_next:
                 self._free.append(end)

@@ -39,7 +39,7 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 # The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
 _HEAD = struct.Struct("<QdqqB")
 
-# Then the detail, as text, and the longest stay in each phase so far, without the first ones.
+# Then the detail, as text, and the longest stay in each phase so far, without the first two visits.
 _DETAIL = struct.Struct("<64s")
 _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
@@ -59,7 +59,7 @@ class View:
 
 
 class Heartbeat:
-    """The rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
+    """Writes the heartbeat, on the rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
 
     def __init__(self, path: Path | None = None):
         self._memory: mmap.mmap | bytearray = bytearray(SIZE)
@@ -76,10 +76,10 @@ class Heartbeat:
         self.spent = dict.fromkeys(PHASES, 0.0)
         self.hook: Callable[[int, str], None] | None = None  # called with step and phase at every beat: fault injection
 
-        self._longest = dict.fromkeys(PHASES, 0.0)  # the longest stay in each phase
+        self._longest = dict.fromkeys(PHASES, 0.0)  # seconds of the longest stay in each phase
         self._visits = dict.fromkeys(PHASES, 0)  # how often each was entered
         self._steps = 0  # ended by this process
-        self._since = time.monotonic()  # when the present phase began
+        self._since = time.monotonic()  # when the current phase began
         self._write(self._since)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Where the shards of a tensor lie.
 
 A plain tensor is the same in full on every rank; a DTensor is sharded or replicated over a device mesh. These functions
-answer what torch does not: which block of the full tensor a rank holds, and its norm over all ranks.
+answer what torch does not: which part of the full tensor a rank holds, and its norm over all ranks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 @dataclass(frozen=True)
-class Block:
-    """This rank's block of a tensor of `shape`; it starts at `offset`."""
+class LocalShard:
+    """This rank's shard of a DTensor."""
 
-    local: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    first_copy: bool  # of several ranks that hold the same block, the one that saves it
+    local: Tensor  # shares the DTensor's memory
+    shape: tuple[int, ...]  # of the full tensor
+    offset: tuple[int, ...]  # where the shard starts in the full tensor
+    first_copy: bool  # whether this rank is the first of those that hold the same shard: that one saves it
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, sharing its memory."""
+    """Return this rank's shard of a DTensor, which shares its memory; or the plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -54,65 +54,54 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11), so it goes through the host.
     shard = tensor.to_local().detach().cpu()
-    for axis, dim, size in reversed(_splits(tensor)):
+    for axis, dim, size, _ in reversed(_splits(tensor)):
         shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
     return shard.to(tensor.device)
 
 
-def block_of(tensor: DTensor) -> Block:
-    """Return which block of the full tensor this rank holds."""
-    shard = tensor.to_local()
-    coordinate = _coordinate(tensor)
-    shape = list(tensor.shape)
+def shard_of(tensor: DTensor) -> LocalShard:
     offset = [0] * tensor.dim()
-    for axis, dim, size in _splits(tensor):
-        start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), coordinate[axis])
+    for _, dim, _, start in _splits(tensor):
         offset[dim] += start
-    assert list(shard.shape) == shape, "a shard of another size than its layout says"
 
-    # Along replicated axes, inside its mesh or outside, only coordinate 0 counts as the first copy.
-    axes = zip(coordinate, tensor.placements, strict=True)
-    copies = [position for position, placement in axes if placement == Replicate()] + _coordinates_outside(tensor)
-    return Block(shard, tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
+    # Along replicated axes, inside the tensor's mesh or outside, only coordinate 0 counts as the first copy.
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement == Replicate()]
+    copies = [tensor.device_mesh.get_local_rank(axis) for axis in replicated] + _coordinates_outside(tensor)
+    return LocalShard(tensor.to_local(), tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
 
 
 def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:
-    """Return where shard `index` starts, and its length. As with torch.chunk, the last ones may be short, or empty."""
+    """Return where shard `index` starts, and its length. As in torch.chunk, the last shards may be short, or empty."""
     step = -(-size // shards)
     start = min(index * step, size)
     return start, min(step, size - start)
 
 
-def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
-    """Return the splits in the order in which this rank's shard came about.
+def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
+    """Return how the full tensor was split into this rank's shard, one step after another.
 
-    Each is a mesh axis, the dimension that it splits, and the size of that dimension before.
+    Each step is a mesh axis, the dimension that it splits, the size of that dimension before the split, and where this
+    rank's part of it starts.
     """
-    # The sharded axes, left to right; but FSDP shards what tp has sharded, and stands to the left of it.
+    # From the leftmost axis to the rightmost, with one exception: FSDP's axis stands to the left of tp's, and FSDP
+    # shards what tp has sharded already.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
-    sharded.sort(key=lambda pair: isinstance(pair[1], _StridedShard))
 
     shape = list(tensor.shape)
-    coordinate = _coordinate(tensor)
     splits = []
-    for axis, placement in sharded:
+    for axis, placement in sorted(sharded, key=lambda pair: isinstance(pair[1], _StridedShard)):
         dim = placement.dim  # pyrefly: ignore[missing-attribute]
-        splits.append((axis, dim, shape[dim]))
-        _, shape[dim] = _chunk(shape[dim], tensor.device_mesh.size(axis), coordinate[axis])
+        size = shape[dim]
+        start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
+        splits.append((axis, dim, size, start))
+
+    assert list(tensor.to_local().shape) == shape, "the shard's size does not match the tensor's placements"
     return splits
 
 
-def _coordinate(tensor: DTensor) -> list[int]:
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank has no shard of the tensor"
-    return list(coordinate)
-
-
 def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Undo the split of dimension `dim`, which had `size` elements.
-
-    Shards travel padded to one length, as bytes, since gloo does not know every dtype.
-    """
+    """Undo a split of dimension `dim`, which had `size` elements before. Collective."""
+    # Padded to one length, and as bytes: gloo does not know every dtype.
     lengths = [_chunk(size, group.size(), index)[1] for index in range(group.size())]
     shape = list(shard.shape)
     shape[dim] = lengths[0]
@@ -125,10 +114,8 @@ def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
 
 
 def _coordinates_outside(tensor: DTensor) -> list[int]:
-    """Return this rank's coordinates along the axes of the root mesh that the tensor is not laid out over.
-
-    The tensor is replicated along those; but not along pp, whose stages hold different tensors.
-    """
+    """Return this rank's coordinates along the axes of the root mesh that are not in the tensor's own mesh."""
+    # The tensor is replicated along these; but not along pp, whose stages hold different tensors.
     inner = (*(tensor.device_mesh.mesh_dim_names or ()), "pp")
     root = tensor.device_mesh._get_root_mesh()
     named = zip(root.mesh_dim_names or (), root.get_coordinate() or [], strict=True)
@@ -141,7 +128,7 @@ def like(shard: Tensor, model: DTensor) -> DTensor:
 
 
 def laid_out(shard: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
-    """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank."""
+    """Return a DTensor of `shape` with its rows on the same ranks as those of `model`; if `whole`, replicated."""
     placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
     # The meta tensor gives shape and stride, and takes no memory.
     return _dtensor(shard, model, placements, torch.empty(tuple(shape), device="meta"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, or of all cores where the system cannot tell."""
+    """Return the number of cores that this process may use, or of all cores where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -16,7 +16,7 @@ def available_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of host memory that are still free, or all of them where the system does not say (macOS)."""
-    # Linux includes what it could reclaim from caches.
+    # MemAvailable includes what Linux could reclaim from caches.
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -1,5 +1,7 @@
-"""Preemption: a signal only sets a flag here. The step's control word carries it to all ranks, which save and stop
-together."""
+"""Preemption: a signal only sets a flag.
+
+The step's control word carries the flag to all ranks, which save and stop together.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionNotice:
-    """Whether, and by which signal, this process was asked to save and stop."""
+    """Holds the signal that asked this process to save and stop, if one did."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
         self._process = os.getpid()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        # A loader process forked from this one ignores it: its rank needs it until the save is done.
+        # A loader process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
         # A second Ctrl-C does not wait.
@@ -46,6 +48,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     handled = SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         handled = ()
+
     before = {number: signal.signal(number, notice.receive) for number in handled}
     try:
         yield notice

@@ -27,12 +27,11 @@ def seed_torch(value: int, device: torch.device) -> None:
 
 
 def seed_everything(value: int) -> None:
-    """Seed the three global generators that data code draws from, before one sample is made."""
+    """Seed the global generators of torch, `random` and numpy, before a sample is made."""
     torch.default_generator.manual_seed(value)
     seed_host(value)
 
 
 def seed_host(value: int) -> None:
-    """Seed the generators of `random` and numpy."""
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)  # numpy takes 32 bits

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockstep.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -18,7 +20,7 @@ class World:
     master_addr: str | None = None
     master_port: int | None = None
     listen_fd: int | None = None
-    # Which reader of `runtime.environments` made it. Not compared: a rank is the same rank, whatever started it.
+    # The reader of `runtime.environments` that made it. Not compared: a rank is the same rank, whatever started it.
     environment: str = field(default="none", compare=False)
 
     @property
@@ -41,3 +43,19 @@ class World:
         from lockstep.runtime import environments
 
         return environments.detect(env) or World()
+
+
+def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the environment variable as an int, or `default` if it is not set."""
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UserError(
+            f"the environment variable {name} must be a whole number",
+            f"{name}={text!r}" if text is not None else f"{name} is not set",
+            f"set {name} as your launcher does, or unset it",
+        ) from None

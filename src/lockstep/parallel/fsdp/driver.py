@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state sharded over the ranks: torch's FSDP2 (`fully_shard`), driven for sums.
 
-fsdp         every block is gathered for its forward and its backward, and resharded again
+fsdp         every block is gathered for its forward and for its backward, and resharded after each
 fsdp-grads   parameters stay gathered from the forward to the end of the backward; the rest is sharded
 hsdp         sharded inside a group of ranks, replicated between groups
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,20 +33,18 @@ from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
-TOO_LARGE = "every forward gathers the model again: twice its parameters do not fit"
-
 
 class FSDPDriver(ShardedDriver):
     """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
-        """`axes`: the layers are sharded along tp already, and are now sharded once more, along dp."""
+        """Shard `model` along dp; with `axes`, tensor parallelism has sharded its layers along tp before."""
         self._keeps_gathered = config.sharing.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
         blocks = find_blocks(model, config.blocks)
         alone = without_shared(blocks, model)
-        shard = self._sharder(config, axes.devices["dp"] if axes else make_mesh(config, runtime))
+        shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
         empty = any(p.is_meta for p in model.parameters())
@@ -56,6 +55,8 @@ class FSDPDriver(ShardedDriver):
                 broadcast_model(model, runtime.collectives)
             for block in alone:
                 shard(block)
+
+        # What lies outside the blocks.
         shard(model)
         prepare(model)
 
@@ -80,29 +81,13 @@ class FSDPDriver(ShardedDriver):
 
         try:
             with super().many_forwards():
-                yield None if stays_gathered else TOO_LARGE
+                warning = "every forward gathers the model again: twice its parameters do not fit"
+                yield None if stays_gathered else warning
         finally:
             # As configured again, and nothing stays gathered.
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
-
-    def _sharder(self, config: RunConfig, mesh: DeviceMesh) -> Callable[[nn.Module], None]:
-        # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
-        reduce_dtype = torch.float32 if config.precision in BF16_STORED else None
-
-        def shard(module: nn.Module) -> None:
-            store(module, config.precision)
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=not self._keeps_gathered,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-                offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
-                ignored_params=set(scalars(module)),
-            )
-
-        return shard
 
     def _reduce_gradients(self) -> None:
         self._uniform_use.compare(END)
@@ -111,16 +96,29 @@ class FSDPDriver(ShardedDriver):
             agree_on_plain(self.parameters, self._tp)
 
 
+def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
+    store(module, config.precision)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=not config.sharing.keeps_gathered,
+        # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.precision in BF16_STORED else None),
+        offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
+        ignored_params=set(scalars(module)),
+    )
+
+
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
-    """Return whether every rank has room for all parameters, and as much again. Collective."""
+    """Return whether every rank has room for twice the size of all parameters. Collective."""
     needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     memories = runtime.collectives.gather_json(_free_memory(runtime.device))
-    sharing = Counter(name for name, _ in memories)  # ranks may share a device
-    return all(needed * sharing[name] <= free for name, free in memories)
+    users = Counter(name for name, _ in memories)  # ranks may share a device
+    return all(needed * users[name] <= free for name, free in memories)
 
 
 def _free_memory(device: torch.device) -> tuple[str, float]:
-    """Return a name for the memory, and how many bytes of it this process could still take if it were alone there."""
+    """Return a name for the memory, and how many bytes this process could still take if it had it to itself."""
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
 
@@ -132,30 +130,29 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Set up a sharded model for training: gradients are sums, and weights stay where torch gathers them."""
+    """Set up a sharded model for training: gradients are summed, and recurrent layers use the gathered weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _keep_in_place  # pyrefly: ignore[bad-assignment]
-            # cuDNN copies the weights in every call now, and would advise to flatten them.
+            # cuDNN now copies the weights in every call, and would warn about it.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
 def _keep_in_place() -> None:
-    """Replace RNNBase.flatten_parameters, which moves the weights of a recurrent layer together on a GPU.
+    """Do nothing, in place of RNNBase.flatten_parameters.
 
-    torch would continue to gather into their old place, and the layer would compute with the weights of the first step.
+    That would move a layer's weights on a GPU into one chunk, while torch goes on gathering into the old memory: the
+    layer would always compute with the weights of the first step.
     """
 
 
 def describe_blocks(count: int, alone: int) -> dict[str, str]:
     """Return a banner line unless all `count` blocks are gathered `alone`."""
-    if alone == count:
-        return {}
     how = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - alone} of {count} blocks {how}"}
+    return {"fsdp": f"{count - alone} of {count} blocks {how}"} if alone < count else {}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -172,6 +169,7 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
     }
     obstacle = next((setting for setting, is_set in obstacles.items() if is_set), None)
     scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
+
     if obstacle and scalar:
         raise UserError(
             f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
@@ -188,6 +186,7 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
             "",
             "leave fsdp.offload out",
         )
+
     if config.offload and runtime.world.alone:
         raise UserError(
             "fsdp.offload=true has no effect on one rank: nothing is sharded", "", "start two ranks: --nproc 2"
@@ -195,7 +194,7 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
 
 
 def count_replicas(config: FSDPConfig, world: World) -> int:
-    """Return how many groups of ranks hold a full replica each, under hsdp."""
+    """Return the number of replicas under hsdp: groups of ranks that together hold a full model."""
     # By default one per machine, so that parameters are gathered inside a machine only.
     return config.replicas or max(2, world.size // world.local_size)
 
@@ -205,6 +204,7 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
     kind, size = runtime.device.type, runtime.world.size
     if not config.sharing.replica_groups:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:
         # Propose the fewest replicas that fit, if the number of ranks has a divisor at all.
@@ -214,4 +214,5 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
             f"{size} is not a multiple of {replicas}",
             f"type fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "type strategy=ddp",
         )
+
     return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))

@@ -1,11 +1,10 @@
 """Check that all ranks use the same parameters, because FSDP2 does not.
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
-same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, on each
-rank for the parameters that this rank has used, and never compares: if a part of the model is used by some ranks only,
-gloo aborts, and nccl waits for ever or adds what does not belong together. So the ranks compare what they are about to
-do before each of these collectives, while that costs little: over gloo always, over nccl in the first steps only, since
-the host must wait for the answer.
+same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
+parameters that the rank itself has used, and never compares: if only some ranks use a part of the model, gloo aborts,
+and nccl waits forever or adds gradients of different parameters. So before each of these collectives the ranks compare
+what they are about to do: over gloo always; over nccl, where the host must wait for the answer, in the first steps.
 
 A part that no rank uses in a step is fine: it is not gathered, and gets no gradient. In a pipeline "all ranks" are the
 replicas of one stage.
@@ -18,6 +17,7 @@ shows what torch does without this module, and fails when torch no longer needs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3  # the steps that are compared over nccl
 END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
+VERBS = ("is done", "is about to use", "has a gradient for")
 
 
 class UniformUse:
@@ -58,13 +59,13 @@ class UniformUse:
         self._in_mesh = False  # with mesh.tp or mesh.pp, where zero1 is no alternative
 
         names = {id(p): name for name, p in model.named_parameters()}
-        # A ModuleList walks through modules that several stages share only once.
+        # A ModuleList visits modules that several stages share only once.
         modules = nn.ModuleList(stages or [model]).modules()
         for module in [module for module in modules if isinstance(module, FSDPModule)]:
             group = module._get_fsdp_state()._fsdp_param_group
             # A module that holds no parameters of its own has no group.
             if group is not None:
-                # Modules are visited in the same order on all ranks, so a number means the same group everywhere.
+                # All ranks visit the modules in the same order, so a number means the same group everywhere.
                 number = len(self.groups)
                 module.set_custom_all_gather(_ComparedGather(self, number))
                 self._compare_before_reducing(group, number)
@@ -90,11 +91,13 @@ class UniformUse:
         dist.all_gather(list(intents.unbind()), intent, group=self.among.group)
 
         if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
-            verb, names = self._describe(action, number, has_gradient)
-            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, verb, names]), self._in_mesh)
+            names = [] if action == END else self.groups[number]
+            if action == REDUCE:
+                names = list(compress(names, has_gradient))
+            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
     def _compare_before_reducing(self, group: Any, number: int) -> None:
-        """Wrap torch's private hook, which reduces whichever gradients this rank has."""
+        # torch's private hook reduces the gradients that this rank has, whatever the others have.
         original = group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -106,19 +109,8 @@ class UniformUse:
 
         group.post_backward = post_backward
 
-    def _describe(self, action: int, number: int, has_gradient: tuple[bool, ...]) -> tuple[str, list[str]]:
-        """Return a verb, and the parameters that this rank does it with."""
-        if action == END:
-            return "is done", []
-        if action == GATHER:
-            return "is about to use", self.groups[number]
-        names = zip(self.groups[number], has_gradient, strict=True)
-        return "has a gradient for", [name for name, has in names if has]
-
 
 class _ComparedGather(DefaultAllGather):
-    """torch's own all-gather, after the comparison."""
-
     def __init__(self, uniform: UniformUse, number: int):
         self._uniform = uniform
         self._number = number
@@ -137,7 +129,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
-    """`actions` holds every rank, what it is about to do, and with which parameters."""
+    """Return the error. `actions` holds every rank, what it is about to do, and with which parameters."""
     # Two ranks that differ are enough to name the parameter.
     first = actions[0]
     second = next(action for action in actions if action[1:] != first[1:])
@@ -151,7 +143,7 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
         else:
             silent.append(f"rank {rank} does not")
 
-    # If one side has nothing of its own to name, say so: "rank 1 does not".
+    # If only one of the two ranks has parameters of its own to name, say so: "rank 1 does not".
     if len(named) == 1:
         named += silent
 

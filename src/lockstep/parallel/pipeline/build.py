@@ -1,4 +1,4 @@
-"""Build the stages of a model: as the task lists them, from an nn.Sequential, or split automatically between blocks."""
+"""Build the stages of a model: from the task's list, from an nn.Sequential, or by an automatic split between blocks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def make_stages(
     """Return `count` stages, and the tensors that each uses.
 
     model: in full, and on the CPU
-    data: returns the samples, two of which are read if the model is split automatically; None: there are none
+    data: returns the samples; an automatic split reads two of them. None: there are no samples
     device: where the stages will run
     """
-    # What the user has said counts, then the structure of the model, then what its forward does.
+    # The user's own list comes first, then the structure of the model, then a trace of its forward.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
     if layers is not None:
         stages = [SequentialStage(group) for group in split_layers(layers, count)]
@@ -54,6 +54,7 @@ def make_stages(
             "only its forward knows what runs after what, and it has no list of modules of one class to split between",
             WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
         )
+
     # A user's own loop has no data to look at.
     if data is None:
         raise UserError(
@@ -62,15 +63,14 @@ def make_stages(
             WHAT_TO_WRITE,
         )
 
-    from lockstep.parallel.pipeline.auto_split.trace import split_forward  # only where nothing else says how
+    from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
 
     samples = data()
-    # The loss may call parts of the model, or draw random numbers, before it calls the model.
+    # Before it calls the model, the loss may call parts of the model, or draw random numbers.
     with StateSnapshot(model):
         arguments = _example_input(model, task, config, samples)
     # The trace runs on the CPU, in the precision of the run.
-    precision = replace(choose(config, device), device_type="cpu")
-    return split_forward(model, blocks, arguments, count, precision.autocast)
+    return split_forward(model, blocks, arguments, count, replace(choose(config, device), device_type="cpu").autocast)
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:

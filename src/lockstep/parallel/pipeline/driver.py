@@ -6,7 +6,7 @@ use (a tied embedding) is held by both; its two gradients are added, so that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
+from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.tensor.driver import (
     agree_on_plain,
     apply_plan,
@@ -30,7 +30,7 @@ from lockstep.parallel.tensor.driver import (
     redistribute_gradient,
     sum_gradients,
 )
-from lockstep.parallel.tensor.plans import LayerStyle, choose_plan
+from lockstep.parallel.tensor.plans import choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
@@ -55,7 +55,7 @@ class PipelineDriver(ShardedDriver):
     ):
         """Split `model`, which is still full and on the CPU.
 
-        `data` returns the samples, two of which may be read to find the stages.
+        `data` returns the samples; a trace of the forward reads two of them.
         """
         self.mesh = axes.mesh
         ranks = self.mesh.sizes["pp"]
@@ -74,7 +74,7 @@ class PipelineDriver(ShardedDriver):
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
         _broadcast_one_by_one(model, runtime)
 
-        # This rank keeps the tensors of its own stages, and buffers that they change.
+        # This rank keeps the tensors of its own stages, and the buffers that they change.
         local_stages = stages[position::ranks]
         held = {name for name, users in pp_ranks.items() if not users or position in users}
         mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
@@ -83,17 +83,24 @@ class PipelineDriver(ShardedDriver):
 
         # In the fixed order: tensor parallelism, compile, FSDP.
         if plan:
-            _shard_layers(model, plan, held, local_stages, axes, runtime)
+            local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
+            apply_plan(model, local_plan, axes, runtime)
+            for stage in local_stages:
+                explain_mixtures(stage)
+
         if compiled:
             for stage in local_stages:
                 stage.compile()
+
         facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
         self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
         super().__init__(model, runtime)
         self._held = [name in held for name in self.names]
-        self._users = [len(pp_ranks[name]) or ranks for name in self.names]
-        self._tied = self._groups_of_tied([sorted(pp_ranks[name]) for name in self.names])
+        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
+        self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
+
+        # A tensor that no stage has used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.placement = replace(
             self.placement,
@@ -118,7 +125,7 @@ class PipelineDriver(ShardedDriver):
     def begin(self) -> None:
         super().begin()
         self._foreign.steps += 1
-        if self._uniform_use is not None:
+        if self._uniform_use:
             self._uniform_use.steps += 1
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
@@ -130,6 +137,7 @@ class PipelineDriver(ShardedDriver):
             control.micro = micros[0]
             loss = self._flow.forward(loss_fn, micros[0].data)
             control.find_reference_weight(0.0 if loss is None else loss.weight)
+
         self._flow.run(micros, loss_fn, control)
         control.backwards_done = batches.count
         self._reduce(control.word())
@@ -151,7 +159,8 @@ class PipelineDriver(ShardedDriver):
         holders = self.placement.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
-        # The ranks of other stages have a placeholder only, and receive the tensor from the first rank that holds it.
+
+        # The ranks of other stages have only a placeholder, and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:
@@ -169,14 +178,15 @@ class PipelineDriver(ShardedDriver):
 
     # ---- set-up ----
 
-    def _groups_of_tied(self, positions: Sequence[list[int]]) -> list[tuple[list[int], Collectives]]:
+    def _groups_of_tied(self, positions: Sequence[tuple[int, ...]]) -> list[tuple[list[int], Collectives]]:
         """Return which parameters, by index, this rank shares with other stages, and the ranks that share them.
 
-        `positions` holds the coordinates along pp of each parameter. Collective: every rank makes all groups.
+        `positions` holds, for each parameter, the coordinates along pp that hold it. Collective: every rank must take
+        part in making every group.
         """
         tied: list[tuple[list[int], Collectives]] = []
-        for shared in dict.fromkeys(tuple(where) for where in positions if len(where) > 1):
-            indices = [index for index, where in enumerate(positions) if tuple(where) == shared]
+        for shared in dict.fromkeys(holders for holders in positions if len(holders) > 1):
+            indices = [index for index, holders in enumerate(positions) if holders == shared]
             # Replicas and tp shards of a stage share with their counterparts in the other stages.
             counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
             group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
@@ -186,14 +196,13 @@ class PipelineDriver(ShardedDriver):
         return tied
 
     def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
-        """Return the ranks at these coordinates of the pp axis."""
         inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
         return tuple(position * inside + offset for position in sorted(positions) for offset in range(inside))
 
     # ---- after the last backward ----
 
     def _reduce(self, word: ControlWord) -> None:
-        if self._uniform_use is not None:
+        if self._uniform_use:
             self._uniform_use.compare(END)
 
         # The first sum: the control word, and which parameters any rank has used.
@@ -210,19 +219,21 @@ class PipelineDriver(ShardedDriver):
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
-            users = torch.tensor([self._users[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_terms([*trained.values()]) / users
+            copies = torch.tensor([self._copies[n] for n in trained], device=squared.device)
+            squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _sum_gradients(self, used: list[bool]) -> None:
-        """Sum gradients over replicas first, and only then between stages that share a weight: equal bits on all.
+        """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
 
-        A parameter that no rank has used keeps no gradient.
+        `used` says of each parameter whether any rank has used it; if none has, it keeps no gradient.
         """
         trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in trained:
             redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+        # FSDP has summed over the replicas already.
         if not self._sharded:
             sum_gradients(trained, self._replicas)
 
@@ -232,26 +243,12 @@ class PipelineDriver(ShardedDriver):
             agree_on_plain(trained, self._tp)
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
-        """Return terms of squared norms, to be summed over the replicas and tp shards of this stage."""
+        """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
 
 
-def _shard_layers(
-    model: nn.Module,
-    plan: Mapping[str, LayerStyle],
-    held: Collection[str],
-    stages: Sequence[Stage],
-    axes: Axes,
-    runtime: Runtime,
-) -> None:
-    """Apply the part of the tensor plan whose layers are on this rank."""
-
-    def is_held(layer: str) -> bool:
-        return all(f"{layer}.{own}" in held for own, _ in model.get_submodule(layer).named_parameters())
-
-    apply_plan(model, {layer: style for layer, style in plan.items() if is_held(layer)}, axes, runtime)
-    for stage in stages:
-        explain_mixtures(stage)
+def _holds(model: nn.Module, layer: str, held: Collection[str]) -> bool:
+    return all(name in held for name, _ in model.get_submodule(layer).named_parameters(prefix=layer))
 
 
 def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
@@ -269,12 +266,14 @@ def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -
             "",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
+
     if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with strategy={config.strategy}",
             "its stages need their parameters in full from forward to backward",
             "type pp.schedule=1f1b, or strategy=pp",
         )
+
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",

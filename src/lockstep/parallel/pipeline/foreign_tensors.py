@@ -1,9 +1,9 @@
-"""Detect the use of parameters and buffers that only other stages of a pipeline hold, in a penalty on all weights, say.
+"""Detect the use of parameters and buffers that only other stages of a pipeline hold: a penalty on all weights, say.
 
-Such a tensor is a placeholder here: a single NaN, expanded to the shape of the tensor. What is computed with it is NaN,
-and no optimizer may write into it. Its use shows in two ways: it has a gradient; or the loss or a metric is NaN, and
-the loss reads the placeholder when it is called once more. The ranks of other stages are waiting for this one then, so
-the ranks compare after the last micro-batch, before anything is applied, and all raise the same error.
+This rank has a placeholder for such a tensor: a single NaN, expanded to the tensor's shape. Everything computed with it
+is NaN. Its use shows in one of two ways: the placeholder gets a gradient; or the loss or a metric is NaN, and a second
+call of the loss reads the placeholder. An error on one rank alone would leave the others waiting, so the ranks compare
+after the last micro-batch, before anything is applied, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FIRST_STEPS = 3  # on a GPU the host must wait to see a NaN, so only these steps
 
 
 class ForeignTensors:
-    """The tensors of other stages."""
+    """The tensors that this rank has placeholders for."""
 
     def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], held: Collection[str]):
-        """Find the tensors that this rank has placeholders for.
+        """Find these tensors.
 
-        stages: by name, the stages that use each tensor that not all use; the same on all ranks
+        stages: by name, the stages that use each tensor that not all stages use; the same on all ranks
         held: names of the tensors that this rank holds
         """
         self.stages = stages
@@ -39,15 +39,14 @@ class ForeignTensors:
         self._read: set[str] = set()
 
     def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
-        """Return whether the loss has read any of them, in this micro-batch or in an earlier one.
+        """Return whether the loss has read a placeholder, in this micro-batch or in an earlier one.
 
         `again` computes the loss once more, from a copy of the model's `output`.
         """
-        unchecked = loss.total.is_cuda and self.steps > FIRST_STEPS
-        if self._read or not self._tensors or unchecked:
+        if self._read or not self._tensors or (loss.total.is_cuda and self.steps > FIRST_STEPS):
             return bool(self._read)
 
-        # A NaN may have another cause: only a second call of the loss tells which tensors it reads.
+        # A NaN may have another cause: only a second call of the loss shows which tensors it reads.
         tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
         if any(bool(tensor.isnan().any()) for tensor in tensors):  # on a GPU the host waits here
             # The output itself may be needed by the backward, and a loss may change it in place.
@@ -59,31 +58,29 @@ class ForeignTensors:
         return bool(self._read)
 
     def used(self) -> list[bool]:
-        """Return for each tensor in `stages` whether it was used here though only other stages hold it."""
+        """Return, for each tensor in `stages`, whether its placeholder on this rank was used."""
         # A placeholder that took part in a backward has a gradient.
         used = {name for name, tensor in self._tensors.items() if tensor.grad is not None} | self._read
         return [name in used for name in self.stages]
 
     def check(self, anywhere: Sequence[bool]) -> None:
-        """Raise an error if `used`, combined over all ranks, names any tensor."""
+        """Raise an error if any tensor in `stages` was misused; `anywhere` combines `used` over all ranks."""
         names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
-        if not names:
-            return
-
-        # One name is enough to find the line of code.
-        stages = " and ".join(map(str, self.stages[names[0]]))
-        more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
-        raise UserError(
-            f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
-            f"only stage {stages} holds it",
-            "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter in "
-            "the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type strategy=ddp, or "
-            "strategy=zero1",
-        )
+        if names:
+            # One name is enough to find the line of code.
+            stages = " and ".join(map(str, self.stages[names[0]]))
+            more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
+            raise UserError(
+                f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
+                f"only stage {stages} holds it",
+                "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter "
+                "in the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type "
+                "strategy=ddp, or strategy=zero1",
+            )
 
 
 class _ReadRecorder(TorchDispatchMode):
-    """Records which tensors are computed with. Taking a view of one does not count."""
+    """Records which of the tensors an operation reads. Taking a view of one does not count."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
@@ -102,6 +99,6 @@ class _ReadRecorder(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the tensor lies in memory, or 0 for a kind of tensor that no placeholder has."""
+    """Return where the tensor lies in memory, or 0 if it is of a kind that no placeholder is."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else 0

@@ -1,4 +1,4 @@
-"""Pass tensors from stage to stage, to a rank that does not know their shapes: a header of fixed size comes first."""
+"""Pass tensors to the rank of another stage, which does not know their shapes: a header of fixed size comes first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADER = 1 + MAX_TENSORS * _ENTRY
 def sendable(output: Any, number: int) -> list[Tensor]:
     """Return the output of stage `number` as contiguous tensors, or refuse it."""
     values = output if isinstance(output, tuple) else (output,)
-    # First, since a DTensor is also a tensor of floating-point numbers.
+    # This check comes first, since a DTensor would pass the next one.
     if any(isinstance(value, DTensor) for value in values):
         raise UserError(
             f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",
@@ -43,8 +43,8 @@ def sendable(output: Any, number: int) -> list[Tensor]:
     return [value.contiguous() for value in values]
 
 
-def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
-    """Send `tensors`; `to` is a rank of the group."""
+def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) -> None:
+    """Send `tensors` to rank `to` of the group."""
     if len(tensors) > MAX_TENSORS or any(t.dim() > MAX_DIMS or t.dtype not in DTYPES for t in tensors):
         raise UserError(
             f"a stage passes {len(tensors)} tensors to the next stage that cannot be sent",
@@ -52,18 +52,17 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
             f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
         )
 
-    # All headers have the same size, so that the receiver can allocate it without knowing anything.
+    # All headers have the same size, so that the receiver can allocate one beforehand.
     header = [len(tensors)]
     for t in tensors:
         header += [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (MAX_DIMS - t.dim())]
-
     header += [0] * (_HEADER - len(header))
     dist.send(torch.tensor(header, device=tensors[0].device), group=group, group_dst=to)
     for t in tensors:
         dist.send(t.contiguous(), group=group, group_dst=to)
 
 
-def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:
     """Receive what rank `source` of the group sends."""
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)

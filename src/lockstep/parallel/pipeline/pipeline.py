@@ -1,9 +1,9 @@
 """Run micro-batches through a model that is split into stages, one or more per rank, with torch's own schedules.
 
-Every rank of a pipeline reads the same micro-batches. What the task passes to `model(...)` is found by calling its loss
-with a stand-in for the model that records the arguments and ends the call there; they are the input of the first stage.
-The last stage calls the loss again, in full, with a stand-in that returns the output of the pipeline. Gradients are
-those of sums and never divided, so micro-batches may have any weights.
+Every rank of a pipeline reads the same micro-batches. To learn what the task passes to `model(...)`, we call its loss
+with a stand-in for the model, which records the arguments and ends the call; they are the input of the first stage. The
+last stage calls the loss again, in full, with a stand-in that returns the output of the pipeline. Gradients are those
+of sums and never divided, so micro-batches may have any weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
-MAX_PREPARED = 8  # how many schedules are kept: one for each number and shape of micro-batches
+MAX_PREPARED = 8  # schedules that are kept, one for each number and shape of micro-batches
 
 # torch's class, and the default number of stages per rank.
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -55,7 +55,7 @@ class _ModelCalled(BaseException):
 
 
 class StandIn:
-    """What a task's loss gets in place of the model. It looks like the user's model, except when it is called."""
+    """Takes the place of the model in a task's loss. It has the attributes of the model, and `answer` as its call."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Any]):
         self._model = model
@@ -112,29 +112,26 @@ class Pipeline:
         shard_group: the ranks that hold the other shards of the same stages, whose forwards and backwards wait for each
             other; None: the stages are not sharded
         """
-        assert along.group is not None
         self.model = model
         self.schedule = schedule
         self.autocast = autocast
         self.foreign = foreign
         self.shard_group = shard_group
-        self.group = along.group
-        self.ranks = along.world.size
-        self.device = along.device
+        self.along = along
         self.count = len(stages)
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
-        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % self.ranks == along.world.rank}
+        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % along.world.size == along.world.rank}
 
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
-        # Modules that stages(model) has wrapped around parts of the model; model.train() does not reach them.
+        # model.train() does not reach modules that stages(model) has wrapped around parts of the model.
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
     def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
         """Run forward and backward of all micro-batches.
 
-        Micro-batches of another shape (the short one at the end of an epoch) are a pass of their own.
+        Micro-batches of another shape (the short one at the end of an epoch) get a pass of their own.
         """
         self._set_mode()
         # Every rank finds the arguments itself, since every rank has the samples.
@@ -148,19 +145,19 @@ class Pipeline:
             self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, control)
 
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
-        """Return which micro-batches go through the schedule together, and whether shapes must be inferred first.
+        """Return which micro-batches go through the schedule together, and whether their shapes must be inferred first.
 
-        Ranks that wait for each other get the same answer, whatever their micro-batches look like.
+        Ranks that wait for each other get the same answer, whatever shapes their own micro-batches have.
         """
         indices = range(len(shapes))
-        # Neighbours of one shape go together; the order of micro-batches stays.
+        # Neighbours of the same shape go together, which keeps the order of micro-batches.
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
         new = [shape not in self._stage_inputs and shape not in shapes[:index] for index, shape in enumerate(shapes)]
 
         # FSDP inside the stages makes every forward and backward collective within the group.
         if self.shard_group is not None:
             answers = self.shard_group.gather_json([groups, new])
-            # Ranks whose micro-batches have other shapes group them differently: then each goes alone.
+            # Ranks may group their micro-batches differently, by other shapes: then each micro-batch goes alone.
             if any(peer_groups != groups for peer_groups, _ in answers):
                 groups = [[index] for index in indices]
             new = [any(flags) for flags in zip(*(peer_new for _, peer_new in answers), strict=True)]
@@ -181,28 +178,27 @@ class Pipeline:
             return self.loss(loss_fn, data, output)
 
     def loss(self, loss_fn: LossFn, data: Any, output: Any) -> Loss:
-        """Return the task's loss, given what the model has returned. Only the rank of the last stage knows that."""
+        """Return the task's loss for the model's `output`, which only the rank of the last stage has."""
         with self.autocast():
             return loss_fn(StandIn(self.model, lambda *a, **k: output), data)
 
     def _walk(self, arguments: ModelInput) -> tuple[Any, dict[int, list[Tensor]]]:
-        """Run one batch through all stages, one after another.
+        """Run one batch through all stages, one after another, without changing running statistics.
 
-        Returns the model's output, on the rank of the last stage, and what comes into this rank's stages and the ones
-        after them, as meta tensors: torch's schedules must know shapes beforehand. Running statistics are put back: the
-        forward that counts is still to come.
+        Returns the output of this rank's last stage, and the inputs of this rank's stages and of those after them, as
+        meta tensors: torch's schedules must know shapes beforehand.
         """
         output = None
         stage_inputs: dict[int, list[Tensor]] = {}
-        # In evaluation mode no buffer changes.
+        # In evaluation mode no buffer changes. In training mode the forward that counts is still to come.
         changing = self.local_stages.values() if self.model.training else ()
         buffers = [(buffer, buffer.clone()) for stage in changing for buffer in stage.mutable_buffers()]
 
         for number, stage in self.local_stages.items():
             received = None
-            # A pipeline has at least two ranks, so the stage before is always on another one.
+            # A pipeline has at least two ranks, so the previous stage is always on another one.
             if number > 0:
-                received = receive((number - 1) % self.ranks, self.group, self.device)
+                received = receive((number - 1) % self.along.world.size, self.along.group, self.along.device)
                 stage_inputs[number] = [_meta(tensor) for tensor in received]
 
             with torch.no_grad(), self.autocast():
@@ -211,7 +207,7 @@ class Pipeline:
             if number < self.count - 1:
                 passed = sendable(output, number)
                 stage_inputs[number + 1] = [_meta(tensor) for tensor in passed]
-                send(passed, (number + 1) % self.ranks, self.group)
+                send(passed, (number + 1) % self.along.world.size, self.along.group)
 
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -220,10 +216,11 @@ class Pipeline:
     def _prepare(self, shape: Any, count: int) -> _PreparedSchedule:
         key = (shape, count)
         if key not in self._prepared:
-            # The oldest goes: shapes that come again are usually few.
+            # The oldest one goes: usually only a few shapes recur.
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = _PreparedSchedule(self, self._stage_inputs[shape], count)
+
         return self._prepared[key]
 
     def _set_mode(self) -> None:
@@ -233,7 +230,7 @@ class Pipeline:
 
 # ---- what torch's schedules call ----
 
-_Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass, with what the model is called with
+_Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass, each with the model's arguments
 
 
 class _ScheduledStage(nn.Module):
@@ -242,9 +239,9 @@ class _ScheduledStage(nn.Module):
     def __init__(self, number: int, stage: Stage, pipeline: Pipeline):
         super().__init__()
         self.number = number
-        self._behind = (pipeline, stage)  # in a tuple: not submodules of this one
+        self._behind = (pipeline, stage)  # in a tuple, so that they do not become submodules
         # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
-        # FSDP has accumulated, so torch does not see it.
+        # FSDP has accumulated, so such a stage stays hidden from torch.
         if pipeline.shard_group is None:
             self.stage = stage
 
@@ -266,20 +263,16 @@ class _ScheduledStage(nn.Module):
 
         loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
         loss = loss_of(output)
-        start = self._control.record(loss)  # may replace the total: an injected fault
+        start = self._control.record(loss)  # may replace loss.total, by an injected fault
         total = loss.total * start
         if pipeline.foreign.are_read(loss, output, again=loss_of):
-            # An error will be raised at the end of the step; until then only the backward must still work.
-            total = _finite_total(output)
+            # An error will be raised at the end of the step; until then the backward must still work, and reach every
+            # tensor of the output.
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            total = torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 
-        # torch was told one dtype beforehand; the gradient that starts here is 1 in any dtype.
+        # torch was told that the loss is float32; the gradient that starts here is 1 in any dtype.
         return total.float()
-
-
-def _finite_total(output: Any) -> Tensor:
-    """Return a scalar, shape (), that depends on every tensor of `output`, so that a backward reaches all of them."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 class _PreparedSchedule:
@@ -294,10 +287,10 @@ class _PreparedSchedule:
                 module,
                 module.number,
                 pipeline.count,
-                pipeline.device,
+                pipeline.along.device,
                 input_args=tuple(stage_inputs.get(module.number, ())),
                 output_args=tuple(stage_inputs.get(module.number + 1, (loss,))),
-                group=pipeline.group,
+                group=pipeline.along.group,
             )
             for module in self.modules
         ]
@@ -306,14 +299,14 @@ class _PreparedSchedule:
     def run(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work, loss_fn, control)
-            # torch sets these for its own step(), which splits a batch; our micro-batches come split.
+            # torch sets these in its own step(), which splits a batch; our micro-batches are split already.
             stage.has_backward = True
             stage.clear_runtime_states()
 
         try:
             self.schedule._step_microbatches(target_mbs=[None] * len(work), return_outputs=False)
         except RuntimeError as error:
-            # torch wraps what was raised in a stage into an error of its own.
+            # torch wraps an error that was raised in a stage in one of its own.
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
@@ -328,19 +321,21 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
     if not fits(name, stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
 
-    # torch's single-stage schedules take a stage, the others a list.
-    takes_one = kind in (ScheduleGPipe, Schedule1F1B)
-    # `clone`: torch detaches the stage's output in place, and still needs the loss.
-    return kind(stages[0] if takes_one else stages, count, loss_fn=lambda output, _: output.clone(), scale_grads=False)
+    return kind(
+        stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,  # those two take one stage, the others a list
+        count,
+        loss_fn=lambda output, _: (
+            output.clone()
+        ),  # torch detaches the stage's output in place, and still needs the loss
+        scale_grads=False,
+    )
 
 
 def fits(name: str, ranks: int, count: int) -> bool:
     """Return whether the schedule can run `count` micro-batches: these are torch's own conditions."""
     if name == "gpipe":
         return True
-    if name == "1f1b":
-        return count >= ranks
-    return count >= ranks and count % (count // ranks) == 0
+    return count >= ranks and (name == "1f1b" or count % (count // ranks) == 0)
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -349,8 +344,9 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _shape_of(arguments: ModelInput) -> tuple[Any, ...]:
     """Return a key for the shapes and dtypes of all tensors, and the values of everything else."""
-    leaves = tree_leaves(arguments)
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in tree_leaves(arguments)
+    )
 
 
 def _not_one_call(how_often: str) -> UserError:

@@ -1,6 +1,6 @@
-"""Split a model into stages: which layers run one after another, where they are split, and who holds which tensor.
+"""Split a model into stages: list its layers, choose where to split, and place the tensors of each stage.
 
-The parameters of a stage may be sharded over its replicas: torch's FSDP2 inside a pipeline.
+The parameters of a stage may be sharded over its replicas, by torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -41,14 +41,11 @@ class Stage(nn.Module):
         return list(self.buffers())
 
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
-        """Return the blocks that run in this stage."""
         inside = {id(module) for module in self.modules()}
         return [block for block in find_blocks(model, named) if id(block) in inside]
 
 
 class SequentialStage(Stage):
-    """Runs consecutive layers of a list."""
-
     def __init__(self, layers: Sequence[nn.Module]):
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -69,8 +66,8 @@ class SequentialStage(Stage):
 def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn.Module] | None:
     """Return the modules between which the model may be split.
 
-    These are what the task has `listed`, or else the layers of an nn.Sequential. None: the model is neither, and only
-    its forward knows what runs after what.
+    These are what the task has `listed`, or else the layers of an nn.Sequential. None: there is no such list, and only
+    the model's forward knows what runs after what.
     """
     layers = list(listed) if listed is not None else _flatten_sequential(model)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
@@ -112,7 +109,7 @@ def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def split_layers(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
-    """Return `count` runs of consecutive layers; the largest is as small as possible, by number of parameters."""
+    """Return `count` runs of consecutive layers. The run with the most parameters has as few as possible."""
     if len(layers) < count:
         raise too_few_splits(count, len(layers))
     ends = balance([sum(p.numel() for p in layer.parameters()) for layer in layers], count)
@@ -133,18 +130,16 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
     cumulative = [0, *accumulate(size + 1 for size in sizes)]
 
     # best[n]: the largest run when the first n sizes are split as well as possible, and where the runs end. Each round
-    # adds one run.
+    # adds one run, and every run has at least one size.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for _ in range(count):
+    for runs in range(1, count + 1):
         longer = {}
-        for end in range(1, len(sizes) + 1):
-            candidates = [
+        for end in range(runs, len(sizes) + 1):
+            longer[end] = min(
                 (max(largest, cumulative[end] - cumulative[start]), [*ends, end])
                 for start, (largest, ends) in best.items()
                 if start < end
-            ]
-            if candidates:
-                longer[end] = min(candidates)
+            )
         best = longer
 
     _, ends = best[len(sizes)]
@@ -155,7 +150,7 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that use each parameter and buffer, by all its names. `used` holds the tensors per stage."""
+    """Return the stages that use each parameter and buffer, by all its names. `used`: the tensors of each stage."""
     ids = [{id(tensor) for tensor in tensors} for tensors in used]
     by_name = {}
     for name, tensor in named_tensors(model):
@@ -169,10 +164,10 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> None:
-    """Move the tensors that are `held`, by name, to the device, and free the memory of all others.
+    """Move the tensors that are `held`, by name, to the device, and replace all others with placeholders.
 
-    Those keep their names, shapes and dtypes, so that every rank still sees the same model; their value is one NaN, so
-    that using them does not go unnoticed.
+    A placeholder keeps the tensor's name, shape and dtype, so that every rank still sees the same model. Its value is
+    NaN, so that its use shows.
     """
     # A tied parameter has several names, and is moved once.
     for name, parameter in model.named_parameters():
@@ -186,7 +181,7 @@ def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> 
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape and dtype that takes the memory of one element, NaN if it can be."""
+    """Return a tensor of the same shape and dtype, full of NaN, that takes the memory of one element."""
     # Integers have no NaN: their use goes unnoticed.
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
@@ -198,17 +193,17 @@ def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 def shard_stages(
     stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
 ) -> dict[str, str]:
-    """Shard this rank's `stages` block by block, then the rest of the tensors that are `held` here, by name.
+    """Shard this rank's `stages` block by block, then their other tensors. `held` has the names of this rank's tensors.
 
-    The gradients of every micro-batch are reduced and scattered at once, and added to this rank's shard. Collective.
-    Returns a banner line about the blocks of all ranks.
+    The gradients of every micro-batch are reduced and scattered at once, and added to this rank's shard. Returns a
+    banner line about the blocks of all ranks. Collective.
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
     counts = [0, 0]  # blocks, and those that are gathered alone
 
     for stage in stages:
-        # By all names, to find the parameters again that sharding replaces.
+        # By all names, so that `_tie_again` finds what sharding has replaced.
         originals = dict(model.named_parameters(remove_duplicate=False))
         blocks = stage.own_blocks(model, config.blocks)
         alone = without_shared(blocks, stage)
@@ -227,10 +222,9 @@ def shard_stages(
 
 
 def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
-    """Give a sharded parameter also to the modules of other stages that use it.
+    """Give sharded parameters to the modules of other stages that share them.
 
-    Sharding replaces a parameter in the modules that it walks through, and in no others. `originals` holds the
-    parameters before sharding.
+    Sharding replaces a parameter only in the modules of the stage. `originals` holds the parameters before sharding.
     """
     current = dict(model.named_parameters(remove_duplicate=False))
     replaced = {id(p): current[name] for name, p in originals.items() if current[name] is not p}

@@ -1,9 +1,9 @@
 """Tensor parallelism: layers sharded over the ranks of a tp group, which all train on the same samples.
 
-What is sharded is a DTensor, weights and activations alike, and everything plain is full and equal on all ranks of the
-group. So the layers between two sharded ones compute what they would on one device, or torch refuses them; a shard is
-never mistaken for the full tensor. Random numbers are drawn for the micro-batch, so plain activations drop the same
-elements on every rank; those of a sharded activation are torch's own, and differ from a single process.
+Sharded weights and activations are DTensors; every plain tensor is full, and equal on all ranks of the group. So the
+layers between two sharded ones compute what they would on one device, or torch refuses them; a shard is never mistaken
+for the full tensor. Random numbers are seeded per micro-batch, so dropout on plain activations drops the same elements
+on every rank; on sharded activations torch draws numbers of its own, which differ from those of a single process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
 
-aten = torch.ops.aten
-
 
 class TensorDriver(ShardedDriver):
-    """Sharded layers, replicated along dp: after the last backward, gradients are summed over the replicas."""
+    """Sums gradients over the replicas along dp, after the last backward."""
 
     def __init__(self, model: nn.Module, axes: Axes, runtime: Runtime):
         super().__init__(model, runtime)
@@ -45,7 +43,7 @@ class TensorDriver(ShardedDriver):
 
 
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
-    """Replace the weights that the plan names by this rank's shards; all others stay as they are."""
+    """Replace the weights that the plan names with this rank's shards; all others stay as they are."""
     ways = axes.mesh.sizes["tp"]
     # A bad plan is refused before any rank waits for another.
     plan = choose_plan(model, task, ways, runtime.world.size // ways)
@@ -67,26 +65,27 @@ def _register_cpu_attention() -> None:
     """Register how attention is sharded by heads on a CPU. torch knows it for its GPU kernels only."""
     placements: list[Placement] = [Shard(1), Replicate()]  # along heads, or not at all
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
     def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 2, [place] * 3 + [None] * len(rest)) for place in placements]
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rest: Any, **options: Any) -> Any:
         return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in placements]
 
 
 def explain_mixtures(model: nn.Module) -> None:
-    """Turn torch's error about computing with a shard and a full tensor at once into what to write in the plan."""
+    """Where an operation mixes shards and full tensors, turn torch's error into advice for the plan."""
     original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            # torch has no error class of its own for these; any other error is the user's.
+            # torch has no error class of its own for this; all other errors pass through unchanged.
             if not any(word in str(error) for word in ("DTensor", "sharding strategy", "unevenly sharded")):
                 raise
+
             raise UserError(
                 f"torch cannot shard an operation between two sharded layers of {type(model).__name__} (mesh.tp)",
                 str(error).splitlines()[0],
@@ -101,9 +100,11 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     """Sum gradients over `replicas`. A parameter that no rank has used keeps none, as in a single process."""
     if replicas.world.alone or not parameters:
         return
+
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     users = replicas.sum_(used.to(replicas.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
+
     # Zeros where this rank has not used a parameter that another one has.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -111,9 +112,13 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
 
 
 def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None:
-    """Sum this rank's shards of gradients, one all-reduce for each dtype. All `replicas` have the same gradients."""
+    """Sum this rank's shards of gradients, one all-reduce for each dtype.
+
+    The same parameters must have gradients on all `replicas`.
+    """
     if replicas.world.alone:
         return
+
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
@@ -122,7 +127,7 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
 
 
 def redistribute_gradient(parameter: nn.Parameter) -> None:
-    """Lay a gradient out like its parameter. Autograd may leave it as terms of a sum over the group."""
+    """Lay a gradient out like its parameter. Autograd may leave it on each rank as a term of a sum."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
@@ -131,7 +136,7 @@ def redistribute_gradient(parameter: nn.Parameter) -> None:
 def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
     """Give all ranks of a tp group the first rank's gradients of the parameters that are not sharded.
 
-    Each rank computes them by itself. On a GPU some kernels add in any order, and replicas that differ in a last bit
+    Each rank computes these by itself. On a GPU some kernels add in any order, and replicas that differ in the last bit
     would drift apart.
     """
     if tp.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
@@ -139,7 +144,6 @@ def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
 
 
 def is_sharded_along_tp(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor that is sharded along the mesh axis tp."""
     if not isinstance(tensor, DTensor):
         return False
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)

@@ -1,4 +1,4 @@
-"""Which layers are sharded over a tp group, and how: the task's own plan, or one found by well-known layer names.
+"""Decide which layers are sharded over a tp group, and how: by the task's own plan, or by well-known layer names.
 
 colwise    the output features are sharded; what follows computes with shards, up to a "rowwise" layer
 rowwise    the input features are sharded, and the sum over the group is a full tensor again
@@ -26,7 +26,7 @@ STYLES: dict[str, ParallelStyle] = {
 }
 EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
 
-# (colwise layers, rowwise layer) of one module: all of a row must be there.
+# (colwise layers, rowwise layer) of one module. An entry applies if the module has all of these layers.
 PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -45,8 +45,9 @@ PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("query", "key", "value"), "out"),
     (("query", "key", "value"), "proj"),
 )
-# Queries, keys and values in one matrix. A shard of its rows would hold queries only, while every rank needs some of
-# all three: so the weights are sharded, and attention itself is not.
+# (one layer for queries, keys and values, names of the layer after attention). A shard of the fused matrix may hold
+# queries only, while every rank needs some of all three. So its output is gathered: the weights are sharded, and
+# attention itself is not.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv", ("out", "proj", "o", "o_proj", "out_proj")),
     ("qkv_proj", ("o_proj", "out_proj", "out")),
@@ -62,7 +63,7 @@ def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict
     ways: the size of a tp group
     others: how many such groups there are
     """
-    # In a user's own loop there is no task: then the model may have a plan.
+    # In a user's own loop there is no task, and the model may have a plan instead.
     if hasattr(task, "tensor_plan"):
         asked = task.tensor_plan(model)
     else:
@@ -92,7 +93,7 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
     for name, module in model.named_modules():
         children = {child for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
         for child, style in _recognised_children(children):
-            # The first row that matches a layer decides.
+            # If several entries match a layer, the first one decides.
             plan.setdefault(f"{name}.{child}" if name else child, style)
     return plan
 
@@ -123,7 +124,7 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
 
     plan: dict[str, LayerStyle] = {}
     for pattern, style in asked.items():
-        # In a list, not in the dict: what the user wrote may not be hashable.
+        # Looked up in a list, not in the dict: what the user wrote may not be hashable.
         if not isinstance(style, ParallelStyle) and style not in list(STYLES):
             raise UserError(
                 f"tensor_plan has no style {style!r} (for {pattern!r})",
@@ -154,20 +155,19 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
 
 
 def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -> None:
-    """Check that each layer can be sharded by itself."""
     named = list(model.named_parameters(remove_duplicate=False))
     for name, style in plan.items():
         layer = model.get_submodule(name)
-        for own, parameter in layer.named_parameters(prefix=name):
-            tied = [other for other, p in named if p is parameter and other != own]
+        for full_name, parameter in layer.named_parameters(prefix=name):
+            tied = [other_name for other_name, p in named if p is parameter and other_name != full_name]
             if tied:
                 raise UserError(
                     f"{name!r} in tensor_plan cannot be sharded over {ways} ranks: it is tied to another layer",
-                    f"{own!r} is tied to {tied[0]!r}; sharding would untie them",
+                    f"{full_name!r} is tied to {tied[0]!r}; sharding would untie them",
                     f"leave {name!r} out of the plan, or untie the two",
                 )
 
-        # A ParallelStyle of torch's is the user's own responsibility.
+        # For a ParallelStyle the user is responsible.
         if isinstance(style, str) and not isinstance(layer, nn.Linear):
             raise UserError(
                 f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",

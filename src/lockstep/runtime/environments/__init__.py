@@ -1,4 +1,4 @@
-"""How a process learns that it is a rank: one reader per kind of launcher, tried in the order of the table.
+"""Tell a process which rank it is: one reader per kind of launcher, tried in the order of the table.
 
 A reader is a function from environment variables to a `World`, or to None if the variables of its launcher are missing.
 It raises a `UserError` for variables that make no sense: a rank that took itself for a single process would train
@@ -13,10 +13,8 @@ from dataclasses import replace
 from lockstep.runtime.environments import slurm, torchrun
 from lockstep.runtime.world import World
 
-Reader = Callable[[Mapping[str, str]], World | None]
-
-# The most explicit first: inside a Slurm job our own launcher and torchrun set variables that count.
-READERS: dict[str, Reader] = {
+# The most explicit first: inside a Slurm job, the variables of our own launcher and of torchrun win.
+READERS: dict[str, Callable[[Mapping[str, str]], World | None]] = {
     "torchrun": torchrun.read,
     "slurm": slurm.read,
 }

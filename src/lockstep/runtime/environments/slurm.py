@@ -1,7 +1,7 @@
 """Slurm: `srun python script.py` starts plain ranks, and sets SLURM_PROCID and its relatives in each of them.
 
 Only a job step with several tasks counts. An interactive shell, a batch script and a step with one task have Slurm
-variables too (SLURM_NTASKS is that of the whole allocation there), and stay single processes.
+variables as well (SLURM_NTASKS counts the tasks of the whole allocation there), and stay single processes.
 
 Limits: tested with the variables that Slurm documents, not yet on a cluster. Rank 0 is expected on the first node of
 the step, which holds unless tasks are placed with `--distribution=arbitrary`: set MASTER_ADDR there.
@@ -13,8 +13,7 @@ import re
 from collections.abc import Mapping
 
 from lockstep.errors import UserError
-from lockstep.runtime.environments.variables import whole_number
-from lockstep.runtime.world import World
+from lockstep.runtime.world import World, whole_number
 
 # Ports for the rendezvous: below those that systems hand out by themselves (32768 and up on Linux).
 FIRST_PORT = 10_000
@@ -35,21 +34,26 @@ def read(env: Mapping[str, str]) -> World | None:
             "start the processes with srun, or with `lockstep train --nproc N`",
         )
 
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    address = env.get("MASTER_ADDR") or first_host(nodes)
+    if not address:
+        raise UserError(
+            "the ranks of this Slurm step have no address to meet at",
+            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set",
+            "export MASTER_ADDR=HOST, the host of rank 0",
+        )
+
+    # All tasks of the step compute the same port, and other jobs most likely another one.
+    job = whole_number(env, "SLURM_JOB_ID", 0)
+    step = whole_number(env, "SLURM_STEP_ID", 0)
     return World(
         rank=rank,
         size=tasks,
         local_rank=whole_number(env, "SLURM_LOCALID"),
         local_size=_tasks_on_this_node(env, tasks),
-        master_addr=env.get("MASTER_ADDR") or first_host(_node_list(env)),
-        master_port=whole_number(env, "MASTER_PORT", _port(env)),
+        master_addr=address,
+        master_port=whole_number(env, "MASTER_PORT", FIRST_PORT + (31 * job + step) % PORTS),
     )
-
-
-def _port(env: Mapping[str, str]) -> int:
-    """Return a port that is the same for all tasks of the step, and most likely another one for other jobs."""
-    job = whole_number(env, "SLURM_JOB_ID", 0)
-    step = whole_number(env, "SLURM_STEP_ID", 0)
-    return FIRST_PORT + (31 * job + step) % PORTS
 
 
 def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int:
@@ -71,21 +75,8 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _node_list(env: Mapping[str, str]) -> str:
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UserError(
-            "the ranks of this Slurm step have no address to meet at",
-            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set",
-            "export MASTER_ADDR=HOST, the host of rank 0",
-        )
-
-    return nodes
-
-
 def first_host(nodes: str) -> str:
     """Return the first host of Slurm's notation: "node[03-05,07],gpu1" begins with node03."""
     # Up to the first comma that is not inside brackets.
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.errors import UserError
-from lockstep.runtime.environments.variables import whole_number
-from lockstep.runtime.world import World
+from lockstep.runtime.world import World, whole_number
 
 # Rank 0 inherits our launcher's listening socket: no port is ever guessed.
 LISTEN_FD = "LOCKSTEP_LISTEN_FD"

@@ -1,10 +1,10 @@
-"""A stage that runs its part of a model's own forward, which is not rewritten for that.
+"""A stage that runs its part of a model's own forward, without rewriting it.
 
-Every rank of a pipeline has the same samples, so each can call the forward with them. The calls of blocks are
-intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others NaN. After the
-last block of a stage the forward is left. Every stage computes for itself what lies between blocks (masks, positions, a
-condition), up to where it leaves. Where it lacks the weights, the result is NaN; trace.py has made sure that nothing
-depends on that.
+All ranks of a pipeline have the same samples, so each can call the forward with them. The calls of blocks are
+intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others return NaN. The
+stage leaves the forward after its own last block. Up to there it computes what lies between blocks itself (masks,
+positions, a condition). Where it lacks the weights, the result is NaN; trace.py has made sure that nothing depends on
+that.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _LeaveForward(BaseException):
 def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_received: Sequence[Tensor]) -> Any:
     """Return an output like the traced one, full of NaN.
 
-    The micro-batch may have other sizes than the traced one. `received` shows which, compared with what was received
-    in the trace: a dimension that was equal to one of its dimensions then is equal to it now.
+    The micro-batch may have other sizes than the traced one. They follow from what this stage received: a dimension
+    that was as long as the same dimension of `traced_received` in the trace is as long as that of `received` now.
     """
     tensors = []
     for number, tensor in enumerate(output[0]):
@@ -45,7 +45,7 @@ def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_receive
             if size == traced:
                 sizes[dim] = received[twin].shape[dim]
 
-        # NaN wherever possible: should it be used after all, that shows.
+        # NaN wherever possible: if it is used after all, that shows.
         value = float("nan") if tensor.is_floating_point() else 0
         tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
 
@@ -55,7 +55,7 @@ def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_receive
 class BlockInterceptor:
     """Passes every call of a block to a handler, while there is one.
 
-    Whatever else wraps a block (recomputation, FSDP's gathers, compiled code) happens inside the intercepted call.
+    Everything else that wraps a block (recomputation, FSDP's gathers, compiled code) runs inside the intercepted call.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]):
@@ -94,7 +94,7 @@ class _InterceptedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = self._interceptor.handler
-        # Without a handler (when a block is recomputed in the backward) the block just runs.
+        # Without a handler (when the backward recomputes a block) the block just runs.
         if handler is None:
             return self.inner(*args, **kwargs)
         return handler(self._number, partial(self.inner, *args, **kwargs))
@@ -114,7 +114,7 @@ class ForwardStage(Stage):
     ):
         """Set up the stage.
 
-        outputs: of each block
+        outputs: what each block returned in the trace
         foreign_buffers: names of the buffers outside the blocks that the code of another stage writes into; that code
             may also run here, and must not count twice
         """
@@ -132,7 +132,7 @@ class ForwardStage(Stage):
         return self._blocks
 
     def mutable_buffers(self) -> list[Tensor]:
-        """Return all buffers but those of other stages' blocks: code outside the blocks may run in any stage."""
+        """Return all buffers except those of other stages' blocks: code outside the blocks may run in any stage."""
         own = {id(buffer) for block in self._blocks for buffer in block.buffers()}
         of_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
         return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - own]
@@ -155,7 +155,7 @@ class ForwardStage(Stage):
             (output,) = leave.args
             left_early = True
 
-        # A forward that skips the block at the end of the stage, or the one whose output was received.
+        # The forward has skipped the block at the end of the stage, or the one whose output was received.
         if left_early == self._ends_model or not self._received_used:
             skipped = self.last if self._received_used else self.first - 1
             raise UserError(
@@ -174,7 +174,7 @@ class ForwardStage(Stage):
                 raise _LeaveForward(self._to_next_stage(output))
             return output
 
-        # Blocks of earlier stages do not run, and what they return is not used.
+        # Blocks of earlier stages do not run, and nobody uses what they return.
         if number < self.first - 1:
             traced_received, _ = self._outputs[self.first - 1]
             return _nan_output(self._outputs[number], received, traced_received)

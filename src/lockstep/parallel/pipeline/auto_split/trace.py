@@ -1,15 +1,16 @@
-"""Find where a model can be split whose forward is one piece of code: between blocks that are called once, in order.
+"""Find where a model can be split if only its forward knows what runs when: between blocks that are each called once.
 
-The model runs once, on two samples, in host memory. What every block returns is detached from the autograd graph. So
-the graph of a block's output shows which parameters it needs, and whether it needs more of what came before than the
-output of the block before it: then there is no split in between. Finally every stage runs with NaN in place of all
-parameters that it will not have.
+The model runs once, on two samples, in host memory. The output of every block is detached from the autograd graph. So
+the graph of the next block's output shows which parameters that block needs, and whether it also needs the outputs of
+blocks before the previous one: then there is no split in between. As a final test every stage runs with NaN in place of
+all parameters that it will not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,16 +41,14 @@ def split_forward(
 
         stages = []
         used = []
-        start = 0
-        for end in trace.choose_ends(count):
-            tensors = trace.tensors_used(start, end)
-            # A buffer outside the blocks that another stage changes: its code may also run here, and must not count.
+        for start, stop in pairwise([0, *trace.choose_stops(count)]):
+            tensors = trace.tensors_used(start, stop)
+            # Buffers outside the blocks that other stages change: their code may also run here, and must not count.
             foreign = set().union(*trace.changed) - {id(tensor) for tensor in tensors}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
-            last = min(end, len(trace.order) - 1)
-            stages.append(ForwardStage(model, interceptor, trace.outputs, start, last, names))
+            last_block = min(stop, len(trace.order)) - 1
+            stages.append(ForwardStage(model, interceptor, trace.outputs, start, last_block, names))
             used.append(tensors)
-            start = end + 1
 
         _dry_run(model, stages, used, arguments, autocast)
 
@@ -59,7 +58,7 @@ def split_forward(
 class _Trace:
     """Records what one forward of the model shows.
 
-    Segment n of the forward ends with the output of the n-th block called; the last segment is what comes after all.
+    Segment n of the forward ends with the output of the n-th block called; the last segment is what follows all blocks.
     """
 
     def __init__(self, model: nn.Module, interceptor: BlockInterceptor):
@@ -71,22 +70,26 @@ class _Trace:
         self.changed: list[set[int]] = []  # ids of the buffers outside blocks that each segment writes into
         self.closed: set[int] = set()  # segments after which there is no split
 
-        self._segment_of: dict[int, int] = {}  # by id of a detached output, the segment that returned it
-        self._kept_alive: list[Tensor] = []  # the detached outputs, so that no other tensor gets their ids
+        # By id, the detached outputs and their segments. The tensors are kept so that no other one gets their ids.
+        self._detached: dict[int, tuple[Tensor, int]] = {}
         inside = {id(buffer) for block in interceptor.blocks for buffer in block.buffers()}
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in inside]
 
     def run(self, arguments: ModelInput, autocast: Autocast) -> None:
         args, kwargs = arguments
         with ExitStack() as stack, torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
-            _unfreeze(self.model, stack)
+            # Unfrozen for now: the autograd graph shows only parameters that require a gradient.
+            for p in self.model.parameters():
+                if p.is_floating_point() and not p.requires_grad:
+                    stack.callback(p.requires_grad_, False)
+                    p.requires_grad_(True)
+
             try:
                 output = self.model(*args, **kwargs)
-            except UserError:  # raised by the handler, with its own words
+            except UserError:  # from the handler
                 raise
             except Exception as error:
-                why = f"its forward, on the CPU: {type(error).__name__}: {str(error)[:300]}"
-                raise _cannot_split(self.model, why) from error
+                raise _cannot_split(self.model, f"its forward, on the CPU: {_text(error)}") from error
 
             tensors, _ = _flatten(output, self.model, "it returns")
             self._end_segment(tensors, ())
@@ -97,8 +100,7 @@ class _Trace:
             raise _cannot_split(self.model, f"block {number} ({type(block).__name__}) is called twice")
 
         self.order.append(number)
-        output = call()
-        tensors, rest = _flatten(output, self.model, f"block {number} returns")
+        tensors, rest = _flatten(call(), self.model, f"block {number} returns")
 
         segment = len(self.outputs)
         self._end_segment(tensors, block.parameters())
@@ -108,21 +110,23 @@ class _Trace:
 
         # A fresh leaf per output: the graph of the next segment ends here, and shows that it was used.
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        self._segment_of.update({id(tensor): segment for tensor in detached})
-        self._kept_alive.extend(detached)
+        self._detached.update({id(tensor): (tensor, segment) for tensor in detached})
         self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], rest))
         return unflatten([tensor.clone() for tensor in detached], rest)
 
     def _end_segment(self, tensors: Sequence[Tensor], own: Iterable[nn.Parameter]) -> None:
         """Note what the segment that ends with `tensors` depends on; `own` are the parameters of its block."""
         segment = len(self.needs)
-        leaves = _leaves(tensors)
-        earlier_outputs = leaves & self._segment_of.keys()
+        reached = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+        # An output that is itself a leaf (a parameter, say) has no graph.
+        leaves = {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
+        earlier_outputs = leaves & self._detached.keys()
         self.needs.append(leaves - earlier_outputs | {id(p) for p in own})
 
         # An output that is used past the next block cannot be passed on: no split between its block and this one.
         for leaf in earlier_outputs:
-            self.closed.update(range(self._segment_of[leaf] + 1, segment))
+            _, source = self._detached[leaf]
+            self.closed.update(range(source + 1, segment))
 
         # Compared after every segment: there is no hook for a write into a buffer.
         changed = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
@@ -130,32 +134,28 @@ class _Trace:
         for buffer, before in changed:
             before.copy_(buffer)
 
-    def choose_ends(self, count: int) -> list[int]:
-        """Return the last segment of each of `count` stages."""
+    def choose_stops(self, count: int) -> list[int]:
+        """Return the first segment after each of `count` stages."""
         # There is no split after the last block: what follows it belongs to its stage.
-        splits = [n for n in range(len(self.order) - 1) if n not in self.closed]
-        if len(splits) + 1 < count:
-            why = f": {len(self.order)} blocks in {type(self.model).__name__}"
-            raise too_few_splits(count, len(splits) + 1, why)
+        stops = [n + 1 for n in range(len(self.order) - 1) if n not in self.closed] + [len(self.order) + 1]
+        if len(stops) < count:
+            raise too_few_splits(count, len(stops), f": {len(self.order)} blocks in {type(self.model).__name__}")
 
         # The parameters between two possible splits; a shared one counts where it is needed first.
-        ends = [*splits, len(self.order)]
         uncounted = {id(p): p.numel() for p in self.model.parameters()}
         sizes = []
-        start = 0
-        for end in ends:
-            needed = set().union(*self.needs[start : end + 1])
+        for start, stop in pairwise([0, *stops]):
+            needed = set().union(*self.needs[start:stop])
             sizes.append(sum(uncounted.pop(parameter, 0) for parameter in needed))
-            start = end + 1
 
-        return [ends[number - 1] for number in balance(sizes, count)]
+        return [stops[number - 1] for number in balance(sizes, count)]
 
-    def tensors_used(self, first: int, last: int) -> list[Tensor]:
-        """Return what segments `first` to `last` use.
+    def tensors_used(self, start: int, stop: int) -> list[Tensor]:
+        """Return the tensors that a stage with the segments from `start` to before `stop` needs.
 
-        A tensor that no segment has used belongs to all: the next batch may use it.
+        One that no segment has used is needed by all stages: the next batch may use it.
         """
-        used_elsewhere = self._used_by(0, len(self.needs)) - self._used_by(first, last + 1)
+        used_elsewhere = self._used_by(0, len(self.needs)) - self._used_by(start, stop)
         return [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in used_elsewhere]
 
     def _used_by(self, start: int, stop: int) -> set[int]:
@@ -170,7 +170,7 @@ def _dry_run(
     arguments: ModelInput,
     autocast: Autocast,
 ) -> None:
-    """Run every stage with NaN for all parameters that it will not have: none may show in what it passes on."""
+    """Run every stage with NaN for all parameters that it will not have, and check that its output has no NaN."""
     passed: Any = None
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
@@ -178,10 +178,9 @@ def _dry_run(
                 _hide_others(model, {id(tensor) for tensor in tensors}, stack)
                 passed = stage(arguments, passed)
         except Exception as error:
-            why = f"stage {number}, without what the others have: {type(error).__name__}: {str(error)[:300]}"
-            raise _cannot_split(model, why) from error
+            raise _cannot_split(model, f"stage {number}, without what the others have: {_text(error)}") from error
 
-        # NaN in the output: something of another stage has come in through a path that the graph did not show.
+        # NaN in the output: a tensor of another stage has come in through a path that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
             why = f"what comes after {block} depends on more than what that block returns; or on NaN"
@@ -195,27 +194,16 @@ def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], A
         raise _cannot_split(model, f"{whose} {opaque}, which may hold tensors out of sight") from None
 
 
-def _leaves(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the ids of the leaf tensors that the autograd graph of `tensors` begins with."""
-    reached = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
-    # An output that is itself a leaf (a parameter, say) has no graph.
-    return {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
-
-
-def _unfreeze(model: nn.Module, stack: ExitStack) -> None:
-    """Unfreeze all parameters until `stack` ends: the autograd graph shows only those that require a gradient."""
-    for p in model.parameters():
-        if p.is_floating_point() and not p.requires_grad:
-            stack.callback(p.requires_grad_, False)
-            p.requires_grad_(True)
-
-
 def _hide_others(model: nn.Module, own: set[int], stack: ExitStack) -> None:
-    """Replace the parameters whose ids are not in `own` by NaN, until `stack` ends."""
+    """Replace the parameters whose ids are not in `own` with NaN, until `stack` ends."""
     for p in model.parameters():
         if id(p) not in own:
             stack.callback(setattr, p, "data", p.data)
             p.data = placeholder(p, p.device)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _cannot_split(model: nn.Module, why: str) -> UserError:
