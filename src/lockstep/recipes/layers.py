@@ -58,24 +58,33 @@ def gated(x: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention without biases, with rotary positions if a rotation is given."""
+def rms(x: Tensor, eps: float) -> Tensor:
+    """Scale every vector of the last dimension to a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
 
-    def __init__(self, width: int, heads: int, causal: bool = False):
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention (B, T, W) to (B, T, W) without biases, with rotary positions if a rotation is given.
+
+    With `norm_eps`, queries and keys are normalised: attention cannot saturate, whatever a high learning rate does.
+    """
+
+    def __init__(self, width: int, heads: int, causal: bool = False, norm_eps: float | None = None):
         super().__init__()
         self.heads = heads
         self.causal = causal
+        self.norm_eps = norm_eps
 
         # The order of creation fixes the random numbers that a seed gives to each weight.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Map (B, T, W) to (B, T, W)."""
-        q, k, v = split_qkv(self.qkv(x), self.heads)
+        q, k, v = split_qkv(self.qkv(x), self.heads)  # (B, H, T, D) each
+        if self.norm_eps is not None:
+            q = rms(q, self.norm_eps)
+            k = rms(k, self.norm_eps)
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
-
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(merge_heads(y))
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))

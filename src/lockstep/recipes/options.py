@@ -46,22 +46,35 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for group in groups:
         kinds = get_type_hints(group)
-        for field in dataclasses.fields(group):
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
-                )
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
             )
-
+            for field in dataclasses.fields(group)
+        ]
     return inspect.Signature(parameters)
 
 
-def below_one(counts: Mapping[str, int]) -> list[UserError]:
-    """Return a problem for every option that must be at least 1 and is not."""
+def too_small(values: Mapping[str, Any], smallest: Mapping[str, int]) -> list[UserError]:
+    """Return a problem for every option below its smallest value. None is not compared."""
     return [
-        UserError(f"task.{name}={value} is less than 1", "", f"type task.{name}=1 or more")
-        for name, value in counts.items()
-        if value < 1
+        UserError(f"task.{name}={values[name]} is less than {least}", "", f"type task.{name}={least} or more")
+        for name, least in smallest.items()
+        if values[name] is not None and values[name] < least
+    ]
+
+
+def uneven_heads(width: int, heads: int) -> list[UserError]:
+    """Return a problem unless every head gets the same even number of channels, as rotary positions need."""
+    if heads >= 1 and width % (2 * heads) == 0:
+        return []
+    fix = f"task.width={-(-width // (2 * heads)) * 2 * heads}" if heads >= 1 else "task.heads=1 or more"
+    return [
+        UserError(
+            f"task.width={width} cannot be divided among task.heads={heads}",
+            "each head needs the same even number of channels",
+            f"type {fix}",
+        )
     ]
 
 
@@ -72,8 +85,9 @@ def wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]
         value = values[name]
         if value not in known:
             nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-            problem = f"task.{name}={value} is not one of {', '.join(known)}"
-            problems.append(UserError(problem, "", f"type task.{name}={nearest}"))
+            problems.append(
+                UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
+            )
     return problems
 
 

@@ -43,19 +43,16 @@ def encode(text: str) -> Tensor:
 
 
 def decode(ids: Tensor) -> str:
-    """Return the text of ids (T,)."""
     return bytes(SYMBOLS[i] for i in ids.tolist()).decode("ascii")
 
 
 def source_files(root: Path) -> Iterator[Path]:
     """Yield the modules at the top level, then each package, in an order that depends on names only."""
     # _sysconfigdata_* is generated when Python is built: facts about the machine, and no code.
-    modules = [path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata")]
-    yield from sorted(modules)
+    yield from sorted(path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata"))
 
     for package in PACKAGES:
-        paths = sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts)
-        for path in paths:
+        for path in sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts):
             if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
                 yield path
 

@@ -30,10 +30,8 @@ DAYS_A_YEAR = 252
 class Played:
     """The results of one episode in each of n environments."""
 
-    # (n, D): what every day earned.
-    earned: Tensor
-    # (n,): how often a position changed.
-    trades: Tensor
+    earned: Tensor  # (n, D): what every day earned
+    trades: Tensor  # (n,): how often a position changed
 
     @property
     def scores(self) -> Tensor:
@@ -75,10 +73,9 @@ class Greedy:
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
-        # Only on the first day is the number of environments known.
+        # The number of environments is not known before the first day.
         self.state = self.state or self.agent.initial_state(len(market.envs), market.envs.device)
-        starts = market.day == 0
-        logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, starts[None])
+        logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, (market.day == 0)[None])
         return logits[0].argmax(-1)
 
 
@@ -99,8 +96,7 @@ class Oracle:
 
     def __init__(self, market: VectorMarket):
         assert isinstance(market.series, RegimeSeries)
-        length = market.rules.window + market.rules.days
-        self.regimes = market.series.regimes(market.envs, market.episode, length)
+        self.regimes = market.series.regimes(market.envs, market.episode, market.rules.window + market.rules.days)
 
     def __call__(self, market: VectorMarket) -> Tensor:
         # The days of the window come before the first day of trading.

@@ -31,8 +31,6 @@ ATTENTION_HEADS = 4
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How large an agent is, and which of its stages it has."""
-
     # `clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
     # remembers nothing, as a control.
     variant: Variant = "clstm"
@@ -125,9 +123,8 @@ class Agent(nn.Module):
         return logits, values, state, *predicted
 
     def initial_state(self, n: int, device: torch.device) -> State:
-        """Return the empty memory of n environments."""
-        memory = self.shape.memory
-        return torch.zeros(n, memory, device=device), torch.zeros(n, memory, device=device)
+        shape = (n, self.shape.memory)
+        return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
 
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
@@ -176,8 +173,7 @@ class Agent(nn.Module):
 
 def contiguous(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights as views of one block of memory, as cuDNN wants them; it would warn and copy them itself."""
-    sizes = [weight.numel() for weight in weights]
-    copies = torch.cat([weight.flatten() for weight in weights]).split(sizes)
+    copies = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
     return [copy.view_as(weight) for copy, weight in zip(copies, weights, strict=True)]
 
 

@@ -27,8 +27,6 @@ KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "ad
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Options of an update: how much is traded, and how often it is learnt from."""
-
     # Days that every environment trades between two updates.
     rollout: int = 64
 
@@ -202,8 +200,7 @@ class Rollouts:
         # A cost from the start can teach an agent never to trade at all.
         costs = min(1.0, self.update / options.cost_warmup) if options.cost_warmup else 1.0
         traded = [cohort.trade(self.agent, options.rollout, seed, self.update, costs) for cohort in self.cohorts]
-        pairs = zip(self.cohorts, traded, strict=True)
-        sums = [cohort.running_sums(days, options.discount) for cohort, days in pairs]
+        sums = [cohort.running_sums(days, options.discount) for cohort, days in zip(self.cohorts, traded, strict=True)]
         if options.normalise:
             self.rewards = self._merged(sums, self.rewards)
         days = {name: torch.cat([part[name] for part in traded]) for name in traded[0]}

@@ -27,8 +27,6 @@ from lockstep.recipes.options import OnlyWith, warn_unused
 
 @dataclass
 class Build:
-    """What to write."""
-
     out: str  # the folder
     puzzle: str = "sudoku9"  # as the options of the task
     train_size: int = 1000
@@ -69,26 +67,31 @@ def build(request: Build) -> None:
 
 
 def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
-    """Return the puzzles for training and testing, and what makes variants of them."""
+    """Return the puzzles for training and testing, and the symmetry that makes variants of them."""
     if request.train_csv:
         training = read_csv(Path(request.train_csv), request.train_size, request.seed)
         test = read_csv(Path(request.test_csv), request.test_size, request.seed)
         return training, test, partial(move_sudoku, 9)
 
-    options = PuzzleOptions(
-        puzzle=request.puzzle,
-        train_size=request.train_size,
-        test_size=request.test_size,
-        data_seed=request.seed,
-        holes=request.holes,
-        least_guesses=request.least_guesses,
-        maze_size=request.maze_size,
+    training, test = make_splits(
+        PuzzleOptions(
+            puzzle=request.puzzle,
+            train_size=request.train_size,
+            test_size=request.test_size,
+            data_seed=request.seed,
+            holes=request.holes,
+            least_guesses=request.least_guesses,
+            maze_size=request.maze_size,
+        )
     )
-    # Id grids are drawn when they are read: there is nothing to vary.
-    generated, test = make_splits(options)
-    if isinstance(generated, IdGrids):
-        return _draw_epoch(generated, request.seed), test, None
-    return generated, test, generated.augment
+    if not isinstance(training, IdGrids):
+        return training, test, training.augment
+
+    # Id grids are drawn when they are read, so there is nothing to vary. Fix as many of them as an epoch has.
+    random.seed(request.seed)
+    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
+    drawn = Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
+    return drawn, test, None
 
 
 def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
@@ -121,13 +124,6 @@ def read_csv(path: Path, most: int, seed: int) -> Puzzles:
 def _digits(texts: list[str]) -> np.ndarray:
     """Return the digits of `texts` [count, 81]; a point is an empty cell."""
     return np.array([[int(digit) for digit in text.replace(".", "0")] for text in texts], dtype=np.uint8)
-
-
-def _draw_epoch(training: IdGrids, seed: int) -> Puzzles:
-    """Fix as many grids as an epoch has."""
-    random.seed(seed)
-    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
-    return Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
 
 
 def main(arguments: Sequence[str]) -> None:

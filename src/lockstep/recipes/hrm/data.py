@@ -47,7 +47,7 @@ class PuzzleDatasetMetadata:
 
 @dataclass
 class Puzzles:
-    """One split."""
+    """The puzzles of one split."""
 
     inputs: Array  # [examples, cells] uint8
     labels: Array  # [examples, cells] uint8; IGNORED where a cell has no answer
@@ -77,11 +77,10 @@ class Puzzles:
         """Draw one puzzle of a group and one of its examples: (cells, labels, puzzle id)."""
         puzzle = random.randrange(self.group_indices[group], self.group_indices[group + 1])
         example = random.randrange(self.puzzle_indices[puzzle], self.puzzle_indices[puzzle + 1])
-        cells = self.inputs[example]
-        labels = self.labels[example]
+        pair: tuple[Array, Array] = self.inputs[example], self.labels[example]
         if self.augment is not None:
-            cells, labels = self.augment(cells, labels)
-        return cells, labels, int(self.puzzle_identifiers[puzzle])
+            pair = self.augment(*pair)
+        return *pair, int(self.puzzle_identifiers[puzzle])
 
 
 class PuzzleGroups(Dataset):
@@ -119,8 +118,12 @@ class PuzzleExamples(Dataset):
         return len(self.puzzles.inputs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        cells = self.puzzles.inputs[index]
-        return {"inputs": cells, "labels": self.puzzles.labels[index], "ids": int(self.ids[index]), "least": 1}
+        return {
+            "inputs": self.puzzles.inputs[index],
+            "labels": self.puzzles.labels[index],
+            "ids": int(self.ids[index]),
+            "least": 1,
+        }
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -161,7 +164,7 @@ def read_puzzles(folder: Path) -> Puzzles:
     )
 
 
-def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDatasetMetadata:
+def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> None:
     """Write a split that consists of one set called `name`."""
     metadata = PuzzleDatasetMetadata(
         seq_len=puzzles.cells,
@@ -174,12 +177,9 @@ def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDa
 
     folder.mkdir(parents=True, exist_ok=True)
     for array in ARRAYS:
-        values = getattr(puzzles, array)
-        if array not in ("inputs", "labels"):
-            values = values.astype(np.int32)
-        np.save(folder / f"{name}__{array}.npy", values)
+        dtype = np.uint8 if array in ("inputs", "labels") else np.int32
+        np.save(folder / f"{name}__{array}.npy", getattr(puzzles, array).astype(dtype))
     (folder / "dataset.json").write_text(json.dumps(asdict(metadata), indent=2))
-    return metadata
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lockstep.recipes.hrm.losses import Question, Score, Scoring
-from lockstep.recipes.layers import Rotation, SelfAttention, gated, rotation_table
+from lockstep.recipes.layers import Rotation, SelfAttention, gated, rms, rotation_table
 
 Update = Callable[..., Tensor]  # a level, or a function that calls it
 
@@ -28,8 +28,6 @@ TRUNCATED_STD = 0.8796256610342398  # the standard deviation of a unit normal th
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and the variant of a model."""
-
     symbols: int  # V, including the padding symbol 0
     cells: int  # S
     puzzle_ids: int = 1  # rows of the table of puzzle vectors
@@ -74,8 +72,6 @@ class SparseEmbedding(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP."""
-
     def __init__(self, width: int, expansion: float):
         super().__init__()
         # Three matrices instead of two: two thirds of the inner width give as many parameters as a plain MLP has. It is
@@ -114,9 +110,9 @@ class Block(nn.Module):
             # The MLP mixes positions, so they have to be its channels.
             mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
 
-        x = rms(x + mixed).to(mixed.dtype)
+        x = rms(x + mixed, EPS).to(mixed.dtype)
         change = self.mlp(x)
-        return rms(x + change).to(change.dtype)
+        return rms(x + change, EPS).to(change.dtype)
 
 
 class Level(nn.Module):
@@ -215,7 +211,7 @@ class HierarchicalReasoningModel(nn.Module):
         x = self._embedded(inputs, puzzle).to(z_h.dtype)
         low = _with_converted_weights(self.low)
         high = low if self.high is None else _with_converted_weights(self.high)
-        z_h, z_l = self._segment((low, high), z_h, z_l, x, rotation)
+        z_h, z_l = self._segment(low, high, z_h, z_l, x, rotation)
 
         # The answer stands in the positions of the cells, the values of halting in the first position.
         logits = self.head(z_h)[:, self.config.puzzle_positions :]
@@ -229,7 +225,7 @@ class HierarchicalReasoningModel(nn.Module):
         next_q = None
         if look_ahead:
             with torch.no_grad():
-                next_q = self.q_head(self._segment((low, high), z_h, z_l, x, rotation)[0][:, 0])
+                next_q = self.q_head(self._segment(low, high, z_h, z_l, x, rotation)[0][:, 0])
 
         score = None
         if question is not None:
@@ -269,11 +265,10 @@ class HierarchicalReasoningModel(nn.Module):
         return W**0.5 * x
 
     def _segment(
-        self, levels: tuple[Update, Update], z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
+        self, low: Update, high: Update, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
         """Run h_cycles times l_cycles fast updates and a slow one. Only the last updates keep their gradients."""
         config = self.config
-        low, high = levels
         cycle = ["l"] * config.l_cycles + ["h"]
         updates = cycle * config.h_cycles
         with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
@@ -305,10 +300,6 @@ def _with_converted_weights(level: Level) -> Update:
     dtype = torch.get_autocast_dtype(device)
     converted = {name: weight.to(dtype) for name, weight in weights.items()}
     return lambda *args: functional_call(level, converted, args)
-
-
-def rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 def draw_weights(modules: Iterable[nn.Module]) -> None:

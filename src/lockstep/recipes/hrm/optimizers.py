@@ -142,8 +142,8 @@ class AdamATan2(torch.optim.Optimizer):
 
 def _suits_kernel(tensor: Tensor) -> bool:
     """Return whether the Triton kernel can take `tensor`: contiguous float32 on a GPU, and no DTensor."""
-    plain = tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return plain and not hasattr(tensor, "placements")
+    sharded = hasattr(tensor, "placements")
+    return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and not sharded
 
 
 @cache
@@ -181,7 +181,6 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         self._used.append((first, ids.long(), rows))
 
     def forget(self) -> None:
-        """Forget the rows of the step, whether it was applied or not."""
         self._used = []
 
     def get_active_indices(self) -> Tensor:

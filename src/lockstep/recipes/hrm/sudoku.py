@@ -62,7 +62,6 @@ class Solver:
         self.guesses = 0  # so far: a measure of the difficulty
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:
-        """Return up to `most` solutions."""
         return list(itertools.islice(self._search(self._candidates(grid)), most))
 
     def other_solution(self, grid: Grid, cell: int, digit: int) -> bool:
@@ -198,12 +197,10 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
 
 def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float:
     """Return the mean number of guesses that the solver needs, over random orders."""
-    total = 0
+    solver = Solver(n, rng)
     for _ in range(orders):
-        solver = Solver(n, rng)
         solver.solutions(grid, most=1)
-        total += solver.guesses
-    return total / orders
+    return solver.guesses / orders
 
 
 def split_by_class(
@@ -216,10 +213,9 @@ def split_by_class(
     wanted = (train, test)
     # Dicts from puzzle to solution, because a puzzle may be drawn twice.
     splits: tuple[dict[Grid, Grid], dict[Grid, Grid]] = {}, {}
-    tries = 0
     hardest = 0.0
 
-    while len(splits[0]) < train or len(splits[1]) < test:
+    for tries in itertools.count(1):
         # A share of the classes that corresponds to the sizes is for testing.
         grid, solution = puzzle(n, holes, rng)
         digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
@@ -232,11 +228,12 @@ def split_by_class(
             splits[split][grid] = solution
 
         # Small grids have few classes: the search may never end.
-        tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
             reached = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
             raise _too_few(f"{train} + {test} different {kind}", reached, least_guesses, hardest)
+        if len(splits[0]) == train and len(splits[1]) == test:
+            break
 
     return _as_arrays(splits[0]), _as_arrays(splits[1])
 

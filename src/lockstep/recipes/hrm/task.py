@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
+from lockstep.recipes.options import OnlyWith, takes_options, too_small, uneven_heads, warn_unused, wrong_choices
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
@@ -164,7 +163,17 @@ class HRM(Task):
 
         # All problems are reported together.
         options |= vars(self.model_options)
-        problems = [*wrong_choices(options, CHOICES), *_problems(options, puzzles.shipped)]
+        problems = [*wrong_choices(options, CHOICES), *too_small(options, AT_LEAST)]
+        if model.mixer == "attention":
+            problems += uneven_heads(model.width, model.heads)
+        if puzzles.shipped and puzzles.data_seed:
+            problems.append(
+                UserError(
+                    f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
+                    "puzzles that come with the recipe, the same for every seed",
+                    "leave task.data_seed out, or type task.holes=50: those are made from the seed",
+                )
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -178,12 +187,7 @@ class HRM(Task):
 
     def model(self) -> HierarchicalReasoningModel:
         training, _ = make_splits(self.puzzles)
-        config = ModelConfig(
-            symbols=training.symbols,
-            cells=training.cells,
-            puzzle_ids=training.ids,
-            **vars(self.model_options),
-        )
+        config = ModelConfig(training.symbols, training.cells, training.ids, **vars(self.model_options))
         return HierarchicalReasoningModel(config, self.scoring(self.learning.loss, self.halting.halt_max_steps))
 
     def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
@@ -197,8 +201,7 @@ class HRM(Task):
         return [AdamATan2(model.parameters(), options.lr, weight_decay=options.weight_decay), self._table_optimizer]
 
     def data(self) -> Dataset:
-        training, _ = make_splits(self.puzzles)
-        return PuzzleGroups(training, self.halting.halt_max_steps, self.halting.halt_exploration)
+        return PuzzleGroups(make_splits(self.puzzles)[0], self.halting.halt_max_steps, self.halting.halt_exploration)
 
     def eval_data(self) -> Dataset:
         return PuzzleExamples(make_splits(self.puzzles)[1])
@@ -240,8 +243,7 @@ class HRM(Task):
             self.average.follow(model, step)
 
     def state_dict(self) -> dict[str, Any]:
-        average = self.average.weights if self.average is not None else {}
-        return {"carry": self.carry.state_dict(), "average": average}
+        return {"carry": self.carry.state_dict(), "average": self.average.weights if self.average is not None else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.carry.load_state_dict(state["carry"])
@@ -252,21 +254,17 @@ class HRM(Task):
 
     def eval_loss(self, model: Any, batch: Slots) -> Loss:
         """Run all segments, with the average of the weights if there is one. `exact_K` is `exact` after K segments."""
-        with nullcontext() if self.average is None else self.average.instead(model):
-            return self._think(model, batch)
-
-    def _think(self, model: Any, batch: Slots) -> Loss:
         labels = batch["labels"]
-        segments = self.halting.eval_steps or self.halting.halt_max_steps
         metrics: dict[str, Metric] = {}
-        z_h, z_l = model.start(len(batch["inputs"]))
-        puzzle = model.puzzle_emb(batch["ids"])
-        thought = model(z_h, z_l, batch["inputs"], puzzle)
-        for segment in range(1, segments):
-            # Reported after 1, 2, 4, ... segments.
-            if segment & (segment - 1) == 0:
-                metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
-            thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
+        with nullcontext() if self.average is None else self.average.instead(model):
+            z_h, z_l = model.start(len(batch["inputs"]))
+            puzzle = model.puzzle_emb(batch["ids"])
+            thought = model(z_h, z_l, batch["inputs"], puzzle)
+            for segment in range(1, self.halting.eval_steps or self.halting.halt_max_steps):
+                # Reported after 1, 2, 4, ... segments.
+                if segment & (segment - 1) == 0:
+                    metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
+                thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
 
         # The last segment gives the answer that counts.
         labelled, correct = correct_cells(thought.logits.argmax(dim=-1), labels)
@@ -283,27 +281,3 @@ def _metrics(counts: Tensor) -> dict[str, Metric]:
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
     shares: dict[str, Metric] = {name: (count[name], count["ended"]) for name in ("exact", "q_halt", "segments")}
     return {**shares, "cell": (count["cells"], count["all_cells"])}
-
-
-def _problems(options: Mapping[str, Any], shipped: bool) -> Iterator[UserError]:
-    """Yield a problem for every number that is wrong. `shipped`: the puzzles come with the recipe."""
-    width = options["width"]
-    heads = max(1, options["heads"])
-    if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
-        yield UserError(
-            f"task.width={width} cannot be divided among task.heads={options['heads']}",
-            "each head needs the same even number of channels",
-            f"type task.width={-(-width // (2 * heads)) * 2 * heads}",
-        )
-
-    for name, least in AT_LEAST.items():
-        value = options[name]
-        if value is not None and value < least:
-            yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
-
-    if shipped and options["data_seed"]:
-        yield UserError(
-            f"task.data_seed={options['data_seed']} with task.puzzle=sudoku9 has no effect",
-            "puzzles that come with the recipe, the same for every seed",
-            "leave task.data_seed out, or type task.holes=50: those are made from the seed",
-        )

@@ -123,9 +123,7 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
         return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
 
     if shape == "cross":
-        near = np.minimum(np.abs(x), np.abs(y))
-        far = np.maximum(np.abs(x), np.abs(y))
-        return (near <= 0.3 * r) & (far <= r)
+        return (np.minimum(np.abs(x), np.abs(y)) <= 0.3 * r) & (np.maximum(np.abs(x), np.abs(y)) <= r)
 
     if shape == "ring":
         square = x * x + y * y
@@ -133,6 +131,4 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
 
     # A star, whose radius follows the angle from straight up.
     assert shape == "star", shape
-    angle = np.arctan2(x, -y)
-    distance = np.sqrt(x * x + y * y)
-    return distance <= r * (0.65 + 0.35 * np.cos(5 * angle))
+    return np.sqrt(x * x + y * y) <= r * (0.65 + 0.35 * np.cos(5 * np.arctan2(x, -y)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 from lockstep.recipes.pixel_llm.png import read_png, write_png
-from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes
+from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, hashed
 from lockstep.recipes.pixel_llm.words import Words
 
 LIST = "captions.json"
@@ -30,20 +29,17 @@ HELD_OUT = 10
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture and its caption."""
-
     image: Path
     caption: str
 
     @property
     def held_out(self) -> bool:
         """Whether it is for evaluation. Only its name decides, so other pictures may be added or removed."""
-        digest = blake2b(self.image.name.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % HELD_OUT == 0
+        return hashed(self.image.name) % HELD_OUT == 0
 
 
 class ImageFolder(Dataset[Sample]):
-    """Pictures of a folder, all resized to `size`."""
+    """Pictures of a folder, all resized to `size` pixels on each side."""
 
     def __init__(self, entries: list[Entry], words: Words, size: int):
         self.entries = entries
@@ -71,9 +67,8 @@ class ImageFolder(Dataset[Sample]):
 def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
     # If there are both, the list counts.
-    listed = folder / LIST
-    if listed.exists():
-        entries = _from_list(listed)
+    if (folder / LIST).exists():
+        entries = _from_list(folder / LIST)
     else:
         # By name: the order of a folder differs from machine to machine.
         texts = sorted(folder.glob("*.txt"))
@@ -88,7 +83,6 @@ def read_folder(folder: Path) -> list[Entry]:
         raise UserError(
             f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
         )
-
     return entries
 
 
@@ -112,8 +106,9 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         caption = " ".join(data.scene(index).caption)
         write_png(folder / name, data[index].image.numpy())
 
-        # One text for each picture, or one list for all of them.
         rows.append({"image": name, "caption": caption})
+
+        # One text for each picture, or one list for all of them.
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
 

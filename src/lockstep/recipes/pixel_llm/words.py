@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -27,8 +28,7 @@ class Words:
     def of(cls, captions: Sequence[str]) -> Words:
         """Take all words of these captions, in alphabetical order: the same captions give the same ids."""
         split = [caption.split() for caption in captions]
-        words = sorted({word for caption in split for word in caption})
-        return cls(words, max(map(len, split), default=1))
+        return cls(sorted(set(itertools.chain(*split))), max(map(len, split), default=1))
 
     def __len__(self) -> int:
         return len(self.words)
