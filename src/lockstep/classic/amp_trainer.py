@@ -33,8 +33,6 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class TrainingStep(NamedTuple):
-    """The outcome of one call of `training_step`."""
-
     # This rank's mean over the batch, without gradient.
     loss: Tensor
 
@@ -68,7 +66,18 @@ class AMPTrainer:
             weight_decay=self.config.weight_decay,
             fused=True,
         )
-        self._make_stepper(own_rate=optimizer is not None)
+        self.optimizers = Optimizers(self.optimizer, model)
+
+        # The learning rate of the caller's optimizer stays. A constant rate needs no end of the training.
+        more = {"lr.peak": None} if optimizer is not None else {}
+        settings = self.config.run_config(**self.settings(), **more)
+        rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
+        precision = choose(settings, self.runtime.device)
+        self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
+
+        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
+        self._open_step: StepBatches | None = None
+        self._sized = False
 
     # ---- what a distributed trainer does differently ----
 
@@ -163,22 +172,6 @@ class AMPTrainer:
         return load_state(self._state(), self.runtime, Path(path))
 
     # ---- inside ----
-
-    def _make_stepper(self, own_rate: bool) -> None:
-        """Make the engine's step. With `own_rate` the learning rate stays the one of the caller's optimizer."""
-        more = {"lr.peak": None} if own_rate else {}
-        settings = self.config.run_config(**self.settings(), **more)
-        self.optimizers = Optimizers(self.optimizer, self._module)
-
-        # A constant rate needs no end of the training.
-        rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
-        self.stepper = Stepper(
-            self.driver, self.optimizers, rate, choose(settings, self.runtime.device), settings, self.runtime, 1
-        )
-
-        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
-        self._open_step: StepBatches | None = None
-        self._sized = False
 
     def _state(self) -> RunState:
         if self._open_step is not None:

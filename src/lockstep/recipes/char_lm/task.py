@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.char_lm.data import SYMBOLS, Windows, decode, encode, library_text, split
 from lockstep.recipes.char_lm.model import GPT
-from lockstep.recipes.options import too_small, uneven_heads
+from lockstep.recipes.options import check_options, uneven_heads
 from lockstep.task import Loss, Task
 
 # Long enough to set an indentation and a style; after a bare "def " a small model loses itself in spaces.
@@ -101,7 +102,7 @@ class CharLM(Task):
         self.dropout = dropout
         self.max_bytes = max_bytes
         self.eval_bytes = eval_bytes
-        self._check()
+        check_options(vars(self), self._problems(), smallest=COUNTS)
 
     def model(self) -> GPT:
         return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
@@ -146,7 +147,6 @@ class CharLM(Task):
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
 
     def _split(self) -> tuple[Tensor, Tensor]:
-        """Return the ids of the training and of the validation text."""
         training, validation = split(encode(library_text(self.max_bytes)))
         if len(validation) <= self.context:
             raise UserError(
@@ -156,10 +156,7 @@ class CharLM(Task):
             )
         return training, validation
 
-    def _check(self) -> None:
-        """Raise every problem of the options at once."""
-        problems = too_small(vars(self), COUNTS) + uneven_heads(self.width, self.heads)
+    def _problems(self) -> Iterator[UserError]:
+        yield from uneven_heads(self.width, self.heads)
         if not 0 <= self.dropout < 1:
-            problems.append(UserError(f"task.dropout={self.dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
-        if problems:
-            raise ConfigError(problems)
+            yield UserError(f"task.dropout={self.dropout} is not in [0, 1)", "", "type task.dropout=0.1")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo.baselines import Greedy, Played, baseline_scores, play
 from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.market import Game, Rules, Trading
@@ -19,7 +19,7 @@ from lockstep.recipes.clstm_ppo.model import ATTENTION_HEADS, Agent, AgentOption
 from lockstep.recipes.clstm_ppo.rollout import log_probs
 from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries
 from lockstep.recipes.clstm_ppo.source import RolloutOptions, Rollouts
-from lockstep.recipes.options import OnlyWith, takes_options, too_small, warn_unused
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, warn_unused
 from lockstep.task import Loss, Task
 
 # The test episodes are the same in every run.
@@ -208,11 +208,7 @@ class ClstmPpo(Task):
             value_per_asset=loss.credit == "each",
             foresight=rollouts.foresight > 0,
         )
-
-        # All problems are reported together.
-        problems = [*too_small(options, COUNTS), *self._problems(rules)]
-        if problems:
-            raise ConfigError(problems)
+        check_options(options, self._problems(rules), smallest=COUNTS)
         self.source = Rollouts(self.game, rollouts)
 
     def model(self) -> Agent:
@@ -282,11 +278,9 @@ class ClstmPpo(Task):
         return Loss(-score, len(batch[0]), metrics)
 
     def play_test_episodes(self, agent: Agent, episodes: Tensor) -> Played:
-        """Play the test episodes with the numbers `episodes` (n,), greedily."""
         return play(Greedy(agent), self.game.open(TEST_SEED, HELD_OUT + episodes), self.shape.episode)
 
     def show(self, model: nn.Module) -> str:
-        """Return the scores of other policies in the test episodes."""
         return "per test episode: " + ", ".join(f"{name} {score:.3f}" for name, score in self._baselines.items())
 
     @cached_property

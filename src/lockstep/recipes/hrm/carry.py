@@ -91,9 +91,10 @@ def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, 
     # A checkpoint may come from another device.
     held = {name: rows.to(batch["least"].device) for name, rows in slots.items()}
     halted = held["halted"]
-    filled = {}
-    for name, rows in fresh.items():
-        filled[name] = torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, held[name])
+    filled = {
+        name: torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, held[name])
+        for name, rows in fresh.items()
+    }
     return {**filled, "z_h": held["z_h"], "z_l": held["z_l"], "begin": halted}
 
 

@@ -242,9 +242,8 @@ class HierarchicalReasoningModel(nn.Module):
         shape = (count, self.config.positions_in_all, self.config.width)
 
         device = self.h_start.device.type
-        dtype = self.h_start.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.h_start.dtype
 
         # Contiguous, as a segment leaves its states: another layout would be compiled for again.
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
@@ -297,8 +296,7 @@ def _with_converted_weights(level: Level) -> Update:
     if level._compiled_call_impl is None or sharded or not torch.is_autocast_enabled(device):
         return level
 
-    dtype = torch.get_autocast_dtype(device)
-    converted = {name: weight.to(dtype) for name, weight in weights.items()}
+    converted = {name: weight.to(torch.get_autocast_dtype(device)) for name, weight in weights.items()}
     return lambda *args: functional_call(level, converted, args)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
 from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
@@ -19,7 +19,7 @@ from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
-from lockstep.recipes.options import OnlyWith, takes_options, too_small, uneven_heads, warn_unused, wrong_choices
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, uneven_heads, warn_unused
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
@@ -88,7 +88,6 @@ class ModelOptions:
     puzzle_positions: int | None = None
 
     def filled_in(self) -> ModelOptions:
-        """Return the options with the variant's own values instead of None."""
         # A wrong variant is reported together with all other problems, so it must not fail here.
         defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
@@ -96,8 +95,6 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HaltingOptions:
-    """How long the model thinks about a puzzle."""
-
     # The most segments for one puzzle.
     halt_max_steps: int = 16
 
@@ -110,8 +107,6 @@ class HaltingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """The loss and the optimizers."""
-
     # stablemax or softmax.
     loss: str = "stablemax"
     lr: float = 1e-4
@@ -161,11 +156,7 @@ class HRM(Task):
         self.halting = halting
         self.learning = learning
 
-        # All problems are reported together.
-        options |= vars(self.model_options)
-        problems = [*wrong_choices(options, CHOICES), *too_small(options, AT_LEAST)]
-        if model.mixer == "attention":
-            problems += uneven_heads(model.width, model.heads)
+        problems = [*uneven_heads(model.width, model.heads)] if model.mixer == "attention" else []
         if puzzles.shipped and puzzles.data_seed:
             problems.append(
                 UserError(
@@ -174,8 +165,7 @@ class HRM(Task):
                     "leave task.data_seed out, or type task.holes=50: those are made from the seed",
                 )
             )
-        if problems:
-            raise ConfigError(problems)
+        check_options(options | vars(self.model_options), problems, CHOICES, AT_LEAST)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
         self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)

@@ -63,8 +63,7 @@ class GatedCrossAttention(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
-        kv = self.kv(latents)
-        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), kv, self.heads))
+        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), self.kv(latents), self.heads))
 
 
 class Additions(nn.Module):
@@ -81,9 +80,10 @@ class Additions(nn.Module):
 
         # LoRA changes the two linear layers of each attention.
         into = reader.shape.width
-        self.lora = nn.ModuleList()
-        for _ in range(self.layers if rank else 0):
-            self.lora.append(nn.ModuleDict({"qkv": LowRank(into, 3 * into, rank), "out": LowRank(into, into, rank)}))
+        self.lora = nn.ModuleList(
+            nn.ModuleDict({"qkv": LowRank(into, 3 * into, rank), "out": LowRank(into, into, rank)})
+            for _ in range(self.layers if rank else 0)
+        )
 
     def forward(self, latents: Tensor, asked: int, device: torch.device) -> list[LayerAdditions] | None:
         """Return the additions for each layer of a reader on `device`.

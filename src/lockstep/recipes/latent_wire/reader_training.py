@@ -37,8 +37,6 @@ STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How a reader is trained."""
-
     # The training ends when the reader answers this share of the questions, on contexts that it is not trained on.
     accuracy: float = 0.985
 
@@ -120,8 +118,6 @@ def _digest(path: Path) -> str:
 
 @dataclass
 class Progress:
-    """What the training of a reader has reached."""
-
     step: int = 0
     stage: int = 0  # the world of the curriculum, the easiest first
     accuracy: float = 0.0
@@ -165,7 +161,6 @@ class ReaderTraining:
         )
 
     def _enter_stage(self) -> None:
-        """Prepare the data of the current world."""
         world = self.worlds[self.progress.stage]
         tokenizer = TOKENIZERS[self.reader.shape.tokens](world.words)
         self.validation = _validation_batch(world, tokenizer, self.device)
@@ -220,8 +215,8 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
 
     # Replaced at once, so that a kill while writing leaves the older file.
     temporary = path.with_suffix(".tmp")
-    metadata = {"progress": json.dumps(asdict(progress))}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, temporary, {"progress": json.dumps(asdict(progress))})
     os.replace(temporary, path)
 
 
@@ -262,8 +257,9 @@ def training_batches(
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
-        layout = sequence_layout(coming.result(), tokenizer)
-        columns, positions = (torch.from_numpy(indices).to(device) for indices in layout)
+        columns, positions = (
+            torch.from_numpy(indices).to(device) for indices in sequence_layout(coming.result(), tokenizer)
+        )
         table = torch.from_numpy(tokenizer.table).to(device)
 
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
 from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
@@ -20,7 +21,7 @@ from lockstep.recipes.latent_wire.reader import ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld, World
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, uneven_heads, warn_unused
 from lockstep.task import Loss, Task
 
 CHOICES = {"world": ("facts", "topics"), "mode": MODES}
@@ -38,8 +39,6 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """The contexts and the questions about them."""
-
     # Contexts are facts or topics.
     world: str = "facts"
 
@@ -58,8 +57,6 @@ class WorldOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions:
-    """The frozen readers, how they are trained, and what they teach."""
-
     # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
 
@@ -140,12 +137,9 @@ class LatentWire(Task):
         self.reader_training = readers.training()
         self.reader_questions = readers.reader_questions or self.world.questions
 
-        # All problems are reported together.
         shapes = DEFAULT_READERS if readers.readers is None else readers.readers
-        problems = [*wrong_choices(options, CHOICES), *self._world_problems(), *_shape_problems(wire)]
-        problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
-        if problems:
-            raise ConfigError(problems)
+        wrong_readers = _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
+        check_options(options, [*self._world_problems(), *_shape_problems(wire), *wrong_readers], CHOICES)
         self.readers = [ReaderShape(*shape) for shape in shapes]
         self.devices: list[str | None] = [*readers.reader_homes] if readers.reader_homes else [None] * len(shapes)
 
@@ -161,8 +155,7 @@ class LatentWire(Task):
 
         # Texts of a world have the same number of tokens, so the first one tells all.
         sample = self.data()[0]
-        lengths = [len(sample[f"text_{number}"]) for number in range(len(readers))]
-        return WireModel(self.shape, readers, lengths)
+        return WireModel(self.shape, readers, [len(sample[f"text_{number}"]) for number in range(len(readers))])
 
     def data(self) -> WireData:
         return WireData(self.world, "train", self.questions.size, self._tokenizers(), self.questions.mode)
@@ -239,12 +232,7 @@ class LatentWire(Task):
 
 
 def _shape_problems(shape: WireShape) -> Iterator[UserError]:
-    if shape.heads < 1 or shape.width % (2 * shape.heads):
-        yield UserError(
-            f"task.width={shape.width} cannot be divided among task.heads={shape.heads}",
-            "each head needs the same even number of channels",
-            "type a task.width that is a multiple of twice task.heads",
-        )
+    yield from uneven_heads(shape.width, shape.heads)
     for name in ("private", "lora", "near"):
         if getattr(shape, name) < 0:
             yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
@@ -258,11 +246,10 @@ def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks:
         yield UserError(f"task.readers has {len(readers)} readers, and one or two are supported", "", "give one or two")
     for shape in readers:
         if not _is_reader(shape):
-            example = '[["words", 64, 2, 4], ["pieces", 96, 2, 4]]'
             yield UserError(
                 f"the reader {shape} is not [tokens, width, layers, heads] or [tokens, width, layers, heads, near]",
                 f"tokens are one of {', '.join(TOKENIZERS)}, and the width is a multiple of twice the heads",
-                f"type task.readers='{example}'",
+                f"type task.readers='{json.dumps(DEFAULT_READERS)}'",
             )
 
     layers = min((shape[2] for shape in readers if _is_reader(shape)), default=None)

@@ -209,14 +209,11 @@ class WireModel(nn.Module):
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
 
         # From the wire to a reader's embeddings of the text (B, T, W).
-        self.gists = None
-        if shape.gist:
-            self.gists = nn.ModuleList()
-            for reader, length in zip(readers, text_lengths, strict=True):
-                layers: OrderedDict[str, nn.Module] = OrderedDict(
-                    pool=CrossAttention(length, Z, shape.heads), out=nn.Linear(Z, reader.shape.width)
-                )
-                self.gists.append(nn.Sequential(layers))
+        self.gists = nn.ModuleList()
+        for reader, length in zip(readers, text_lengths, strict=True):
+            if shape.gist:
+                pool: nn.Module = CrossAttention(length, Z, shape.heads)
+                self.gists.append(nn.Sequential(OrderedDict(pool=pool, out=nn.Linear(Z, reader.shape.width))))
 
         # The name is part of the parameter names in checkpoints.
         self.aids = nn.ModuleList(
@@ -271,7 +268,7 @@ class WireModel(nn.Module):
 
         # The error of the text that is rebuilt from the wire.
         gist = None
-        if self.gists is not None:
+        if self.gists:
             rebuilt = self.gists[number](seen).to(reader.device)
             embedded = reader.embed(batch[f"text_{number}"].to(reader.device))
 
@@ -285,7 +282,10 @@ class WireModel(nn.Module):
 
 
 def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
-    """Put the beginning and `vectors` (B, T, W) before each of `rows` questions, as many for each row of `vectors`."""
+    """Return the inputs before each of `rows` questions: the token that begins a sequence, then `vectors` (B, T, W).
+
+    Every row of `vectors` serves the same number of questions.
+    """
     before = torch.cat((reader.beginning(len(vectors)), vectors.to(reader.embed.weight.dtype)), 1)
     return before.repeat_interleave(rows // len(vectors), 0)
 

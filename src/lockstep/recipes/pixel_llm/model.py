@@ -23,8 +23,6 @@ KeysAndValues = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How large the model is, and what its encoder begins with."""
-
     # Pixels on each side of a picture.
     image: int = 32
 

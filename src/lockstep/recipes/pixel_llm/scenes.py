@@ -97,8 +97,6 @@ KINDS = {
 
 
 class Part(NamedTuple):
-    """One word of a caption."""
-
     word: str
     slot: str | None = None  # the slot it fills, if the picture decides it
 

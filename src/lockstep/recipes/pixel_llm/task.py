@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.options import OnlyWith, takes_options, too_small, warn_unused, wrong_choices
+from lockstep.errors import UserError
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, ModelOptions, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
@@ -38,8 +38,6 @@ COUNTS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which pictures there are, and how many."""
-
     # The kind of generated scenes: few, one, pair or many.
     scenes: str = "one"
 
@@ -85,11 +83,7 @@ class PixelLLM(Task):
         preset_sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
         if data.folder is not None and model.vocabulary in preset_sizes:
             model = replace(model, vocabulary=None)
-
-        # All problems are reported together.
-        problems = [*too_small(options, COUNTS), *wrong_choices(options, CHOICES), *_shape_problems(model)]
-        if problems:
-            raise ConfigError(problems)
+        check_options(options, _shape_problems(model), CHOICES, COUNTS)
 
         self.data_options = data
         self.model_options = model
